@@ -39,13 +39,17 @@ ARMS: Mapping[str, tuple[str, Sequence[str]]] = {
     "text with noise": ("make-some-noise", (TEXT,)),
     "text without noise": (
         "make-some-noise",
-        (TEXT, "train.joint.noise.span=1", "train.joint.noise.every=1000000"),
+        (TEXT, *(NO_NOISE := ("train.joint.noise.span=1", "train.joint.noise.every=1000000"))),
     ),
+    "trajectory": ("cllm", ()),
+    "random guesses": ("cllm", ("train.joint.trajectory.most=0",)),
+    "greedy text": ("cllm", (TEXT, "train.joint.trajectory=null", *NO_NOISE)),
 }
 DRAFTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tr-jacobi": ("tr-jacobi", {}),
     "tr-jacobi, nothing copied": ("tr-jacobi", {"ngram": 0}),
     "jacobi": ("jacobi", {"schedule": "jacobi"}),
+    "jacobi, blocks of 16": ("jacobi", {"block": 16}),
     "prompt-lookup": ("prompt-lookup", {}),
 }
 CHANGE = ("kl", "agreement", "perplexity_before", "perplexity")
@@ -59,9 +63,11 @@ class Stderr(SilentReporter):
 
 
 def trained(arm: str, out: Path, given: Sequence[str]) -> tuple[str, dict[str, float]]:
-    """The folder of an arm's target, and what changed. All arms read the first one's rows."""
+    """The folder of an arm's target, and what changed. All arms of a recipe read the rows of its
+    first one."""
     recipe, sets = ARMS[arm]
-    folder, first = out / arm.replace(" ", "-"), out / next(iter(ARMS)) / "data"
+    same = next(name for name, (other, _) in ARMS.items() if other == recipe)
+    folder, first = out / arm.replace(" ", "-"), out / same.replace(" ", "-") / "data"
     if first.exists() and not (folder / "data").exists():
         shutil.copytree(first, folder / "data")
     if not (folder / "target" / "README.md").exists():
@@ -75,7 +81,8 @@ def tau(target: Target, name: str, args: Any) -> dict[str, float]:
     method, options = DRAFTERS[name]
     found = family(method)
     drafter = found.build(found.options(**options), target.spec, None)
-    policy = make_policy({"policy": "direct", "length": args.length, "nodes": args.nodes})
+    length = max(args.length, options.get("block", 0))
+    policy = make_policy({"policy": "direct", "length": length, "nodes": args.nodes})
     sampling = Sampling(temperature=0.0, max_new_tokens=args.tokens, ignore_eos=True)
     prompts = heldout_prompts(target, args.prompts)
     done = Engine(target, drafter, policy, num_slots=8).run(

@@ -20,6 +20,7 @@ import torch
 
 from specctl import Sampling, load_drafter, load_target
 from specctl.core.drafter import Drafter
+from specctl.core.printable import counted
 from specctl.runtime.generate import generate
 from specctl.runtime.target.target import Target
 
@@ -165,7 +166,7 @@ def picture(plain: list[Piece], drafted: list[Piece], size: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" '
         f'height="{HEIGHT}" font-family="{FONT}" font-size="14" role="img">',
         f"<title>The same text twice, {gain} with a draft: a target of {size} on "
-        f"{torch.get_num_threads()} CPU cores</title>",
+        f"{counted(torch.get_num_threads(), 'CPU core')}</title>",
         *panel(0, "plain decoding", plain, cycle, f"{rate(plain):.0f} tokens/s"),
         *panel(PANEL + GAP, f"with a draft: {gain}, same text", drafted, cycle, right),
         "</svg>",

@@ -7,6 +7,7 @@ which a busy neighbour disturbs less than the clock on the wall.
     python benchmarks/native_step.py --inflate 300m --dtype bfloat16
     python benchmarks/native_step.py --int8     # beside itself with matrices of 8 bits
     python benchmarks/native_step.py --avx2     # both as on a processor without AVX512
+    python benchmarks/native_step.py --memory --inflate 300m --dtype int8   # of a loaded target
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
 import torch
 
-from specctl import load_target
+from specctl import generate, load_target
 from specctl.models.fast_llama import FastLlama
 from specctl.models.native import library as built
 from specctl.runtime.target.target import Target
@@ -60,6 +63,14 @@ def milliseconds(
     return (*map(median, spent), float((logits[0] - logits[1]).abs().max()))  # type: ignore[return-value]
 
 
+def memory(target: Target) -> dict[str, float]:
+    """MiB that the process holds, once the target has read something, and has held at most."""
+    generate(target, "def main(", max_new_tokens=4)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"held": pages * resource.getpagesize() / 2**20, "most": most / 2**10}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float32")
@@ -69,6 +80,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--int8", action="store_true", help="8 bits beside the weights as stored")
     parser.add_argument("--avx2", action="store_true", help="use no wider instructions")
+    parser.add_argument("--memory", action="store_true", help="MiB of the process; nothing else")
     args = parser.parse_args()
     if args.avx2:
         if any(os.environ.get(name) != value for name, value in AVX2.items()):
@@ -78,6 +90,9 @@ def main() -> None:
     assert built.library().functions is not None, built.library().missing
     torch.set_num_threads(1)
     target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
+    if args.memory:
+        print(json.dumps({**memory(target), "dtype": target.dtype_name}))
+        return
     names = ("int8", "step") if args.int8 else ("step", "PyTorch")
     rows = []
     for width in map(int, args.widths.split(",")):

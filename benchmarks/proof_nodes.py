@@ -45,9 +45,6 @@ from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.integrity import saved_steps
 
 TOLERANCE = 2e-6  # relative; float32 sums in another order
-# Muon computes its step in bfloat16, which makes 5e-5 of 1e-7 in twelve updates, also in one
-# process whose rows are split otherwise: the sizes are compared with AdamW.
-OPTIMIZER = {"sizes": "adamw", "nodes": "muon"}
 STEPS = {"sizes": 12, "nodes": 80}
 LAST = 60  # step at which a node is killed for the last time, at most
 SPREAD = {"train__parallel": "fsdp", "train__shard_target": "true"}
@@ -81,7 +78,7 @@ def train(out: Path, text: Path, part: str, way: str) -> None:
     torch.set_num_threads(1)
     fields = {
         "train__rows": 8, "train__steps": STEPS[part], "train__precision": '"no"',
-        "train__tau_every": 1000, "train__optimizer": OPTIMIZER[part],
+        "train__tau_every": 1000,
     }  # fmt: skip
     recipe = small_recipe("eagle3", text, **fields, **WAYS.get(way, {}))
     train_draft(recipe, out, target=small_target(), reporter=Notes(out.with_suffix(".notes")))

@@ -48,7 +48,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.planning.scaling import share_data
 
-DATA = (250, 500, 1000, 2000, 4000)  # prompts of the learning curve
+DATA = (250, 500, 1000, 2000)  # prompts of the learning curve
 LEADING = ("small-lm", "staged", "moa", "glide", "eagle3", "eagle")
 HEATS = {"greedy": 0.0, "sampled": 1.0}
 SETTINGS = ("steps", "seconds", "data", "prompts", "tokens")
@@ -64,18 +64,20 @@ class Case:
     seed: int
     steps: int
     prompts: int
+    sets: tuple[str, ...] = ()  # fields of the recipe that differ; ablations.py trains such cases
 
     @property
     def name(self) -> str:
         size = f"-{self.prompts}" if self.arm == "data" else ""
-        return f"{self.family}-{self.arm}{size}-{self.seed}"
+        changed = "".join(f"-{word.removeprefix('drafter.options.')}" for word in self.sets)
+        return f"{self.family}{changed}-{self.arm}{size}-{self.seed}"
 
 
 def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Trains and measures; the figures of a case."""
     torch.set_num_threads(1)
     sets = (f"train.seed={case.seed}", f"data.prompts={case.prompts}", "train.rows=4",
-            HELD_UNMEASURED)  # fmt: skip
+            HELD_UNMEASURED, *case.sets)  # fmt: skip
     recipe = family_recipe(
         case.family, TrainingBudget(case.family, TINY, case.steps, sets, args.out)
     )
@@ -190,7 +192,7 @@ def table(rows: Sequence[dict[str, Any]], arm: str) -> str:
     """Markdown of one arm, best first by the greedy tau of what is served."""
     by_case: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["arm"] == arm:
+        if row["arm"] == arm and not row.get("sets"):
             by_case.setdefault((row["family"], row["prompts"]), []).append(row)
     lines = ["| group | family | numbers | prompts, steps, CPU s, seeds | alpha 1 2 3 "
              "| chain, greedy | chain, T = 1 | served, greedy | served, T = 1 |",
@@ -247,7 +249,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out = args.out.resolve()
     if args.case is not None:
-        case = Case(**json.loads(args.case))
+        fields = json.loads(args.case)
+        case = Case(**fields | {"sets": tuple(fields["sets"])})
         found = run(case, args)
         write(args.out / "cases" / f"{case.name}.json", found)
         return

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.errors import RecipeError
-from specctl.core.language_model import Borrowed, LanguageModel
+from specctl.core.language_model import BestChain, Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
 from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
@@ -176,6 +176,11 @@ class StepState(DraftState):
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         """[B, M, K]: append M nodes (target ids; parent = node index in order of expansion, -1 =
         root) and return the logits after each. Node indices count up across calls."""
+
+    def best_chain(self, view: RoundView, length: int) -> BestChain | None:
+        """What `root` and `length - 1` calls of `expand` with the likeliest tokens give, in one
+        call in their place; None where there is no such call, and nothing has been done."""
+        return None
 
     def hidden(self) -> Tensor:
         """[B, D]: the states that the newest logits were read from (of the last node expanded);

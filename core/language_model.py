@@ -3,8 +3,8 @@
 Both the target and an independent small-LM drafter are a LanguageModel. Two implementations:
 `fast_llama.FastLlama` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
 transformers causal LM; the reference of the first).
-Letters: B rows, D hidden width, L positions, S sequence, T fed tokens, V target vocabulary, X any
-axes.
+Letters: B rows, D hidden width, K draft vocabulary, L positions, N nodes, S sequence, T fed tokens,
+V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -65,6 +65,28 @@ class Feed:
             return rows_BTX
         at_B1 = torch.tensor(self.only, device=rows_BTX.device)[:, None] - first
         return rows_BTX[torch.arange(len(self.only), device=rows_BTX.device)[:, None], at_B1]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRoot:
+    """What a greedy chain is drafted behind: fed tokens, of row b a causal run whose token `at[b]`
+    is the root. Each next token is that of the largest of the first `num_choices` logits, of those
+    `choice_ids` [K] (None: of choice k the id k). Tokens behind `last_position` stand there."""
+
+    ids_BT: Tensor
+    position_BT: Tensor
+    at: tuple[int, ...]
+    num_choices: int
+    choice_ids: Tensor | None
+    last_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class BestChain:
+    """Tokens [B, N] that were likeliest one behind another, and their logits, float32 [B, N]."""
+
+    token_BN: Tensor
+    best_BN: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +156,11 @@ class LanguageModel(ABC):
     ) -> LmOut:
         """One forward of whole sequences without a cache (training, capture, prefill oracle)."""
         return self.run(Feed(ids_BS, position_BS, masks, taps, logits), None)
+
+    def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
+        """`length` tokens behind the root in one call, against the aimed `kv`, which has room for
+        all of them; None where that takes a forward each."""
+        return None
 
     @abstractmethod
     def borrowed(self) -> Borrowed:

@@ -82,7 +82,7 @@ class LookAheadState(KnownTokensState):
 
     @torch.no_grad()
     def root(self, view: RoundView) -> Tensor:
-        lm, T, last = self.lm, self.drafter.options.num_heads, self.lm.spec.num_layers
+        lm, T = self.lm, self.drafter.options.num_heads
         kept = [self.num_known[slot] for slot in view.slots]
         root_B1, at_B1 = view.root_B[:, None], view.kept_len_B[:, None]
         same = kept[0] if min(kept) == max(kept) else None
@@ -95,8 +95,8 @@ class LookAheadState(KnownTokensState):
         x_BTD = self.drafter.behind(first.taps[0])
         masks = lm.chain_masks(view.kept_len_B, T, max(kept) + T)
         none_BT = torch.zeros_like(position_BT)
-        feed = Feed(none_BT, position_BT, masks, (last,), False, residual_BTD=x_BTD)
-        self._ready_BMD, self._depth = lm.run(feed, self.kv).taps[last], 0
+        feed = Feed(none_BT, position_BT, masks, logits=False, residual_BTD=x_BTD)
+        self._ready_BMD, self._depth = self.drafter.through(feed, self.kv, lm), 0
         return linear(self._ready_BMD[:, 0], self._head)
 
     @torch.no_grad()

@@ -18,11 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
+from specctl.core.language_model import (
+    BestChain,
+    Borrowed,
+    ChainRoot,
+    Feed,
+    LanguageModel,
+    LmOut,
+    Masks,
+)
 from specctl.core.spec import ModelSpec
+from specctl.core.sub_layers import SubLayers
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape, Weights
+from specctl.models.native.chain import NextToken, best_chain
 from specctl.models.native.step import MOST_ROWS, NativeStep, drafts_in_int8
 from specctl.models.spread import is_spread
 
@@ -53,21 +63,33 @@ class FastLlama(LanguageModel):
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         may_step = self.is_int8 if kv is None else kv.is_as_read
-        step = self._native(feed) if may_step else None
+        step = self._native(feed.ids_BT) if may_step else None
         if step is None:
             return self._eager(feed, kv)
-        return step.run(feed, self._whole(feed) if kv is None else kv)
+        return step.run(feed, self._whole(feed.ids_BT) if kv is None else kv)
 
-    def _whole(self, feed: Feed) -> SlotKV:
+    def _whole(self, ids_BT: Tensor) -> SlotKV:
         """A cache for whole sequences, aimed at them."""
-        B, T = feed.ids_BT.shape
+        B, T = ids_BT.shape
         kv, slots = self.new_kv(B, T), torch.arange(B)
         kv.begin(tuple(range(B)), slots, torch.zeros_like(slots), T, T, 0)
         return kv
 
     def is_native(self, feed: Feed) -> bool:
         """Whether the compiled step reads a round of this size."""
-        return self._native(feed) is not None
+        return self._native(feed.ids_BT) is not None
+
+    def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
+        step, rows = self._native(root.ids_BT), self.module.head_weight.shape[0]
+        if step is None or root.num_choices > rows:
+            return None
+        return best_chain(step, root, length, kv)
+
+    def next_token(self, slots: tuple[int, ...], kv: SlotKV) -> NextToken | None:
+        """What reads one token a row behind another in these slots of `kv`; None where that takes
+        a whole forward each."""
+        step = self._native(kv.aim.slot_B1)
+        return None if step is None else NextToken(step, slots, kv)
 
     def run_at(self, feed: Feed, kv: SlotKV, at_Q: Tensor) -> LmOut:
         """The forward at those flat fed indices alone [Q]; elsewhere logits and taps are zero. In
@@ -99,10 +121,9 @@ class FastLlama(LanguageModel):
             found[shape.num_layers] = spread(x[0])
         return LmOut(spread(linear(x[0], weights.head)), found)
 
-    def _native(self, feed: Feed) -> NativeStep | None:
-        """The compiled step, where it may do this forward: on a CPU, no gradient, and of stored
-        weights for few tokens."""
-        ids_BT = feed.ids_BT
+    def _native(self, ids_BT: Tensor) -> NativeStep | None:
+        """The compiled step, where it may read these tokens: on a CPU, no gradient, and of stored
+        weights few of them."""
         if ids_BT.device.type != "cpu" or type(ids_BT) is not Tensor or self.int4 is not None:
             return None
         if ids_BT.numel() > MOST_ROWS and not self.is_int8:
@@ -205,6 +226,20 @@ class FastLlama(LanguageModel):
             _, key, value = self._query_key_value(x, layers[index], rope)
             found[index] = (key, value)
         return found
+
+    @torch.no_grad()
+    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
+        """As every forward; in 8 bits by the compiled step, which attends for nothing."""
+        if not self.is_int8:
+            super().write_kv(state, position_BT, kv)
+            return
+        T, ids_BT = position_BT.shape[1], torch.zeros_like(position_BT)
+        sees = torch.ones(1, 1, T, kv.aim.span, dtype=torch.bool)
+        masks = Masks(sees, dict.fromkeys(self.windows, sees))
+        for layer, x in state.items():
+            parts = SubLayers((layer,), ())
+            feed = Feed(ids_BT, position_BT, masks, logits=False, parts=parts, residual_BTD=x)
+            self.run(feed, kv)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         return x + linear(self._neurons(x, layer), layer.down)

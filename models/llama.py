@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specctl.models.int4 import in_int4
 from specctl.models.kernels import Weight, can_pack, pack
 from specctl.models.native.step import NativeStep, Stack, native_step
+from specctl.models.released import Released
 
 PACK_SHARE = 0.25  # of the device's memory that copies of the weights may take
 
@@ -264,6 +265,23 @@ class LlamaModel(nn.Module):
             packs.native[is_int8] = found
         return found
 
+    def keep_int8(self) -> bool:
+        """Keep the layers' matrices in 8 bits alone: whoever asks for them as they were stored gets
+        an error (`Released`). False, and nothing done, where the compiled step cannot be had."""
+        stack = self.stack()
+        found = None if stack is None else native_step(stack, True, _release)
+        self.packs.clear()
+        self.packs.native[True] = found
+        self.packs.native[False] = None
+        return found is not None
+
+    @property
+    def head(self) -> Weight:
+        """The LM head as a forward reads it."""
+        first = self.model.layers[0]
+        is_released = isinstance(first.self_attn.q_proj.weight, Released)  # type: ignore[union-attr]
+        return self.head_weight if is_released else self.weights().head
+
     def stack(self) -> Stack | None:
         """The layers as the compiled step reads them."""
         shape, body, rotary = self.shape, self.model, self.rotary
@@ -331,6 +349,13 @@ class LlamaModel(nn.Module):
             gate_up=fuse((mlp.gate_proj.weight, mlp.up_proj.weight)),
             down=packed(mlp.down_proj.weight),
         )
+
+
+def _release(layer: Any) -> None:
+    attention, mlp = layer.self_attn, layer.mlp
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    for part in (*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        part.weight = Released.of(part.weight)
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -42,6 +42,21 @@ class NoisePart(Section):
         return self
 
 
+class TrajectoryPart(Section):
+    """The target learns to say behind any state of a Jacobi trajectory what it says behind its end
+    (consistency LLM): one window of every document is iterated from random tokens."""
+
+    window: Annotated[int, Field(ge=2, le=10_000)] = Field(
+        default=16, description="tokens that Jacobi decoding guesses at once"
+    )
+    most: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        default=4, description="most iterations; how many is drawn for every row and step"
+    )
+    weight: Annotated[float, Field(gt=0.0, le=100.0)] = Field(
+        default=1.0, description="of the consistency loss beside the target's own"
+    )
+
+
 class JointPart(Section):
     """Train additions to the TARGET together with the drafter (Medusa-2). OUT/target is another
     model than the one given, and the drafter is for that one."""
@@ -76,8 +91,19 @@ class JointPart(Section):
         description="for a family without weights: the target alone learns, to predict behind "
         "wrong tokens; its own loss (keep) is over noised text",
     )
+    trajectory: TrajectoryPart | None = Field(
+        default=None,
+        description="for a family without weights: the target alone learns, to end Jacobi "
+        "decoding early; its own loss (keep) is over the text",
+    )
 
     @property
     def is_target_alone(self) -> bool:
         """Whether the target learns for a family without weights."""
-        return self.noise is not None
+        return self.noise is not None or self.trajectory is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> JointPart:
+        if self.noise is not None and self.trajectory is not None:
+            raise ValueError("noise and trajectory are two ways to train the target: set one")
+        return self

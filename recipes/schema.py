@@ -63,8 +63,9 @@ class DrafterPart(Section):
     init: str | None = Field(
         default=None,
         min_length=1,
-        description="weights to start from: null = fresh, 'target' = cut from the target itself, "
-        "else a package, a run folder or a Hugging Face folder",
+        description="weights to start from: null = fresh, 'target' = cut from the target itself "
+        "(family mtp: the module that it carries), else a package, a run folder or a Hugging "
+        "Face folder",
     )
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules.
 
-Muon (https://kellerjordan.github.io/posts/muon/) moves the hidden matrices, AdamW everything else:
-embeddings, heads over a vocabulary, norms, vectors. Muon's update is scaled to the size of an AdamW
-update (arXiv 2502.16982, equation 4), so that one learning rate serves both.
+[Muon](muon.py) moves the hidden matrices, AdamW everything else: embeddings, heads over a
+vocabulary, norms, vectors. Muon's update has the size of an AdamW update, so that one learning rate
+serves both.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from specctl.core.errors import RecipeError
 from specctl.recipes.schema import TrainPart
-from specctl.train.distributed.muon import ShardedMuon
 from specctl.train.distributed.pieces import is_piece, local, with_piece
 from specctl.train.distributed.ranks import Ranks
+from specctl.train.muon import Muon
 
 
 def is_hidden_matrix(parameter: Tensor, vocab_sizes: frozenset[int]) -> bool:
@@ -51,12 +51,8 @@ def build_optimizers(
     rest = [p for p in trainable.values() if id(p) not in chosen]
     rate, decay = settings.learning_rate, settings.weight_decay
     found: dict[str, torch.optim.Optimizer] = {}
-    if matrices and is_piece(matrices[0]):
-        found["muon"] = ShardedMuon(matrices, lr=rate, weight_decay=decay)
-    elif matrices:
-        found["muon"] = torch.optim.Muon(
-            matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
-        )
+    if matrices:
+        found["muon"] = Muon(matrices, lr=rate, weight_decay=decay)
     groups = [(rest, 1.0), (behind, share)]
     if rest or behind:
         found["adamw"] = torch.optim.AdamW(

@@ -82,7 +82,7 @@ def command(
     params = [inspect.Parameter("ctx", _BOTH, annotation=typer.Context), *own, *_everywhere()]
     run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in params} | {"return": None}
-    run.__doc__ = unwrap(body.__doc__ or "")
+    run.__doc__ = _indentation_kept(unwrap(body.__doc__ or ""))
     del run.__wrapped__
     return run
 
@@ -95,6 +95,15 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """[OPTIONS], then every argument in the words of its metavar: typer would put brackets
+        around those that a metavar brings."""
+        pieces: list[str] = ["[OPTIONS]"]
+        for parameter in self.get_params(ctx):
+            named = parameter.param_type_name == "argument" and parameter.metavar is not None
+            pieces += [parameter.metavar] if named else parameter.get_usage_pieces(ctx)
+        return pieces
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         rare: list[Any] = [p for p in self.params if not self.is_whole and _is_rare(p)]
@@ -165,6 +174,8 @@ def _untyped(params: list[Any]) -> list[Any]:
             parameter.metavar = ""
         elif parameter.metavar is None and _range(parameter) is not None:
             parameter.metavar = _range(parameter)
+        elif parameter.metavar is None and getattr(parameter, "multiple", False):
+            parameter.metavar = "<str>"  # rather than <list[str]>
     return params
 
 
@@ -181,21 +192,31 @@ def _range(parameter: Any) -> str | None:
 
 @contextmanager
 def _short_names(params: Sequence[Any]) -> Iterator[None]:
-    """While help is written: --[no-]adaptive for a pair of switches, and no range beside a kind
-    that names it. Two columns less, which the text needs on a narrow terminal."""
+    """While help is written: --[no-]adaptive for a pair of switches, no range beside a kind that
+    names it, and no list[str] beside an argument that stands for several. Two columns less, which
+    the text needs on a narrow terminal."""
     import typer.rich_utils as screen
 
     pairs = [(p, p.opts, p.secondary_opts) for p in params if _is_pair(p)]
+    several = [p for p in params if p.param_type_name == "argument" and p.nargs != 1]
     shown, screen.RANGE_STRING = screen.RANGE_STRING, ""
     for parameter, opts, _ in pairs:
         parameter.opts = [f"--[no-]{opts[0][2:]}", *opts[1:]]
         parameter.secondary_opts = []
+    for parameter in several:
+        parameter.display_type_rich = _no_kind
     try:
         yield
     finally:
         screen.RANGE_STRING = shown
         for parameter, opts, others in pairs:
             parameter.opts, parameter.secondary_opts = opts, others
+        for parameter in several:
+            del parameter.display_type_rich
+
+
+def _no_kind(ctx: Any) -> None:
+    del ctx
 
 
 def _is_pair(parameter: Any) -> bool:
@@ -242,6 +263,15 @@ def unwrap(doc: str) -> str:
     """Help text with the lines of each paragraph joined; indented paragraphs stay as they are."""
     paragraphs = inspect.cleandoc(doc).split("\n\n")
     return "\n\n".join(p if p.startswith(" ") else " ".join(p.split("\n")) for p in paragraphs)
+
+
+def _indentation_kept(text: str) -> str:
+    """typer takes the indentation away from examples that follow the first paragraph at once. One
+    more empty line keeps it."""
+    paragraphs = text.split("\n\n")
+    if [p.startswith(" ") for p in paragraphs[1:]] == [False, True]:
+        paragraphs[1] = f"\n{paragraphs[1]}"
+    return "\n\n".join(paragraphs)
 
 
 def _options(body: Callable[..., None]) -> tuple[list[inspect.Parameter], list[FlagGroup]]:

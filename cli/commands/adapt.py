@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.options.names import check_package
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.cli.options.training import run_training
@@ -59,6 +60,7 @@ def adapt(
       specctl adapt runs/eagle3 --adapter ./my-lora --data chats.jsonl --out runs/new
     """
     source = Path(one_drafter(package, draft, "specctl adapt runs/NAME"))
+    check_package(str(source))
     given = drafter_fields(source)
     if rank is not None:
         given["train.lora.rank"] = rank

@@ -50,7 +50,7 @@ def doctor(
         bool, typer.Option("--quick", help="Do not import torch (no device check).")
     ] = False,
 ) -> None:
-    """Check python, libraries, device, memory, disk, cache and the hub token.
+    """Check Python, libraries, device, memory, disk, cache and the hub token.
 
     Only the presence of the token is shown. Exit code 6 if something must be fixed.
 

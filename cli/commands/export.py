@@ -14,7 +14,7 @@ import typer
 from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Allow, panel
-from specctl.cli.options.names import ENGINES, complete_format
+from specctl.cli.options.names import ENGINES, check_package, complete_format
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import GateError, RecipeError, nearest
@@ -142,6 +142,7 @@ def export(
         _write_target(console, out, to, target)
         return
     folder = Path(one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER"))
+    check_package(str(folder))
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
     if out is None:
         assert push is not None

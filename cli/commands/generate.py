@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
+MUCH_REPETITION = 0.5  # share of four-token sequences that occurred before
+
 
 def generate(
     console: Console,
@@ -72,7 +74,7 @@ def generate(
     Examples:
 
       specctl generate "def main("
-      specctl generate --draft prompt-lookup --compare "import os"
+      specctl generate --draft prompt-lookup --compare "def add(self, other):"
       specctl generate runs/quickstart --temperature 0.8 --stats "class Tree:"
       specctl generate -f prompts.txt --batch 4 --json
       specctl generate --draft prompt-lookup --json-schema person.json "data = "
@@ -274,6 +276,11 @@ def _compare(console: Console, job: GenerateJob) -> tuple[GenerateResult, dict[s
     show_stats(console, fast.stats)
     _tell_lengths(console, fast)
     tell_ends(console, fast.outputs, job.sampling, job.target)
+    if job.sampling.temperature == 0 and fast.stats.repetition_rate > MUCH_REPETITION:
+        console.say(
+            f"{fast.stats.repetition_rate:.0%} of the text repeats itself, which makes drafting "
+            "look better than it is; compare with --temperature 0.8, or with a prompt of yours"
+        )
     if identical is False:
         _explain_difference(console, job)
     comparison = {

@@ -19,7 +19,9 @@ TINY = TargetChoice()
 
 def import_(
     console: Console,
-    folder: Annotated[str, typer.Argument(help="Folder of the published drafter.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Folder of the published drafter.")
+    ],
     out: Out,
     num_prompts: Annotated[
         int, typer.Option(min=0, help="Held-out prompts that tau is measured on; 0 for none.")
@@ -29,7 +31,8 @@ def import_(
 ) -> None:
     """Make a package of a published drafter, so that it can be verified, measured, served, adapted,
     trimmed and exported: EAGLE-3 (speculators, SafeAILab, SpecForge, ModelOpt), EAGLE-1 and -2,
-    HASS, P-EAGLE, DFlash and DSpark (z-lab, DeepSpec, speculators), Medusa, MLP speculators (IBM).
+    HASS, P-EAGLE, DFlash and DSpark (z-lab, DeepSpec, speculators), Medusa, MLP speculators (IBM),
+    and of a whole checkpoint (DeepSeek-V3, GLM-4.5, Qwen3-Next) the module that it carries.
 
     The package is written only if it drafts what the head's own engine would draft; then tau is
     measured on a few prompts of your target and shown beside what the head's README says. Pickles

@@ -105,7 +105,9 @@ def quickstart(
         _prove(console, model, package)
         console.heading("5/5 plain against speculative")
         console.say("tau: tokens per forward pass of the target; plain decoding has 1.")
-        report = compare(console, model, package, None if size == "none" else size)
+        report = compare(
+            console, model, package, None if size == "none" else size, out / "quickstart.png"
+        )
     seconds = time.monotonic() - started
     console.say(f"\ndone in {duration(seconds)}, {peak_text()}; everything is in {out}")
     result = {"out": str(out), "package": str(package), "seconds": round(seconds, 1)}
@@ -265,7 +267,9 @@ class Pair:
         }
 
 
-def compare(console: Console, model: Target, package: Path, inflate: str | None) -> dict[str, Any]:
+def compare(
+    console: Console, model: Target, package: Path, inflate: str | None, picture: Path
+) -> dict[str, Any]:
     """Held-out prompts, greedy and at T = 0.8, plain and speculative; and at a larger cost."""
     targets: list[tuple[Target, int, tuple[float, ...]]] = [(model, COMPARE_PROMPTS, (0.0, 0.8))]
     if inflate is not None:
@@ -284,7 +288,14 @@ def compare(console: Console, model: Target, package: Path, inflate: str | None)
         console.out("in bfloat16 near-ties may flip; --dtype float32 gives token identity")
     console.out("lossless check passed")
     console.out(verdict(pairs))
-    return {"lossless": True, "comparisons": [pair.to_json() for pair in pairs]}
+    drawn = draw(pairs, picture)
+    if drawn is not None:
+        console.say(f"picture: {drawn}")
+    return {
+        "lossless": True,
+        "comparisons": [pair.to_json() for pair in pairs],
+        "picture": None if drawn is None else str(drawn),
+    }
 
 
 def verdict(pairs: Sequence[Pair]) -> str:
@@ -293,12 +304,34 @@ def verdict(pairs: Sequence[Pair]) -> str:
     for pair in reversed([pair for pair in pairs if pair.setting == "greedy"]):
         text = {True: ", identical text", False: ", texts differ by rounding"}[bool(pair.identical)]
         if pair.speedup > PAYS:
-            told.append(f"{pair.target}: {pair.speedup:.1f}x faster{text}")
+            told.append(f"{_place(pair)}: {pair.speedup:.1f}x faster{text}")
         else:
             told.append(
-                f"{pair.target}: no gain ({pair.speedup:.2f}x), drafting costs what it saves"
+                f"{_place(pair)}: no gain ({pair.speedup:.2f}x), drafting costs what it saves"
             )
     return "Verdict: " + "; ".join(told) + "."
+
+
+def _place(pair: Pair) -> str:
+    name, _, size = pair.target.partition(" as ")
+    return f"on a target of the cost of {size.upper()} parameters" if size else f"on {name} itself"
+
+
+def draw(pairs: Sequence[Pair], path: Path) -> Path | None:
+    """Speed-up on every target, and acceptance by position; None without matplotlib."""
+    from specctl.train.comparison_plot import save_comparison
+
+    names = list(dict.fromkeys(pair.target for pair in pairs))
+    speeds: dict[str, dict[str, float]] = {}
+    for pair in pairs:
+        speeds.setdefault(pair.setting, {})[pair.target] = pair.speedup
+    series = {setting: [by.get(name) for name in names] for setting, by in speeds.items()}
+    positions = {
+        f"{pair.target}, {pair.setting}": shares
+        for pair in pairs
+        if (shares := pair.fast.stats.accepted_per_position)
+    }
+    return save_comparison(names, series, positions, "The trained draft on held-out prompts", path)
 
 
 def _rates(target: Target, packages: Mapping[str, Path]) -> dict[str, float]:

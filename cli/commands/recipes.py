@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str,
-    typer.Argument(help="A recipe's name, or a YAML file.", autocompletion=complete_recipe),
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe's name, or a YAML file.",
+        autocompletion=complete_recipe,
+    ),
 ]
 DEFAULTS = ("default", "base")  # origins of values that a recipe leaves alone
 RECOMMENDED = (
@@ -186,7 +190,7 @@ def show(
 def cp(
     console: Console,
     name: Name,
-    dest: Annotated[Path, typer.Argument(help="File to write, or a folder.")],
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="File to write, or a folder.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Copy a recipe, to be changed and used by its path. The copy is whole: what the recipe has

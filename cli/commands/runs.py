@@ -33,7 +33,9 @@ Keep = Annotated[
 
 def ls(
     console: Console,
-    folder: Annotated[Path, typer.Argument(help="Folder to search, three levels deep.")] = RUNS,
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Folder to search, three levels deep.")
+    ] = RUNS,
 ) -> None:
     """List the runs below a folder: state, progress, best tau, age, size.
 

@@ -45,8 +45,12 @@ def show(
         console.done(result, next=following)
         return
     if not path.is_dir():
-        kinds = "a package, a run folder or a model folder"
-        raise no_folder(path, kinds, "specctl show runs/NAME/package")
+        from specctl.recipes.files import recipe_names
+
+        kinds = "a package, a run folder, a model folder or a target's name"
+        named = str(path) in recipe_names()
+        do = f"specctl recipes show {path}" if named else "specctl show runs/NAME/package"
+        raise no_folder(path, kinds, do)
     from specctl.export.package.manifest import MANIFEST
 
     if (path / MANIFEST).is_file():

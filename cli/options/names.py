@@ -49,6 +49,27 @@ def check_drafter(name: str) -> None:
         )
 
 
+def check_package(name: str) -> None:
+    """Refuse the name of a recipe, or of a drafter without training, where a package is needed."""
+    from specctl.recipes.files import recipe_names
+
+    if Path(name).exists() or name not in recipe_names():
+        return
+    untrained = name in free_drafters()
+    raise FileError(
+        f"{name} drafts without training: it has no package"
+        if untrained
+        else f"{name} is a recipe, not a package",
+        where="the command line",
+        found=name,
+        expected="the folder of a package, or of its run",
+        do=f"specctl recipes show {name}"
+        if untrained
+        else f"specctl train-draft --recipe {name} --out runs/{name}, then the same command with "
+        f"runs/{name}",
+    )
+
+
 def _check(kind: str, name: str | None, known: Iterable[str], flag: str) -> None:
     if name is not None and name not in (listed := list(known)):
         raise unknown(kind, name, listed, flag)

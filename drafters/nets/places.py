@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Needs
+from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
@@ -141,20 +142,18 @@ class PlacesDrafter(SelfDrafter):
     def _read(self, batch: TrainBatch, anchor_BA: Tensor, lm: LanguageModel) -> Tensor:
         """[B, A, T, D]: what the LM head reads at the places behind the anchors. Each sees the text
         up to its anchor, as the target saw it, and its own places up to itself."""
-        (B, A), T, last = anchor_BA.shape, self.options.num_heads, self.spec.num_layers
+        (B, A), T = anchor_BA.shape, self.options.num_heads
         groups = groups_behind(
             lm, self.attention, batch, anchor_BA, T, replaces_anchor=self.replaces_anchor
         )
         to_BAD = anchor_BA[:, :, None].expand(-1, -1, self.spec.hidden_size)
         x_BMD = self.behind(batch.taps[self.first].to(lm.dtype).gather(1, to_BAD))
         none_BM = torch.zeros_like(groups.position_BM)
-        feed = Feed(
-            none_BM,
-            groups.position_BM,
-            groups.masks,
-            (last,),
-            logits=False,
-            parts=self.parts,
-            residual_BTD=x_BMD,
-        )
-        return lm.run(feed, groups.kv).taps[last].view(B, A, T, -1)
+        feed = Feed(none_BM, groups.position_BM, groups.masks, logits=False, residual_BTD=x_BMD)
+        return self.through(feed, groups.kv, lm).view(B, A, T, -1)
+
+    def through(self, feed: Feed, kv: SlotKV, lm: LanguageModel) -> Tensor:
+        """[B, M, D]: what the LM head reads of the residuals that are fed, in front of layer
+        `first`, once `parts` have read them."""
+        last = self.spec.num_layers
+        return lm.run(replace(feed, taps=(last,), parts=self.parts), kv).taps[last]

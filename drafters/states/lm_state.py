@@ -1,22 +1,26 @@
 """LmState: the memory of an independent language model that drafts, and its steps.
 
-Letters: B rows, D hidden width, M new nodes, P path, T fed tokens, V target vocabulary, W window, X
-any axes.
+Letters: B rows, D hidden width, K draft vocabulary, M new nodes, P path, T fed tokens, V target
+vocabulary, W window, X any axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
-from specctl.core.language_model import LanguageModel, Masks
+from specctl.core.language_model import BestChain, ChainRoot, LanguageModel, Masks
+from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.routed import RoutedHead, Router
-from specctl.drafters.states.tree_layout import TreeLayout, aim_cache, expansions
-from specctl.models.fast_llama import LlamaModel
+from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache, expansions
+from specctl.models.fast_llama import FastLlama, LlamaModel
+from specctl.models.native.chain import NextToken
 
 PREFILL_CHUNK = 512
 MOST_AT_ROOT = 32  # tokens behind that a root reads with itself
@@ -34,9 +38,26 @@ class SpokenModel(Protocol):
     @property
     def router(self) -> Router | None: ...
 
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def vocab(self) -> VocabMap | None: ...
+
     def readable(self, ids: Tensor) -> Tensor: ...
 
     def draft_logits(self, logits: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """Tokens that a cache lacks, row b's behind its first `starts[b]` positions: `counts[b]` of
+    them, and what stands behind these."""
+
+    ids_BW: Tensor
+    start_B: Tensor
+    starts: list[int]
+    counts: list[int]
 
 
 class LmState(StepState):
@@ -55,6 +76,7 @@ class LmState(StepState):
         self.num_cached = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots
         self._growth: TreeLayout | None = None
+        self._next_token: NextToken | None = None
         self._kept: list[int] = []
         self._routed: RoutedHead | None = None
         self._newest_BTD = torch.empty(0)
@@ -118,28 +140,66 @@ class LmState(StepState):
     def root(self, view: RoundView) -> Tensor:
         return self._head_logits(self._catch_up(view, [[] for _ in view.slots])[:, 0])
 
+    def best_chain(self, view: RoundView, length: int) -> BestChain | None:
+        if type(self) is not LmState or self._routed is not None or self.lm.device.type != "cpu":
+            return None  # logits are read in another way
+        drafter, vocab = self.drafter, self.drafter.vocab
+        longest = max(map(len, view.tokens)) + length
+        if longest > self.kv.max_len:
+            self.kv.reserve(longest + 64)
+        missing = self._missing(view, [[] for _ in view.slots])
+        at_W = torch.arange(missing.ids_BW.shape[1])
+        root = ChainRoot(
+            drafter.readable(missing.ids_BW),
+            self._within(missing.start_B[:, None] + at_W),
+            tuple(count - 1 for count in missing.counts),
+            drafter.spec.vocab_size if vocab is None else vocab.size,
+            None if vocab is None else vocab.ids_K,
+            self.lm.spec.max_positions - 1,
+        )
+        self._aim(view, missing)
+        found = self.lm.best_chain(root, length, self.kv)
+        if found is not None:
+            self._begin(view, missing).drafted(length - 1)
+        return found
+
+    def _missing(self, view: RoundView, guesses: Sequence[list[int]]) -> _Missing:
+        """What the cache lacks, and the guesses behind each root."""
+        starts = [self.num_cached[slot] for slot in view.slots]
+        texts = [list(tokens[n:]) for n, tokens in zip(starts, view.tokens, strict=True)]
+        counts, device = [len(text) for text in texts], view.slot_B.device
+        W = max(counts) + max(map(len, guesses))
+        if W == 1:
+            return _Missing(view.root_B[:, None], view.kept_len_B, starts, counts)
+        fed = [text + guess for text, guess in zip(texts, guesses, strict=True)]
+        ids_BW = torch.tensor([row + [0] * (W - len(row)) for row in fed], device=device)
+        return _Missing(ids_BW, torch.tensor(starts, device=device), starts, counts)
+
+    def _aim(self, view: RoundView, missing: _Missing) -> int:
+        """Aim the cache at what it lacks; the positions that are read."""
+        starts, W = missing.starts, missing.ids_BW.shape[1]
+        uniform = starts[0] if min(starts) == max(starts) else None
+        span = max(starts) + W
+        aim_cache(self.kv, view, missing.start_B, W, span, uniform)
+        return span
+
+    def _begin(self, view: RoundView, missing: _Missing) -> TreeLayout:
+        """The root has been read: what grows behind it."""
+        self._kept = [n + count for n, count in zip(missing.starts, missing.counts, strict=True)]
+        self._growth = TreeLayout(view, self.kv, self._kept, view.kept_len_B + 1)
+        if self._next_token is not None and not self._next_token.is_current(view.slots):
+            self._next_token = None
+        return self._growth
+
     def _catch_up(self, view: RoundView, guesses: Sequence[list[int]]) -> Tensor:
         """[B, 1 + guesses, X]: what was read at each row's root and at the guesses behind it, in
         one forward over these and the tokens that the cache lacks."""
-        missing = [
-            list(tokens[self.num_cached[slot] :])
-            for slot, tokens in zip(view.slots, view.tokens, strict=True)
-        ]
-        counts, num_guesses = [len(tokens) for tokens in missing], max(map(len, guesses))
-        W, device = max(counts) + num_guesses, view.slot_B.device
-        starts = [self.num_cached[slot] for slot in view.slots]
-        if W == 1:
-            ids_BW, start_B = view.root_B[:, None], view.kept_len_B
-        else:
-            fed = [tokens + guess for tokens, guess in zip(missing, guesses, strict=True)]
-            ids_BW = torch.tensor([row + [0] * (W - len(row)) for row in fed], device=device)
-            start_B = torch.tensor(starts, device=device)
-        uniform = starts[0] if min(starts) == max(starts) else None
-        span = max(starts) + W
-        aim_cache(self.kv, view, start_B, W, span, uniform)
-        read_BWX: Tensor = self._feed(ids_BW, start_B, span)
-        self._kept = [start + count for start, count in zip(starts, counts, strict=True)]
-        self._growth = TreeLayout(view, self.kv, self._kept, view.kept_len_B + 1)
+        missing = self._missing(view, guesses)
+        ids_BW, counts = missing.ids_BW, missing.counts
+        W, num_guesses, device = ids_BW.shape[1], max(map(len, guesses)), view.slot_B.device
+        span = self._aim(view, missing)
+        read_BWX: Tensor = self._feed(ids_BW, missing.start_B, span)
+        self._begin(view, missing)
         if min(counts) == max(counts):
             last = slice(W - num_guesses - 1, W)
             self._newest_BTD = self._newest_BTD[:, last]
@@ -158,8 +218,24 @@ class LmState(StepState):
         """[B, M, K]: logits behind new nodes. `is_nested`: parents may be among them."""
         assert self._growth is not None, "root() begins a round"
         place = self._growth.place(parent_BM, is_nested)
+        if place.is_next and (logits_BMV := self._read_next(token_BM, place)) is not None:
+            return self.drafter.draft_logits(logits_BMV)
         masks = self._growth.masks(place, self.lm.windows)
         return self._head_logits(self._read(token_BM, place.position_BM, masks))
+
+    def _read_next(self, token_B1: Tensor, place: Place) -> Tensor | None:
+        """[B, 1, V]: the logits behind the next token of a chain, by the short call for that."""
+        assert self._growth is not None, "root() begins a round"
+        if self._routed is not None or not isinstance(self.lm, FastLlama):
+            return None
+        if self._next_token is None or not self._next_token.is_of(self.kv):
+            self._next_token = self.lm.next_token(self._growth.view.slots, self.kv)
+            if self._next_token is None:
+                return None
+        ids_B1, position_B1 = self.drafter.readable(token_B1), self._within(place.position_BM)
+        out = self._next_token.read(ids_B1, position_B1, self.kv)
+        self._newest_BTD = out.taps[self.lm.spec.num_layers]
+        return out.logits_BTV
 
     def hidden(self) -> Tensor:
         return self._newest_BTD[:, -1]

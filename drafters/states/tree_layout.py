@@ -65,6 +65,10 @@ class TreeLayout:
             return Place(mask, position_B1, span, is_next=True)
         return self._branch(parent_BM, start, span, is_nested)
 
+    def drafted(self, num_nodes: int) -> None:
+        """So many nodes of a chain were written at once."""
+        self.num_nodes = num_nodes
+
     def _is_next(self, parent_BM: Tensor, start: int) -> bool:
         """Host check that the chain goes on; asked only where reading a tensor costs nothing."""
         if not self.is_chain or self._ancestor_BNN is not None or parent_BM.shape[1] != 1:

@@ -26,6 +26,9 @@ from specctl.export.package.files import (
 )
 from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, read_manifest
 from specctl.export.package.tensors import read_tensors, write_tensors
+from specctl.models.mtp_layout import KINDS
+from specctl.runtime.target.checkpoint_folder import weight_files
+from specctl.runtime.target.mtp_checkpoint import read_layout, stored_module
 
 CONFIG = "config.json"
 MOST_CLAIMS, MOST_SHOWN = 3, 160
@@ -68,6 +71,8 @@ class Published:
 def read_published(path: Path) -> Published:
     """The folder, or why it cannot be read."""
     folder = open_folder(path)
+    if (module := _carried(folder)) is not None:
+        return module
     files = list_files(folder)
     _refuse_ours(folder, files)
     pickles = [name for name in files if Path(name).suffix.lower() in PICKLE_SUFFIXES]
@@ -95,6 +100,21 @@ def read_published(path: Path) -> Published:
     )
     claims = _claims(files[CARD]) if CARD in files else ()
     return Published(folder, read_json(files[CONFIG]), _tensors(weights, paths), paths, claims)
+
+
+def _carried(folder: Path) -> Published | None:
+    """Of a whole checkpoint the module that it carries beside the model; None without one."""
+    path = folder / CONFIG
+    if not path.is_file() or (folder / MANIFEST).is_file():
+        return None
+    body = read_json(path)
+    inner = body.get("text_config")
+    kinds = [each.get("model_type") for each in (body, inner) if isinstance(each, dict)]
+    if not any(kind in KINDS for kind in kinds):
+        return None
+    _, layout = read_layout(folder)
+    tensors = stored_module(folder, layout)
+    return Published(folder, body, tensors, weight_files(folder)) if tensors else None
 
 
 def _claims(path: Path) -> tuple[str, ...]:

@@ -37,6 +37,8 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target
 
+CARRIED = "mtp"  # the family whose drafter a target may carry in its own checkpoint
+CARRIED_SERVE = {"policy": "chain", "length": 3}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
 
@@ -97,6 +99,10 @@ def load_found(
         options: Any = read_options(family.options, recipe.drafter.options)
         drafter = family.build(options, target.spec, None).to(target.device, target.dtype)
         return _served(drafter, recipe.serve.model_dump(mode="json"))
+    if found.folder is None and found.name == CARRIED:
+        from specctl.runtime.target.mtp_checkpoint import own_module
+
+        return _served(own_module(target).to(target.device, target.dtype), CARRIED_SERVE)
     if found.folder is None:
         family = families()[found.name]
         return family.build(family.options(), target.spec, None).to(target.device, target.dtype)
@@ -134,7 +140,7 @@ def free_recipe(name: str) -> Recipe | None:
 
 
 def _family(name: str) -> Found:
-    if not families()[name].trainable:
+    if not families()[name].trainable or name == CARRIED:
         return Found(Kind.FAMILY, name)
     raise FileError(
         f"{name} is a family of trained drafters, not a drafter",

@@ -19,11 +19,12 @@ constexpr int GROUP = 64, SIDE = 16, RECORD = SIDE * GROUP + SIDE * sizeof(float
 
 template <int N> using Constant = std::integral_constant<int, N>;
 
-// What the registers hold at once: rows by 16 outputs.
+// What the registers hold at once: rows by 16 outputs; and more rows by 16 outputs alone, which are
+// taken where the weights then pass by less often.
 #ifdef __AVX512VNNI__
-constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 2, MANY_SIDES = 4;
+constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 2, MANY_SIDES = 4, MOST_AT_ONCE = 8;
 #else
-constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2;
+constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2, MOST_AT_ONCE = 3;
 #endif
 
 inline constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
@@ -88,6 +89,7 @@ template <int N, int M>
 inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N][M * SIDE]) {
     const size_t stride = size_t(x.G) * RECORD;
 #ifdef __AVX512VNNI__
+    constexpr int AHEAD = N >= 4 ? 4 * RECORD : RECORD;  // of which the memory is asked for
     __m512 sum[N][M] = {};
     for (int g = 0; g < x.G; g++, w += RECORD) {
         __m512i part[N][M];
@@ -103,7 +105,7 @@ inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 wide[m] = _mm512_loadu_si512(w + m * stride + k * 64);
-                __builtin_prefetch(w + m * stride + RECORD + k * 64);
+                __builtin_prefetch(w + m * stride + AHEAD + k * 64);
             }
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++) {
@@ -212,6 +214,8 @@ inline void product(const Rows<Int8> &x, const Int8 *weights, int from, int to, 
     if (x.R <= FEW_ROWS)
         for (; o + MANY_SIDES * SIDE <= end; o += MANY_SIDES * SIDE)
             strip(Constant<FEW_ROWS>(), Constant<MANY_SIDES>(), o);
+    if ((x.R + MOST_AT_ONCE - 1) / MOST_AT_ONCE < (x.R + MANY_ROWS - 1) / MANY_ROWS)
+        for (; o < end; o += SIDE) strip(Constant<MOST_AT_ONCE>(), Constant<1>(), o);
     for (; o + FEW_SIDES * SIDE <= end; o += FEW_SIDES * SIDE)
         strip(Constant<MANY_ROWS>(), Constant<FEW_SIDES>(), o);
     for (; o < end; o += SIDE) strip(Constant<MANY_ROWS>(), Constant<1>(), o);

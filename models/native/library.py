@@ -23,7 +23,7 @@ SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
-FUNCTIONS = ("step_float32", "step_bfloat16", "step_float32_int8", "step_bfloat16_int8")
+KINDS = ("float32", "bfloat16", "float32_int8", "bfloat16_int8")
 SECONDS = 120  # a compiler that takes longer is given up
 
 
@@ -40,7 +40,7 @@ class LayerAddresses(ctypes.Structure):
 class ModelAddresses(ctypes.Structure):
     """Sizes and weights of a model."""
 
-    SIZES = ("D", "H", "J", "E", "I", "V", "num_layers", "num_embeddings")
+    SIZES = ("D", "H", "J", "E", "I", "V", "num_layers", "num_embeddings", "window")
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),
         *((name, ctypes.c_float) for name in ("eps", "qk_eps")),
@@ -62,6 +62,17 @@ class StepCall(ctypes.Structure):
         "ids", "position", "slot", "start", "residual", "mask", "rotary", "keys", "values",
         "attention", "mlp", "taps", "tapped", "asked", "logits", "last", "space",
     )  # fmt: skip
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in SIZES),
+        *((name, ctypes.c_void_p) for name in ADDRESSES),
+    ]
+
+
+class ChainCall(ctypes.Structure):
+    """Tokens that are drafted greedily behind a forward."""
+
+    SIZES = ("length", "num_choices", "last_id", "last_position")
+    ADDRESSES = ("ids", "tokens", "best", "fed")
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),
         *((name, ctypes.c_void_p) for name in ADDRESSES),
@@ -168,8 +179,9 @@ def _loaded(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.space_needed.argtypes = (ctypes.POINTER(ModelAddresses), *(ctypes.c_int32,) * 3)
     found.space_needed.restype = ctypes.c_int64
-    for name in FUNCTIONS:
-        function = getattr(found, name)
-        function.argtypes = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
-        function.restype = ctypes.c_int
+    step = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
+    for kind in KINDS:
+        for name, given in (("step", step), ("chain", (*step, ctypes.POINTER(ChainCall)))):
+            function = getattr(found, f"{name}_{kind}")
+            function.argtypes, function.restype = given, ctypes.c_int
     return found

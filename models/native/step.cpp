@@ -158,7 +158,7 @@ struct Layer {
 };
 
 struct Model {
-    int32_t D, H, J, E, I, V, num_layers, num_embeddings;
+    int32_t D, H, J, E, I, V, num_layers, num_embeddings, window;  // of 0: none
     float eps, qk_eps;
     const void *embedding, *norm, *head;  // without a norm the head reads the residual as it is
     const Layer *layers;
@@ -172,16 +172,27 @@ struct Call {
     int32_t B, T, max_len, span, num_taps, num_asked, threads, num_slots, num_positions;
     const int64_t *ids, *position, *slot, *start;
     const float *residual;          // in place of the embeddings of `ids`, or beside them, or null
-    const uint8_t *mask;            // [B, T, span]
+    const uint8_t *mask;            // [B, T, span]; null: of each row a run of tokens
     const float *rotary;            // [positions, 2 E]: cos, signed sin
     void *const *keys, *const *values;  // a layer's [Z, J, max_len, E]
     const uint8_t *attention, *mlp;  // which sub-layers run, or null for all
     const int32_t *taps;            // rising
     float *const *tapped;           // [R, D] of each tap
-    const int32_t *asked;           // flat rows whose logits are wanted
+    const int32_t *asked;           // flat rows whose logits are wanted; null: the first ones
     float *logits;                  // [num_asked, V]
     float *last;                    // [R, D]: the residual behind the last layer, or null
     float *space;
+};
+
+// The likeliest tokens one after another: behind the asked row of each row of a forward without a
+// mask the first, and `length` in all.
+struct Chain {
+    int32_t length, num_choices;  // the first so many logits are looked at
+    int32_t last_id, last_position;  // what lies behind is fed as these
+    const int64_t *ids;  // the token of each choice, or null where they are the same
+    int64_t *tokens;  // [B, length]
+    float *best;  // [B, length]: their logits
+    int64_t *fed;  // [3, B]: working memory
 };
 
 static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.entry_norm ? 2 : 1); }
@@ -340,8 +351,12 @@ Outside forward(const Model &m, const Call &c) {
                 for (int d = 0; d < D; d++) x[size_t(r) * D + d] = widened(row[d]);
             }
             int count = 0;
-            for (int p = 0; p < c.span; p++)
-                if (c.mask[size_t(r) * c.span + p]) visible[size_t(r) * c.span + count++] = p;
+            const int own = int(c.start[r / c.T]) + r % c.T;  // of a run, and all before it
+            int p = !c.mask && m.window && own >= m.window ? own - m.window + 1 : 0;
+            const int end = c.mask || own >= c.span ? c.span : own + 1;
+            for (; p < end; p++)
+                if (!c.mask || c.mask[size_t(r) * c.span + p])
+                    visible[size_t(r) * c.span + count++] = p;
             counts[r] = count;
         }
         TOGETHER
@@ -471,7 +486,7 @@ Outside forward(const Model &m, const Call &c) {
                     normed(x + size_t(r) * D, norm, D, m.eps, c.tapped[tap] + size_t(r) * D);
             }
             for (int i = 0; i < c.num_asked; i++)
-                normed(x + size_t(c.asked[i]) * D, norm, D, m.eps, flat + i * apart(D));
+                normed(x + size_t(c.asked ? c.asked[i] : i) * D, norm, D, m.eps, flat + i * apart(D));
             float *logits = c.logits;
             const int V = m.V;
             share(V, SIDE, thread, threads, &from, &to);
@@ -480,6 +495,48 @@ Outside forward(const Model &m, const Call &c) {
         }
     }
     return NONE;
+}
+
+// The first of the largest numbers as W holds them; what is none is larger than all.
+template <class W> inline int largest(const float *x, int count, float *most) {
+    int at = 0;
+    for (int i = 0; i < count; i++) {
+        W own;
+        put(&own, x[i]);
+        const float value = widened(own);
+        if (i && value <= *most) continue;
+        at = i;
+        *most = value;
+        if (value != value) break;
+    }
+    return at;
+}
+
+template <class W, class M> Outside chain(const Model &m, Call c, const Chain &chain) {
+    int64_t *ids = chain.fed, *position = ids + c.B, *start = position + c.B;
+    Outside found = forward<W, M>(m, c);
+    for (int b = 0; b < c.B; b++) start[b] = c.start[b] + c.asked[b] - b * c.T;
+    c.T = 1;
+    c.asked = nullptr;
+    c.ids = ids;
+    c.position = position;
+    c.start = start;
+    for (int at = 0; !found; at++) {
+        c.span = 0;
+        for (int b = 0; b < c.B; b++) {
+            const size_t own = size_t(b) * chain.length + at;
+            const int best = largest<W>(c.logits + size_t(b) * m.V, chain.num_choices, chain.best + own);
+            const int64_t id = chain.ids ? chain.ids[best] : best;
+            chain.tokens[own] = id;
+            ids[b] = id < chain.last_id ? id : chain.last_id;
+            start[b]++;
+            position[b] = start[b] < chain.last_position ? start[b] : chain.last_position;
+            c.span = start[b] < c.span ? c.span : int(start[b]) + 1;
+        }
+        if (at + 1 == chain.length) break;
+        found = forward<W, M>(m, c);
+    }
+    return found;
 }
 
 }  // namespace
@@ -495,6 +552,18 @@ extern "C" int step_float32_int8(const Model *model, const Call *call) {
 }
 extern "C" int step_bfloat16_int8(const Model *model, const Call *call) {
     return forward<bf16, Int8>(*model, *call);
+}
+extern "C" int chain_float32(const Model *model, const Call *call, const Chain *wanted) {
+    return chain<float, float>(*model, *call, *wanted);
+}
+extern "C" int chain_bfloat16(const Model *model, const Call *call, const Chain *wanted) {
+    return chain<bf16, bf16>(*model, *call, *wanted);
+}
+extern "C" int chain_float32_int8(const Model *model, const Call *call, const Chain *wanted) {
+    return chain<float, Int8>(*model, *call, *wanted);
+}
+extern "C" int chain_bfloat16_int8(const Model *model, const Call *call, const Chain *wanted) {
+    return chain<bf16, Int8>(*model, *call, *wanted);
 }
 // Whether the processor multiplies numbers of 8 bits faster than wider ones.
 extern "C" int has_int8() {

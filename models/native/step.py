@@ -32,7 +32,7 @@ from specctl.models.native.library import (
 
 MOST_ROWS = 512
 FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
-DTYPES = {torch.float32: "step_float32", torch.bfloat16: "step_bfloat16"}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 Weights = tuple[Tensor | None, ...]
 LEAST_INT8 = 500_000  # weights of a drafter, from which they are read in 8 bits
@@ -88,22 +88,36 @@ def most_rows(dtype: torch.dtype) -> int:
 
 class NativeStep:
     """The compiled step over one stack's weights, as long as they lie where they lie. `is_int8`:
-    its matrices are copies of 8 bits, made here."""
+    its matrices are copies of 8 bits, made here. `release` is called with each layer whose
+    matrices have been copied and are not looked at again."""
 
-    def __init__(self, stack: Stack, functions: ctypes.CDLL, is_int8: bool = False) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        functions: ctypes.CDLL,
+        is_int8: bool = False,
+        release: Callable[[Any], None] | None = None,
+    ) -> None:
         weights, head = stack.weights(), stack.head
-        self.stack, self.tensors = stack, [*stack.beside(), *_held(weights)]
+        watched = weights if release is None else [_beside_matrices(layer) for layer in weights]
+        self.stack, self.tensors = stack, [*stack.beside(), *_held(watched)]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.dtype, self.is_int8 = stack.head.dtype, is_int8
-        name = DTYPES[self.dtype] + ("_int8" if is_int8 else "")
-        self.functions, self.function = functions, getattr(functions, name)
+        kind = DTYPES[self.dtype] + ("_int8" if is_int8 else "")
+        self.functions = functions
+        self.function = getattr(functions, f"step_{kind}")
+        self.chain_function = getattr(functions, f"chain_{kind}")
         self.version = self._version()
         if is_int8:
-            weights, head = [_packed(layer) for layer in weights], packed(head)
+            head = packed(head)
+            for at, layer in enumerate(stack.layers):
+                weights[at] = _packed(weights[at])
+                if release is not None:
+                    release(layer)
         self.copies = [head, *_held(weights)]
         num_layers = len(stack.layers)
         self.layers = (LayerAddresses * num_layers)(
-            *(LayerAddresses(*map(_address, layer)) for layer in weights)
+            *(LayerAddresses(*map(address, layer)) for layer in weights)
         )
         self.model = ModelAddresses(
             D=stack.hidden_size,
@@ -114,13 +128,14 @@ class NativeStep:
             V=stack.head.shape[0],
             num_layers=num_layers,
             num_embeddings=0 if stack.embedding_VD is None else stack.embedding_VD.shape[0],
+            window=stack.window or 0,
             eps=stack.norm_eps,
             qk_eps=stack.qk_norm_eps,
-            embedding=_address(stack.embedding_VD),
-            norm=_address(stack.norm),
-            head=_address(head),
+            embedding=address(stack.embedding_VD),
+            norm=address(stack.norm),
+            head=address(head),
             layers=self.layers,
-            entry_norm=_address(stack.entry_norm),
+            entry_norm=address(stack.entry_norm),
             is_residual_normed=stack.is_residual_normed,
         )
         self.most_rows = sys.maxsize if is_int8 else most_rows(self.dtype)
@@ -145,7 +160,7 @@ class NativeStep:
         mask = feed.masks.full if window is None else feed.masks.windows[window]
         threads = torch.get_num_threads()
         needed = self.functions.space_needed(ctypes.byref(self.model), B * T, aim.span, threads)
-        space = self._space(needed)
+        space = self.space(needed)
         found = {tap: torch.empty(B, T, D) for tap in sorted(feed.taps)}
         last, taps = found.get(RESIDUAL), [tap for tap in found if tap != RESIDUAL]
         asked = _asked(feed, T)
@@ -159,12 +174,12 @@ class NativeStep:
             None if feed.residual_BTD is None else feed.residual_BTD.float().contiguous(),
             mask.expand(B, -1, -1, -1).contiguous(),
             rotary,
-            _addresses(kv.key_ZJLE),
-            _addresses(kv.value_ZJLE),
+            addresses(kv.key_ZJLE),
+            addresses(kv.value_ZJLE),
             None if parts is None else _chosen(parts.attention, self.model.num_layers),
             None if parts is None else _chosen(parts.mlp, self.model.num_layers),
             (ctypes.c_int32 * len(taps))(*taps),
-            _addresses([found[tap] for tap in taps]),
+            addresses([found[tap] for tap in taps]),
             (ctypes.c_int32 * len(asked))(*asked),
             logits,
             last,
@@ -172,26 +187,28 @@ class NativeStep:
         ]
         sizes = (B, T, kv.max_len, aim.span, len(taps), len(asked), threads)
         tables = (kv.key_ZJLE[0].shape[0], rotary.shape[0])
-        call = StepCall(*sizes, *tables, *map(_address, held))
+        call = StepCall(*sizes, *tables, *map(address, held))
         outside = self.function(ctypes.byref(self.model), ctypes.byref(call))
         self.spaces.append(space)
         if outside:
-            raise IndexError(self._message(outside, feed, kv, rotary))
+            raise IndexError(self.message(outside, feed.ids_BT, feed.position_BT, kv, rotary))
         states = {tap: value.to(self.dtype) for tap, value in found.items()}
         if not asked:
             return LmOut(None, states)
         return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), states)
 
-    def _message(self, outside: int, feed: Feed, kv: SlotKV, rotary: Tensor) -> str:
+    def message(
+        self, outside: int, ids: Tensor, position: Tensor, kv: SlotKV, rotary: Tensor
+    ) -> str:
         name, found, rows = (
-            ("token id", feed.ids_BT, self.model.num_embeddings),
-            ("position", feed.position_BT, rotary.shape[0]),
+            ("token id", ids, self.model.num_embeddings),
+            ("position", position, rotary.shape[0]),
             ("slot", kv.aim.slot_B1, kv.key_ZJLE[0].shape[0]),
         )[outside - 1]
         low, high = int(found.min()), int(found.max())
         return f"{name}s from {low} to {high} were fed; this model has 0 to {rows - 1}"
 
-    def _space(self, needed: int) -> Tensor:
+    def space(self, needed: int) -> Tensor:
         """Working memory that no other thread uses."""
         try:
             found = self.spaces.pop()
@@ -200,7 +217,9 @@ class NativeStep:
         return found if found.numel() >= needed else torch.empty(needed)
 
 
-def native_step(stack: Stack, is_int8: bool = False) -> NativeStep | None:
+def native_step(
+    stack: Stack, is_int8: bool = False, release: Callable[[Any], None] | None = None
+) -> NativeStep | None:
     """The compiled step of a stack, its matrices in 8 bits if `is_int8`; None where it cannot be
     had, and where a weight is computed whenever it is read (a parametrization: low-rank additions
     that are being trained)."""
@@ -211,8 +230,9 @@ def native_step(stack: Stack, is_int8: bool = False) -> NativeStep | None:
         return None
     if not all(isinstance(weight, nn.Parameter) for weight in held):
         return None
+    del held  # while layers are released
     functions = library().functions
-    return None if functions is None else NativeStep(stack, functions, is_int8)
+    return None if functions is None else NativeStep(stack, functions, is_int8, release)
 
 
 def _weights(layer: Any) -> Weights:
@@ -254,6 +274,13 @@ def _packed(layer: Weights) -> Weights:
     )
 
 
+def _beside_matrices(layer: Weights) -> Weights:
+    names = LayerAddresses.NAMES
+    return tuple(
+        None if name in MATRICES else weight for name, weight in zip(names, layer, strict=True)
+    )
+
+
 def _held(weights: Sequence[Weights]) -> list[Tensor]:
     return [weight for layer in weights for weight in layer if weight is not None]
 
@@ -271,11 +298,11 @@ def _chosen(layers: Sequence[int], num_layers: int) -> Any:
     return (ctypes.c_uint8 * num_layers)(*(layer in layers for layer in range(num_layers)))
 
 
-def _addresses(tensors: Sequence[Tensor]) -> Any:
+def addresses(tensors: Sequence[Tensor]) -> Any:
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
-def _address(held: Tensor | ctypes.Array[Any] | None) -> int | None:
+def address(held: Tensor | ctypes.Array[Any] | None) -> int | None:
     if held is None:
         return None
     return held.data_ptr() if isinstance(held, Tensor) else ctypes.addressof(held)

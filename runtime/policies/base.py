@@ -1,6 +1,6 @@
 """What a tree policy is, and what it is given to grow with.
 
-Letters: B rows, K draft vocabulary, M new nodes.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes.
 """
 
 from __future__ import annotations
@@ -54,6 +54,17 @@ class GrowRequest:
         if self.guide is None:
             return logits_BMK
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
+
+    def best_chain(self, length: int) -> Tensor | None:
+        """[B, length]: the tokens of a greedy chain by one call of the drafter; None where it has
+        none, or where more of its logits are asked for than the largest."""
+        if self.guide is not None or self.estimates:
+            return None
+        found = self.steps.best_chain(self.view, length)
+        if found is None:
+            return None
+        self.view.shown(found.best_BN)
+        return found.token_BN
 
     @property
     def may_draft_nothing(self) -> bool:

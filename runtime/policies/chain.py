@@ -4,7 +4,7 @@ Greedy rows take the argmax (POINT); sampled rows draw from q and hand q on (IID
 target-only rows draw with the target's own noise (POINT, Daliri-Musco-Suresh coupling). A stop rule
 (`stops/`) is asked behind each token, which is then kept: it never sees the token that it prevents,
 so it is lossless for sampled drafts too.
-Letters: B rows, K draft vocabulary, M new nodes.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ class Chain:
             depth = min(depth, int(wanted_B.max()))
             if depth <= 0:  # no pass of the drafter either
                 return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
+        if stopper is None and growth.sampling.all_greedy:
+            best_BN = growth.best_chain(depth)
+            if best_BN is not None:
+                valid_BN = torch.ones_like(best_BN, dtype=torch.bool)
+                return chain_tree(best_BN, valid_BN, self.kind(growth.sampled))
         logits_BK = growth.root()
         tokens, distributions, valids, chances = [], [], [], list[Tensor]()
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)

@@ -2,7 +2,8 @@
 
 Weights and the inputs of each matrix are rounded in groups of 64 (models/native/int8.h). That is
 another model than the one published, so that it is never chosen but by name, and every result says
-int8. Text is lossless with respect to it.
+int8. Text is lossless with respect to it. The matrices of the layers are kept in 8 bits alone: what
+needs them as they were stored is refused (models/released.py).
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ T = TypeVar("T")
 
 
 def in_int8(target: T) -> T:
-    """The target in 8 bits. Raises IncompatibleError where the compiled step cannot read it so."""
+    """The target in 8 bits; its layers' matrices are released one by one, so nobody else may hold
+    the model. Raises IncompatibleError where the compiled step cannot read it so."""
     given: Any = target
     lm, why = given.lm, no_int8()
     if not isinstance(lm, FastLlama):
         why = f"{given.spec.model_type}, which transformers runs"
     elif given.device.type != "cpu":
         why = f"device {given.device}"
-    elif why is None and lm.module.native(is_int8=True) is None:
+    elif why is None and not lm.module.keep_int8():
         why = f"weights of {given.dtype_name}"
     if why is not None:
         raise IncompatibleError(

@@ -283,6 +283,7 @@ def load_target(
         suggested=loaded.suggested,
         spread=loaded.spread,
     )
+    del loaded  # what is released of the weights below is to be freed
     if inflate is not None:
         from specctl.runtime.target.inflate import inflate as blow_up
 

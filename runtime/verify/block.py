@@ -72,7 +72,7 @@ def _thresholds(weight_BT: Tensor, p_BTV: Tensor, distribution: DraftDistributio
     if distribution.ids_K is None:
         mass_BM = (w_BM1 * ahead_BMV - q_BMK).clamp_(min=0).sum(-1)
     else:
-        on_BMK = ahead_BMV.index_select(2, distribution.ids_K)
+        on_BMK = ahead_BMV.gather(2, distribution.ids_K.expand_as(q_BMK))  # 10 times index_select
         off_BM = (1.0 - on_BMK.sum(-1)).clamp_(min=0)
         mass_BM = (w_BM1 * on_BMK - q_BMK).clamp_(min=0).sum(-1) + w_BM1[:, :, 0] * off_BM
     whole_BM = mass_BM + (1.0 - w_BM1[:, :, 0])

@@ -166,14 +166,17 @@ class DraftDistribution:
     def on_support(self, distribution_BV: Tensor) -> Tensor:
         """[B, K]: a distribution of the target vocabulary at the ids of the support of q."""
         return (
-            distribution_BV if self.ids_K is None else distribution_BV.index_select(1, self.ids_K)
+            distribution_BV
+            if self.ids_K is None
+            else distribution_BV.gather(1, self.ids_K.expand(len(distribution_BV), -1))
         )
 
     def minus(self, distribution_BV: Tensor, q_BK: Tensor) -> Tensor:
         """[distribution - q]+ over the target vocabulary."""
         if self.ids_K is None:
             return (distribution_BV - q_BK).clamp_(min=0)
-        return distribution_BV.index_add(1, self.ids_K, q_BK, alpha=-1).clamp_(min=0)
+        ids_BK = self.ids_K.expand_as(q_BK)
+        return distribution_BV.scatter_add(1, ids_BK, -q_BK).clamp_(min=0)
 
 
 def draw(distribution_BV: Tensor, fallback_BV: Tensor, noise: Noise) -> Tensor:

@@ -435,6 +435,7 @@ def test_quickstart_goes_from_nothing_to_a_table(
     ):
         assert part in ran.out
     assert "Next: specctl generate" in ran.err
+    assert (tmp_path / "q" / "quickstart.png").is_file()
     again = run(*words, "--json")
     assert again.code == 0
     assert again.json["result"]["lossless"] is True
@@ -459,7 +460,8 @@ def test_the_verdict_of_the_quickstart_speaks_of_gains_beyond_the_noise() -> Non
     pairs = [pair("tiny", "greedy", 100, 102), pair("tiny", "T=0.8", 100, 300)]
     told = verdict([*pairs, pair("tiny as 300m", "greedy", 10, 29)])
     assert told.startswith(
-        "Verdict: tiny as 300m: 2.9x faster, identical text; tiny: no gain (1.02x)"
+        "Verdict: on a target of the cost of 300M parameters: 2.9x faster, identical text; "
+        "on tiny itself: no gain (1.02x)"
     )
     assert "T=0.8" not in told
 

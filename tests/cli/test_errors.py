@@ -92,6 +92,13 @@ MISTAKES = {
     "unknown drafter": Mistake((*G, "-d", "prompt-lokup", "x"), 4, "prompt-lookup"),
     "drafter that is not there": Mistake((*G, "-d", "./absent", "x"), 4, ""),
     "drafter that must be trained": Mistake((*G, "-d", "eagle3", "x"), 4, "specctl train-draft"),
+    "a recipe for its package": Mistake(
+        ("export", "eagle3", "--to", "vllm", "-o", "NEW"), 4, "train-draft --recipe eagle3"
+    ),
+    "a drafter that has no package": Mistake(
+        ("export", "prompt-lookup", "-o", "NEW"), 4, "specctl recipes show prompt-lookup"
+    ),
+    "a recipe for a folder": Mistake(("show", "eagle3"), 4, "specctl recipes show eagle3"),
     "policy the drafter cannot": Mistake(
         (*G, "-d", "prompt-lookup", "--policy", "chain", "x"), 3, "--policy direct"
     ),

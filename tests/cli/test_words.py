@@ -152,6 +152,24 @@ def test_help_is_short_and_help_all_is_whole(
     assert len(short.splitlines()) < 0.75 * len(whole.splitlines())
 
 
+def test_help_writes_arguments_plainly_and_keeps_the_examples_indented(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    usages = {
+        ("generate",): "generate [OPTIONS] [DRAFTER] [PROMPT]",
+        ("bench",): "bench [OPTIONS] [DRAFTER]...",
+        ("runs", "compare"): "runs compare [OPTIONS] RUN...",
+        ("runs", "ls"): "runs ls [OPTIONS] [FOLDER]",
+    }
+    for words, usage in usages.items():
+        assert main([*words, "--help"]) == 0
+        shown = capfd.readouterr().out
+        assert f"Usage: specctl {usage}" in [line.strip() for line in shown.splitlines()]
+        assert "list[" not in shown
+        assert f"   specctl {' '.join(words)}" in shown  # an example, indented
+
+
 def test_the_version_in_json_names_the_libraries(run: Any) -> None:
     found = run("--version", "--json").json["result"]
     assert {"version", "python", "torch", "transformers"} <= set(found)

@@ -165,14 +165,14 @@ def test_many_missed_tokens_are_read_before_the_root(target, drafters):
 
     engine = engine_of(target, drafters["small-lm"], Late(3))
     state, widths = opened(engine), []
-    feed = state._feed
+    missing = state._missing
 
-    def spy(ids_BW, start_B, span, logits=True):
-        if logits:
-            widths.append(ids_BW.shape[1])
-        return feed(ids_BW, start_B, span, logits)
+    def spy(view, guesses):
+        found = missing(view, guesses)
+        widths.append(found.ids_BW.shape[1])
+        return found
 
-    state._feed = spy
+    state._missing = spy
     [done] = engine.run([Request(PROMPTS[0], Sampling(max_new_tokens=90, ignore_eos=True))])
     assert done.stats.accepted > 0
     assert max(widths) <= 2, "the root, and the last token of a draft that was accepted whole"

@@ -16,20 +16,19 @@ import torch
 import specctl
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.tensor_parallel import is_known
-from specctl.train.distributed.muon import orthogonal_step
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.metrics import read_log
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl_testing.train import parallel_run, sharded_run, toy
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
-TOLERANCE = 2e-5  # float32 sums in another order, through 12 updates
+TOLERANCE = 2e-6  # float32 sums in another order, through 12 updates
 
 SHORT = [
     "data.format=text", "data.prompts=12", "data.new_tokens=12", "data.prompt_tokens=8",
     "data.text_tokens=0", "train.steps=4", "train.rows=4", "train.seq_len=32", "train.log_every=1",
     "train.tau_every=2", "train.tau_prompts=1", "train.tau_tokens=6", "vocab.size=null",
-    "train.learning_rate=1e-3", "train.optimizer=adamw",
+    "train.learning_rate=1e-3",
 ]  # fmt: skip
 SPREAD = ["train.parallel=fsdp", "train.shard_target=true"]
 
@@ -115,28 +114,13 @@ def test_a_process_without_a_token_to_predict_does_not_stop_the_others(ran: Path
 
 
 def test_a_whole_run_with_drafter_and_target_spread_is_the_run_of_one_process(ran: Path) -> None:
-    """From text to a drafter handed over whole: features of a spread target, tau measured.
-    With AdamW: Muon's bfloat16 step makes 5e-5 of 1e-7, in one process with other rows as well."""
+    """From text to a drafter handed over whole: features of a spread target, tau measured."""
     assert len(losses(ran / "single")) == 4
     assert losses(ran / "two") == pytest.approx(losses(ran / "single"), rel=2e-6)
     one, two = report(ran / "single"), report(ran / "two")
     assert one["shapes"] == two["shapes"]
     assert (one["layers"], two["layers"]) == (0, 3)
     assert two["kinds"] == ["Tensor"]
-
-
-def test_the_step_of_a_gathered_matrix_is_the_step_of_muon() -> None:
-    torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.zeros(6, 4))
-    weight.grad = torch.randn(6, 4)
-    muon = torch.optim.Muon(
-        [weight], lr=0.1, weight_decay=0.0, momentum=0.0, nesterov=False,
-        adjust_lr_fn="match_rms_adamw",
-    )  # fmt: skip
-    expected = orthogonal_step(weight.grad.clone(), 0.1)
-    muon.step()
-    assert torch.equal(weight.detach(), expected)
-    assert float(torch.linalg.svdvals(expected).std()) < 0.2 * float(expected.norm())
 
 
 def test_a_target_of_tensor_parallelism_decodes_in_step_and_is_read_in_turns(ran: Path) -> None:

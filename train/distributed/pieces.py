@@ -17,6 +17,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every process; every process must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def with_piece(part: Tensor, like: Tensor) -> Tensor:
     """The tensor of the layout of `like` of which this process' piece is `part`, not copied."""
     if not isinstance(like, DTensor):

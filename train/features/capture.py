@@ -61,7 +61,7 @@ def has_plain_head(lm: LanguageModel) -> bool:
 def head_logits(lm: LanguageModel, state_BSD: Tensor) -> Tensor:
     """[B, S, V]: the logits of last states, by the very product that `capture` makes."""
     if isinstance(lm, FastLlama):
-        return linear(state_BSD, lm.module.weights().head)
+        return linear(state_BSD, lm.module.head)
     assert has_plain_head(lm), "the head of another model may not be a plain product"
     head = lm.borrowed()
     return F.linear(state_BSD, head.head_VD, head.head_bias_V)

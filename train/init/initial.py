@@ -1,9 +1,10 @@
 """Where a drafter's first weights come from: nowhere, the target itself, or another drafter.
 
 `drafter.init` of a recipe is None (fresh weights), "target" (layers of the target, see
-`specctl.train.prune.cut`) or a folder: our package, a run folder (its package, or the best
-checkpoint of a run that has none yet), a Hugging Face folder. Folders are read by a Loader that the
-command line hands in, because this room may not import export.
+`specctl.train.prune.cut`; of family mtp the module that it carries) or a folder: our package, a run
+folder (its package, or the best checkpoint of a run that has none yet), a Hugging Face folder.
+Folders are read by a Loader that the command line hands in, because this room may not import
+export.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from specctl.core.errors import FileError, IncompatibleError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
+from specctl.drafters.mtp import Mtp
 from specctl.drafters.nets.heads import fitting_rows
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DrafterPart, Recipe
 from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.mtp_checkpoint import first_module
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter, family_options
 from specctl.train.data.prepare import prepare
@@ -64,6 +67,9 @@ def initial_of(part: DrafterPart, target: Target, load: Loader | None) -> Initia
     _refuse_ignored(part)
     if name is None:
         return None
+    if name == TARGET and carries(part):
+        module = first_module(target)
+        return Initial(name, module, tensors_digest(module.tensors()))
     if name == TARGET:
         _only_small_lm(part)
         whole = SmallLm.from_lm(prunable(target), target.spec)
@@ -85,6 +91,12 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     itself. Without `initial` (in a plan) the switches that a ModelSpec does not know stay open."""
     if recipe.drafter.init != TARGET:
         return recipe
+    if carries(recipe.drafter):
+        if initial is None:
+            return recipe
+        options = recipe.drafter.options | {"layer": initial.drafter.options.layer}
+        part = recipe.drafter.model_copy(update={"options": options})
+        return recipe.model_copy(update={"drafter": part})
     _only_small_lm(recipe.drafter)
     family_options(family(recipe.drafter.family), recipe.drafter)  # of the right types
     sizes = {option: getattr(spec, size) for option, size in _LIKE_TARGET.items()}
@@ -131,7 +143,7 @@ def check_fit(part: DrafterPart, spec: ModelSpec, initial: Initial | None) -> No
 def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
     """Put the initial weights into a freshly built drafter. A whole vocabulary is cut to the
     drafter's; `data` says which channels, heads and neurons matter where the target is sliced."""
-    if initial.name == TARGET:
+    if initial.name == TARGET and not isinstance(initial.drafter, Mtp):
         assert isinstance(drafter, SmallLm)
         assert isinstance(initial.drafter, SmallLm)
         drafter.load_tensors(cut_like(drafter, initial.drafter, data))
@@ -166,6 +178,11 @@ def _refuse_ignored(part: DrafterPart) -> None:
             expected="drafter.init: target",
             do="--set drafter.init=target, or leave from_layers out",
         )
+
+
+def carries(part: DrafterPart) -> bool:
+    """Whether a target may carry a drafter of that family itself."""
+    return part.family == Mtp.family
 
 
 def _only_small_lm(part: DrafterPart) -> None:
@@ -222,7 +239,9 @@ def checkpoint_drafter(run: Path, target: Target) -> Drafter:
     if best is not None and best != snapshot.step:
         snapshot = checkpoints.load(best)
     source = None
-    if recipe.drafter.init == TARGET:
+    if recipe.drafter.init == TARGET and carries(recipe.drafter):
+        source = initial_of(recipe.drafter, target, None)
+    elif recipe.drafter.init == TARGET:
         source = Initial(TARGET, SmallLm.from_lm(prunable(target), target.spec), "")
     recipe = completed(recipe, target.spec, source)
     drafter = build_drafter(recipe, target.spec, _run_vocab(recipe, run, target, snapshot))

@@ -95,7 +95,8 @@ def _check_alone(recipe: Recipe, part: JointPart) -> None:
     family = recipe.drafter.family
     found = None
     if family_named(family).trainable:
-        found = f"drafter.family: {family}, which has weights", "--set drafter.family=tr-jacobi"
+        other = "tr-jacobi" if part.noise is not None else "jacobi"
+        found = f"drafter.family: {family}, which has weights", f"--set drafter.family={other}"
     elif part.keep == "none":
         found = "train.joint.keep: none, so that nothing is learned", "--set train.joint.keep=kl"
     elif part.warmup or part.ramp:
@@ -104,12 +105,13 @@ def _check_alone(recipe: Recipe, part: JointPart) -> None:
     elif recipe.train.compile:
         found = "train.compile: true", "--set train.compile=false"
     if found is not None:
+        way = "noise" if part.noise is not None else "trajectory"
         raise RecipeError(
-            "the target alone learns (train.joint.noise), and there is no drafter to train",
+            f"the target alone learns (train.joint.{way}), and there is no drafter to train",
             where="train.joint",
             found=found[0],
             expected="a family without weights, a loss of the target, nothing for a drafter",
-            do=f"{found[1]}, or --set train.joint.noise=null",
+            do=f"{found[1]}, or --set train.joint.{way}=null",
         )
 
 

@@ -29,10 +29,11 @@ from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_lo
 from specctl.drafters.losses.head_losses import joined as with_term
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.models.sliced_head import Head
-from specctl.recipes.low_rank import JointPart, NoisePart
+from specctl.recipes.low_rank import JointPart, NoisePart, TrajectoryPart
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture, head_logits, read, to_device
 from specctl.train.joint.noise import noised
+from specctl.train.joint.trajectory import trajectory_state
 from specctl.train.lora import add, additions
 from specctl.train.optim import is_hidden_matrix
 
@@ -48,7 +49,7 @@ class JointModel(Drafter):
         super().__init__(drafter.options, drafter.spec, drafter.vocab)
         self.family, self.lossless = drafter.family, drafter.lossless  # type: ignore[misc]
         own = drafter.module
-        assert own is not None or part.noise is not None, "a trained family has a module"
+        assert own is not None or part.is_target_alone, "a trained family has a module"
         self.module = nn.ModuleDict({} if own is None else {"drafter": own})
         self.target = changing(target, part)
         self._drafter, self._original, self.part = drafter, target, part
@@ -99,10 +100,12 @@ class JointModel(Drafter):
         return found
 
     def loss(self, batch: TrainBatch) -> LossOut:
-        """The drafter's loss on what the changed target says, and the target's own term; the latter
-        alone, on noised text, where the drafter has no weights."""
+        """The drafter's loss on what the changed target says, and the target's own term; where the
+        drafter has no weights, the latter alone, on noised text, or with its consistency."""
         if self.part.noise is not None:
             return self._noised_term(to_device(batch, self.target.device), self.part.noise)
+        if self.part.trajectory is not None:
+            return self._consistent(to_device(batch, self.target.device), self.part.trajectory)
         if batch.progress < self.part.warmup:
             return self._drafter.loss(capture(self._original, batch, self.needs()))
         batch = to_device(batch, self.target.device)
@@ -124,6 +127,26 @@ class JointModel(Drafter):
                 None if self.part.keep == "ce" else original_distribution(self._original, batch)
             )
             return target_loss(self.target, replace(seen, ids_BS=batch.ids_BS), teacher)
+
+    def _consistent(self, batch: TrainBatch, part: TrajectoryPart) -> LossOut:
+        """The target's own term, and what it says behind a state of a Jacobi trajectory compared
+        with what it says behind the text."""
+
+        def most_probable(ids_BS: Tensor, row_Q: Tensor) -> Tensor:
+            said = original_distribution(self._original, replace(batch, ids_BS=ids_BS))
+            return said.distribution(row_Q, None).best_Q
+
+        state = trajectory_state(batch, part, most_probable)
+        needs = replace(TEACHER, taps=(self.spec.num_layers,))
+        with torch.autocast(self.target.device.type, enabled=False):
+            seen = read(self.target, batch, needs)
+            own = self._own_term(seen)
+            assert own is not None, "a target alone keeps something"
+            wanted = replace(batch, ids_BS=state.ids_BS, loss_mask_BS=state.learns_BS)
+            found = target_loss(self.target, read(self.target, wanted, needs), _detached(seen))
+        agreement = found.metrics["target_agreement"]
+        metrics = {"consistency": found.metrics["target_kl"], "consistent": agreement}
+        return with_term(own, replace(found, metrics=metrics), part.weight)
 
     def _own_term(self, seen: TrainBatch) -> LossOut | None:
         """What the target learns for itself; None if it keeps nothing."""
@@ -194,6 +217,15 @@ def target_loss(target: Target, seen: TrainBatch, teacher: TeacherLogits | None)
     best = "target_top1" if teacher is None else "target_agreement"
     found = {f"target_{kind}": (out.sum.detach(), out.count), best: out.metrics["top1"]}
     return replace(out, metrics=found)
+
+
+def _detached(seen: TrainBatch) -> TeacherLogits:
+    """What a target that learns has said of the batch, as a teacher."""
+    if seen.teacher_rows is not None:
+        rows = seen.teacher_rows
+        return TeacherLogits(replace(rows, state_RD=rows.state_RD.detach()))
+    assert seen.teacher_BSV is not None
+    return TeacherLogits(seen.teacher_BSV.detach().flatten(0, 1))
 
 
 def weight_at(progress: float, part: JointPart) -> float:

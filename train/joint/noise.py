@@ -29,6 +29,14 @@ def noised(batch: TrainBatch, part: NoisePart) -> Tensor:
     is_noise_BS = (inside_BS >= 0) & (inside_BS < part.span)
     before_BS = (position_BS - inside_BS).clamp(min=0)  # tokens of the document before the span
     is_noise_BS &= batch.loss_mask_BS & (batch.document_BS >= 0) & (before_BS > 0)
+    return torch.where(is_noise_BS, earlier_tokens(batch, before_BS), ids_BS)
+
+
+def earlier_tokens(batch: TrainBatch, before_BS: Tensor) -> Tensor:
+    """[B, S]: at every place one of the first `before_BS` tokens of its document, by chance."""
+    ids_BS = batch.ids_BS
+    (B, S), device = ids_BS.shape, ids_BS.device
     chosen_BS = (torch.rand(B, S, device=device) * before_BS).long().clamp(max=S - 1)
-    from_BS = at_S - position_BS + torch.minimum(chosen_BS, (before_BS - 1).clamp(min=0))
-    return torch.where(is_noise_BS, ids_BS.gather(1, from_BS.clamp(0, S - 1)), ids_BS)
+    start_BS = torch.arange(S, device=device) - batch.position_BS
+    from_BS = start_BS + torch.minimum(chosen_BS, (before_BS - 1).clamp(min=0))
+    return ids_BS.gather(1, from_BS.clamp(0, S - 1))

@@ -25,7 +25,7 @@ from specctl.train.assemble import family_options, trainable_family
 from specctl.train.data.context import check_context
 from specctl.train.features.kept import Form
 from specctl.train.features.remote_shards import is_url
-from specctl.train.init.initial import TARGET, completed
+from specctl.train.init.initial import TARGET, carries, completed
 from specctl.train.joint.check import check_joint
 from specctl.train.lora import attach
 from specctl.train.metrics import read_log
@@ -147,7 +147,8 @@ def plan(
     cluster = cluster or Cluster.here()
     shape = target_shape(recipe.target) if spec is None else shape_of(spec)
     check_context(recipe, shape.spec)
-    if recipe.drafter.init == TARGET and (recipe.target.inflate or not shape.plain_head):
+    is_cut = recipe.drafter.init == TARGET and not carries(recipe.drafter)
+    if is_cut and (recipe.target.inflate or not shape.plain_head):
         raise uncuttable(recipe.target.name, shape.spec.model_type, recipe.target.inflate)
     counts = _counts(recipe, shape)
     drafter = counts.drafter

@@ -53,6 +53,8 @@ def joint_memory(train: TrainPart, shape: TargetShape, wide: int) -> dict[str, i
     each = 7 * width + 4 * heads + 6 * spec.intermediate_size
     summed = spec.num_layers * sum(rows * columns for rows, columns in _adapted(part, spec))
     batch = wide * (spec.num_layers * tokens * each + summed)
+    if part.trajectory is not None:  # the text and a state of it are read with their gradients
+        batch *= 2
     return {
         "additions to the target, gradient, optimizer": ADDED_BYTES * num_added(part, spec),
         "the target's weights and activations of a batch": batch,
@@ -62,10 +64,12 @@ def joint_memory(train: TrainPart, shape: TargetShape, wide: int) -> dict[str, i
 
 def joint_passes(part: JointPart | None) -> float:
     """Operations of a step per number of the target and token, beside reading the batch once: the
-    gradient of states and of weights, and the original's own reading."""
+    gradient of states and of weights, and the original's own reading; of a trajectory also its
+    iterations, and a state of it, read with its gradient."""
     if part is None:
         return 0.0
-    return (1.0 - part.warmup) * (4.0 + 2.0 * (part.keep == "kl"))
+    more = 0.0 if part.trajectory is None else 6.0 + 2.0 * part.trajectory.most
+    return (1.0 - part.warmup) * (4.0 + 2.0 * (part.keep == "kl") + more)
 
 
 EFFICIENCY = (1.1, 0.25)  # FLOPs as counted here per matrix FLOP of training: best, worst

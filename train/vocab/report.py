@@ -262,7 +262,7 @@ class TrimReport:
         found = []
         if self.pays and self.after_speedup < self.before_speedup:
             found.append(
-                f"the whole drafter is faster here: S {self.before_speedup:.2f} -> "
+                f"the whole drafter is faster here: speed-up {self.before_speedup:.2f} -> "
                 f"{self.after_speedup:.2f}, tau {self.before.measured.tau:.2f} -> "
                 f"{self.after.measured.tau:.2f}; keep it, or trim with --size auto"
             )
@@ -281,8 +281,8 @@ class TrimReport:
         if max(trial.speedup for trial in self.trials) < 1.0:
             best = max(trial.speedup for trial in self.trials)
             found.append(
-                f"even so, decoding without this drafter is faster here (S {best:.2f}): "
-                "train it longer, or draft fewer tokens"
+                "even so, decoding without this drafter is faster on this target "
+                f"({best:.2f}x): train it longer, or draft fewer tokens"
             )
         return found
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import specctl
+from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, SpecctlError
+from specctl.drafters import families
+from specctl.drafters.small_lm import SmallLm
 from specctl.models.native.library import no_int8
 from specctl.runtime.target import eight_bits
 from specctl.runtime.target.target import Target
@@ -50,6 +57,67 @@ def test_whole_sequences_are_read_as_rounds_are_and_near_what_was_published(
     before, after = published.log_softmax(-1), dense.log_softmax(-1)
     kl = (before.exp() * (before - after)).sum(-1).mean()
     assert 1e-6 < float(kl) < 5e-3
+
+
+@needs_int8
+def test_stored_matrices_are_freed_and_the_rest_stays() -> None:
+    target = specctl.load_target("tiny")
+    module, body = target.lm.module, target.lm.module.model
+    before = {name: weakref.ref(weight) for name, weight in module.named_parameters()}
+    target = eight_bits.in_int8(target)
+    gc.collect()
+    freed = {name for name, weight in before.items() if weight() is None}
+    assert freed == {name for name in before if name.endswith("_proj.weight")}
+    assert target.borrowed().head_VD is not None
+    inner = module.shape.intermediate_size
+    assert {tuple(w.shape) for w in body.layers[0].mlp.parameters()} == {(inner, 256), (256, inner)}
+    assert {weight.device.type for weight in module.parameters()} == {"cpu"}
+
+
+@needs_int8
+@pytest.mark.parametrize("name", ["eagle3", "swift", "itself"])
+def test_drafters_that_read_the_target_still_draft(target: Target, name: str) -> None:
+    """Its LM head and taps; its layers; all of it."""
+    if name == "itself":
+        drafter: Drafter = SmallLm.from_lm(target.lm, target.spec)
+    else:
+        family = families()[name]
+        drafter = family.build(family.options(), target.spec, None).to("cpu", target.dtype)
+    settings = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = specctl.generate(target, "def read(path):\n", **settings)
+    made = specctl.generate(target, "def read(path):\n", drafter, **settings)
+    assert made.text == plain.text
+    assert made.stats.rounds < 24 or name == "eagle3", "an untrained head may never be right"
+
+
+@needs_int8
+def test_keys_and_values_are_those_that_a_forward_leaves_in_the_cache(target: Target) -> None:
+    for lm in (target.lm, specctl.load_target("tiny", dtype="int8", inflate="100m").lm):
+        ids, start = torch.tensor([[5, 9, 2, 7]]), torch.tensor([0])
+        position, masks, kv = torch.arange(4)[None], lm.chain_masks(start, 4, 4), lm.new_kv(1, 4)
+        kv.begin((0,), start, start, 4, 4, 0)
+        taps = lm.forward(ids, position, masks, kv, taps=(1, 3)).taps
+        at, heads = getattr(lm, "real_layers", range(9)), lm.spec.num_kv_heads
+        for layer, (key, value) in lm.key_value(taps, position).items():
+            left = kv.read(at[layer])
+            assert torch.equal(key, left[0][:, :heads])
+            assert torch.equal(value, left[1][:, :heads])
+
+
+@needs_int8
+def test_what_needs_the_stored_matrices_is_refused(target: Target) -> None:
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    state = {1: torch.zeros(1, 2, 256, requires_grad=True)}
+    masks = target.lm.chain_masks(torch.tensor([0]), 2, 2)
+    for use in (
+        lambda: copy.deepcopy(target.lm),
+        lambda: target.lm.module.state_dict(),
+        lambda: target.lm.key_value(state, ids),  # with gradients, as the next
+        lambda: target.lm.dense(ids, ids, masks),
+        lambda: pickle.dumps(target.lm.module.model.layers[0]),
+    ):
+        with pytest.raises(IncompatibleError, match="8 bits are no longer in memory"):
+            use()
 
 
 def test_where_it_is_no_gain_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,196 @@
+"""What benchmarks/ablations.py compares: a line for each published idea, what it claims, and its
+two arms. Figures of papers are those of their abstracts and tables, on their targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """`family` as it is beside one with other settings, beside another family, or, drafting in
+    `shape`, beside itself in another shape."""
+
+    system: str
+    claim: str
+    family: str
+    without: tuple[str, ...] | str
+    shape: str = "chain"  # or served
+    whole: tuple[str, ...] = ()
+    without_shape: str | None = None  # None: the same
+    heat: str = "greedy"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A recipe with these settings beside another, at a temperature. Where the family is trained,
+    the drafter is the one that quality.py has trained of `trained`."""
+
+    system: str
+    claim: str
+    whole: tuple[str, ...]  # the recipe and settings
+    without: tuple[str, ...]
+    heat: str = "greedy"
+    trained: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Chains of up to LONGEST tokens that a rule ends, with the best of its `thresholds` (None: its
+    own), beside the best of the FIXED lengths: tokens a unit of cost, where a forward pass of the
+    target costs 1 and a drafted token PRICE."""
+
+    system: str
+    claim: str
+    rule: str
+    heat: str = "greedy"
+    trained: str = "small-lm"
+    thresholds: tuple[float | None, ...] = (None,)
+
+
+FIXED, LONGEST, PRICE = (1, 2, 3, 4, 6, 8), 8, 0.1
+
+
+def _tree(policy: str, *more: str) -> tuple[str, ...]:
+    return ("small-lm", f"serve.policy={policy}", *more)
+
+
+def _option(name: str, value: str) -> tuple[str, ...]:
+    return (f"drafter.options.{name}={value}",)
+
+
+STATIC = ("serve.branch=[3,2,1,1]",)  # 21 nodes
+SIZE = ("serve.nodes=21", "serve.length=4")
+TRAINED = (
+    Trained("EAGLE", "the next token is read beside the state: acceptance collapses without it",
+            "eagle", _option("read_tokens", "false")),
+    Trained("EAGLE", "noise on the states that it learns from: deeper tokens are accepted more",
+            "eagle", _option("noise", "0")),
+    Trained("EAGLE-3", "trained on its own outputs (5 steps against 1)", "eagle3",
+            _option("ttt_steps", "1")),
+    Trained("EAGLE-3", "states of three depths, not of the last alone", "eagle3",
+            _option("taps", "[8]")),
+    Trained("EAGLE-3", "ahead of EAGLE (Vicuna-13B tau 6.6 against 4.8 of EAGLE-2)", "eagle3",
+            "eagle"),
+    Trained("EAGLE-3", "the same, sampled", "eagle3", "eagle", heat="T = 1"),
+    Trained("HASS", "trained on its own outputs: ahead of EAGLE (LLaMA2-7B tau 5.15 against 4.61)",
+            "hass", "eagle"),
+    Trained("HASS", "the same, sampled", "hass", "eagle", heat="T = 1"),
+    Trained("HASS", "the same, one step against three", "hass", _option("ttt_steps", "1")),
+    Trained("HASS", "top-K loss", "hass", _option("top_weight", "0")),
+    Trained("CORAL", "states that agree from step to step: ahead of HASS (by .03 to .09 in speed)",
+            "coral", "hass"),
+    Trained("CORAL", "the same, its loss alone", "coral", _option("align_weight", "0")),
+    Trained("FSPAD", "ahead of EAGLE (tau +.28 to +.48)", "fspad", "eagle"),
+    Trained("FSPAD", "the same, sampled", "fspad", "eagle", heat="T = 1"),
+    Trained("FSPAD", "feature sampling", "fspad", _option("feature_sampling", "false")),
+    Trained("FSPAD", "a readout of its own for the next state", "fspad",
+            _option("split_readout", "false")),
+    Trained("Jakiro", "ahead of EAGLE, most of all when sampling", "jakiro", "eagle", "served"),
+    Trained("Jakiro", "the same, sampled", "jakiro", "eagle", heat="T = 1"),
+    Trained("Jakiro", "the contrast branch", "jakiro", _option("contrast", "false"), "served"),
+    Trained("Gumiho", "two serial tokens, then parallel heads: ahead of EAGLE (tau 4.89, 4.68)",
+            "gumiho", "eagle"),
+    Trained("Gumiho", "the same, sampled", "gumiho", "eagle", heat="T = 1"),
+    Trained("Falcon", "glancing", "falcon",
+            (*_option("glance", "0"), *_option("glance_last", "0"))),
+    Trained("Hydra", "ahead of Medusa (Vicuna-7B tau 3.36 against 2.39)", "hydra", "medusa"),
+    Trained("Hydra", "the same, sampled", "hydra", "medusa", heat="T = 1"),
+    Trained("Hydra", "the same, drafted tokens hidden", "hydra", _option("grounded", "false")),
+    Trained("Clover", "ahead of Medusa (throughput +37 to +57 %)", "clover", "medusa"),
+    Trained("Clover", "the same, drafted tokens hidden", "clover", _option("regressive", "false")),
+    Trained("Recurrent Drafter", "a recurrence over drafted tokens: ahead of Medusa", "recurrent",
+            "medusa"),
+    Trained("Chimera", "trigrams", "chimera", _option("trigrams", "false")),
+    Trained("Chimera", "the whole text's states", "chimera", _option("context", "false")),
+    Trained("Chimera", "ahead of Medusa (2.7x on average)", "chimera", "medusa"),
+    Trained("MLP speculator", "the token drafted before is read", "mlp-speculator",
+            _option("read_tokens", "false")),
+    Trained("GliDe", "no glimpse in training of what will not be there (block mask)", "glide",
+            _option("strict", "false")),
+    Trained("Mixture of Attentions", "ahead of EAGLE-2 (accepted length +25 %)", "moa", "eagle"),
+    Trained("Mixture of Attentions", "the same, sampled", "moa", "eagle", heat="T = 1"),
+    Trained("Mixture of Attentions", "attention over layers (about 6 % of speed)", "moa",
+            _option("layer_attention", "false")),
+    Trained("DSpark", "a block corrected for the token before", "dspark", "dflash"),
+    Trained("DSpark", "the same, sampled", "dspark", "dflash", heat="T = 1"),
+    Trained("DFlash", "ahead of EAGLE-3 (Qwen3-8B tau 6.54 against 3.71)", "dflash", "eagle3"),
+    Trained("Hidden Transfer", "ahead of Medusa's heads", "hidden-transfer", "medusa"),
+    Trained("Superposed decoding", "several drafts for the forwards of one", "superposed", (),
+            "served", without_shape="chain"),
+    Trained("GliDe with CaPE", "siblings where the chain is unsure (2.17x to 2.61x)", "glide", (),
+            "served", without_shape="chain"),
+    Trained("DistillSpec", "the target's distribution, not its text", "small-lm",
+            _option("loss", "ce")),
+    Trained("LK losses", "-log alpha, not KL (tau +8 to +10 %)", "small-lm", (),
+            whole=_option("loss", "lk_alpha")),
+)  # fmt: skip
+SERVED = (
+    Served("EAGLE-2", "a tree that follows confidence accepts more than a fixed one, 21 nodes",
+           _tree("dynamic-tree", *SIZE), _tree("static-tree", *STATIC), trained="small-lm"),
+    Served("EAGLE-2", "the same, EAGLE-3's layer",
+           ("eagle3", "serve.policy=dynamic-tree", *SIZE),
+           ("eagle3", "serve.policy=static-tree", *STATIC), trained="eagle3"),
+    Served("OPT-Tree", "most expected acceptance for 21 nodes",
+           _tree("opt-tree", "serve.nodes=21", "serve.length=8"),
+           _tree("static-tree", *STATIC), trained="small-lm"),
+    Served("Sequoia", "a tree for measured acceptances, 21 nodes",
+           _tree("sequoia", "serve.nodes=21", "serve.length=6"),
+           _tree("static-tree", *STATIC), trained="small-lm"),
+    Served("DySpec", "a sampled tree that follows confidence, 21 nodes",
+           _tree("dyspec", "serve.nodes=21", "serve.length=8"),
+           _tree("static-tree", *STATIC), "T = 1", "small-lm"),
+    Served("RSD-C", "siblings drawn without replacement, against independent ones",
+           _tree("static-tree", *STATIC, "serve.rule=recursive"),
+           _tree("mcsd", *STATIC, "serve.rule=multi-round"), "T = 1", "small-lm"),
+    Served("RSD-S", "a sampled beam, 16 nodes",
+           _tree("rsd", "serve.beam=4", "serve.length=4"),
+           _tree("static-tree", "serve.branch=[4,1,1,1]"), "T = 1", "small-lm"),
+    Served("SpecInfer and MCSD", "several candidates, not one",
+           _tree("mcsd", *STATIC, "serve.rule=multi-round"),
+           _tree("chain", "serve.length=4"), "T = 1", "small-lm"),
+    Served("SpecTr", "several candidates by its own rule, not one (1.37x)",
+           _tree("mcsd", *STATIC, "serve.rule=spectr"),
+           _tree("chain", "serve.length=4"), "T = 1", "small-lm"),
+    Served("CaPE", "the same for a small language model",
+           _tree("cape", "serve.length=5"), _tree("chain", "serve.length=5"), trained="small-lm"),
+    Served("Block verification", "a block accepted as one (5 to 8 % of speed)",
+           _tree("chain", "serve.length=5", "serve.rule=block"),
+           _tree("chain", "serve.length=5", "serve.rule=chain"), "T = 1", "small-lm"),
+    Served("Traversal verification", "trees accepted from the leaves (accepted length +2 to +6 %)",
+           _tree("static-tree", *STATIC, "serve.rule=traversal"),
+           _tree("static-tree", *STATIC, "serve.rule=recursive"), "T = 1", "small-lm"),
+    Served("Greedy multi-draft", "best tokens and one draw, against independent draws",
+           _tree("top-plus-one", *STATIC),
+           _tree("mcsd", *STATIC, "serve.rule=multi-round"), "T = 1", "small-lm"),
+    Served("Lookahead", "n-grams of its own Jacobi window (1.8x)", ("lookahead",), ("jacobi",)),
+    Served("Suffix automaton", "the longest repeat, however long", ("suffix-automaton",),
+           ("prompt-lookup",)),
+    Served("Token Recycling", "ranks renewed while it writes, against a matrix of the corpus alone",
+           ("token-recycling",), ("token-recycling", *_option("freeze", "true"))),
+    Served("REST", "the corpus beside the text", ("rest",), ("prompt-lookup",)),
+    Served("Hierarchy Drafting", "three databases, not the text alone", ("hierarchy",),
+           ("hierarchy", *_option("order", "W"))),
+    Served("Goose", "a spine of copies with branches, not a balanced tree (12 to 33 %)", ("goose",),
+           ("goose", *_option("shape", "balanced"))),
+    Served("Goose", "the same, against copies alone", ("goose",), ("prompt-lookup",)),
+    Served("Goose", "the same, against recycled tokens alone", ("goose",), ("token-recycling",)),
+    Served("DReSD", "retrieval by states, not by tokens (accepted length +65 %)", ("dresd",),
+           ("rest",)),
+    Served("DReSD", "the text itself beside the corpus", ("dresd",),
+           ("dresd", *_option("own", "false"))),
+    Served("Speculative Jacobi", "drafts accepted by probability", ("speculative-jacobi",),
+           ("jacobi",), "T = 1"),
+)  # fmt: skip
+STOPPED = (
+    Stopped("SVIP", "stops by entropy: up to 20 % faster than a fixed length", "svip",
+            thresholds=(0.2, 0.3, 0.4)),
+    Stopped("SpecDec++", "a head ends the draft: 7 to 11 % over the tuned fixed length",
+            "specdec-pp", thresholds=(0.3, 0.5, 0.7)),
+    Stopped("DISCO", "a classifier ends the draft: 10 % over the best fixed length", "disco",
+            thresholds=(0.3, 0.5, 0.7)),
+    Stopped("AdaEAGLE", "a predicted length: 66.4 tokens/s against 64.7 of the best fixed one",
+            "ada-eagle", trained="eagle"),
+    Stopped("EESD", "Thompson sampling decides how far to draft", "thompson"),
+)  # fmt: skip

@@ -1,0 +1,333 @@
+"""What is each system's own idea worth? Our figure with it and without it, on the embedded target.
+
+Three kinds of lines (ablation_lines.py). *Trained*: two drafters of one family on the same rows,
+one with the idea switched off; or two families, one of which is the other and the idea. *Served*:
+one drafter, or one memory, under two ways to draft or to verify, with as many nodes. *Stopped*: a
+rule that ends drafts beside the best fixed length, by tokens a unit of cost. Figures are counted on
+held-out prompts, not timed; differences are paired over prompts, each prompt's figures being means
+over seeds. A line is `reproduced` or `opposite` where the difference is more than two standard
+errors from zero and every seed has its sign, else `level`. What has no two ways to compare on this
+target has a toy of its own among the tests.
+
+The trained arms are cases of quality.py and lie in the same folder, so that neither script trains
+what the other has: run again, it goes on.
+
+    python benchmarks/ablations.py --out runs/quality --steps 120 --plan
+    python benchmarks/ablations.py --out runs/quality --steps 120 --seeds 2 --workers 2
+    python benchmarks/ablations.py --out runs/quality --only served        # nothing is trained
+    python benchmarks/ablations.py --out runs/quality --table              # what is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from ablation_lines import (
+    FIXED,
+    LONGEST,
+    PRICE,
+    SERVED,
+    STOPPED,
+    TRAINED,
+    Served,
+    Stopped,
+    Trained,
+)
+from quality import Case, check_settings, finished, run_all, write
+from training_free import CORPUS_PROMPTS, build
+
+from specctl import load_drafter, load_target
+from specctl.core.drafter import Drafter
+from specctl.drafters import families
+from specctl.recipes.load import load_recipe
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.stops import trained_stops
+from specctl.runtime.stops.learned import write_stop
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import heldout_prompts
+from specctl.train.stop_rules import collect, fit, learned_rule
+
+HEATS = {"greedy": 0.0, "T = 1": 1.0}
+WORDS = {"greedy": "greedy", "T = 1": "sampled"}  # of quality.py
+LEARNING_PROMPTS = 48  # of trained stop rules: none of them is asked
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to draft: a recipe with settings, at a temperature, by a drafter that quality.py has
+    trained (None: it needs no training). `price` of a drafted token: 0 counts rounds alone."""
+
+    words: tuple[str, ...]
+    heat: str
+    trained: str | None
+    seed: int
+    price: float = 0.0
+
+    @property
+    def name(self) -> str:
+        pairs = [word.partition("=") for word in self.words]
+        words = [key.rsplit(".", 1)[-1] + equals + value for key, equals, value in pairs]
+        words = [word for word in words if not word.startswith("stop_file=")]
+        cost = [f"price={self.price:g}"] if self.price else []
+        heat = self.heat.replace(" ", "")
+        return "-".join([*words, *cost, heat, self.trained or "none", str(self.seed)])
+
+    def file(self, out: Path) -> Path:
+        return out / "served" / f"{self.name}.json"
+
+
+def trained_cases(line: Trained, seeds: int, steps: int, prompts: int) -> list[tuple[Case, Case]]:
+    """With and without, a pair for each seed."""
+    other, sets = (line.family, line.without)
+    if isinstance(line.without, str):
+        other, sets = line.without, ()
+    return [
+        (Case(line.family, "tokens", seed, steps, prompts, line.whole),
+         Case(other, "tokens", seed, steps, prompts, tuple(sets)))
+        for seed in range(seeds)
+    ]  # fmt: skip
+
+
+def served_arms(line: Served, seed: int) -> tuple[Arm, Arm]:
+    whole, without = (
+        Arm(words, line.heat, line.trained, seed) for words in (line.whole, line.without)
+    )
+    return whole, without
+
+
+def stopped_arms(line: Stopped, seed: int, out: Path) -> tuple[list[Arm], list[Arm]]:
+    """The rule under each threshold, and the fixed lengths."""
+    base = (line.trained, "serve.policy=chain")
+    rule = [*base, f"serve.length={LONGEST}", f"serve.stop={line.rule}"]
+    if line.rule in trained_stops():
+        rule.append(f"serve.stop_file={out / 'stops' / f'{line.trained}-{line.rule}-{seed}'}")
+    ruled = [
+        (*rule, *([] if threshold is None else [f"serve.threshold={threshold:g}"]))
+        for threshold in line.thresholds
+    ]
+    fixed = [(*base, f"serve.length={length}") for length in FIXED]
+    found = [[Arm(w, line.heat, line.trained, seed, PRICE) for w in ws] for ws in (ruled, fixed)]
+    return found[0], found[1]
+
+
+def other_prompts(target: Target, count: int = CORPUS_PROMPTS) -> list[list[int]]:
+    """Held-out prompts that are not asked: what retrieves or learns to stop reads these."""
+    return [list(p.ids) for p in heldout_prompts(target, 10_000)[-CORPUS_PROMPTS:]][:count]
+
+
+def learn_to_stop(arm: Arm, target: Target, drafter: Drafter) -> None:
+    """The trained stop rule that an arm names, made now if it is not there."""
+    for file in (Path(w.split("=", 1)[1]) for w in arm.words if w.startswith("serve.stop_file=")):
+        if not file.exists():
+            rule = next(w.split("=", 1)[1] for w in arm.words if w.startswith("serve.stop="))
+            wanted, asked = learned_rule(rule), other_prompts(target, LEARNING_PROMPTS)
+            learning = fit(wanted, collect(target, drafter, wanted, asked, LONGEST), seed=arm.seed)
+            file.parent.mkdir(exist_ok=True)
+            write_stop(file, wanted.name, learning.net, {"drafter": drafter.family})
+
+
+def serve(arm: Arm, args: argparse.Namespace) -> None:
+    """Tokens a unit of cost of one arm, prompt by prompt, into its file; tau where drafts are
+    free."""
+    torch.set_num_threads(1)
+    torch.manual_seed(arm.seed)
+    if arm.file(args.out).exists():
+        return
+    name, *sets = arm.words
+    target = load_target("tiny", dtype="float32")
+    asked = heldout_prompts(target, args.prompts)
+    if arm.trained is None:
+        recipe = load_recipe(name, sets)
+        assert not families()[recipe.drafter.family].trainable, name
+        drafter = build(recipe, target, other_prompts(target))
+    else:
+        package = args.out / "runs" / f"{arm.trained}-tokens-{arm.seed}" / "package"
+        drafter = load_drafter(str(package), target)
+        learn_to_stop(arm, target, drafter)
+        recipe = load_recipe("distill" if name == "small-lm" else name, sets)
+    policy = make_policy(recipe.serve.model_dump(mode="json"))
+    fields: dict[str, Any] = {"temperature": HEATS[arm.heat], "max_new_tokens": args.tokens}
+    requests = [
+        Request(tuple(p.ids), Sampling(**fields, ignore_eos=True, seed=1000 * arm.seed + i))
+        for i, p in enumerate(asked)
+    ]
+    done = Engine(target, drafter, policy, num_slots=8, rule=recipe.serve.rule).run(requests)
+    stats = [row.stats for row in done]
+    write(arm.file(args.out), [s.tokens / (s.rounds + arm.price * s.drafted) for s in stats])
+
+
+Figures = Sequence[float]
+
+
+def compare(pairs: Sequence[tuple[Figures, Figures]]) -> dict[str, Any]:
+    """Means of both, their difference with its standard error over prompts, and what it says."""
+    whole, without = (
+        [mean(each) for each in zip(*side, strict=True)] for side in zip(*pairs, strict=True)
+    )
+    apart = [a - b for a, b in zip(whole, without, strict=True)]
+    error = stdev(apart) / len(apart) ** 0.5
+    signs = {mean(a) > mean(b) for a, b in pairs}
+    said = "level"
+    if abs(mean(apart)) > 2 * error and len(signs) == 1:
+        said = "reproduced" if mean(apart) > 0 else "opposite"
+    return {"with": mean(whole), "without": mean(without), "difference": mean(apart),
+            "error": error, "seeds": len(pairs), "verdict": said}  # fmt: skip
+
+
+def best(arms: Sequence[Sequence[Figures]]) -> int:
+    """Which of several settings has the highest mean over seeds and prompts."""
+    return max(range(len(arms)), key=lambda i: mean(mean(seed) for seed in arms[i]))
+
+
+def lines_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every line whose arms are there, with as many seeds as both have."""
+    for line in TRAINED:
+        shapes, pairs = (line.shape, line.without_shape or line.shape), []
+        for sides in trained_cases(line, args.seeds, args.steps, args.data):
+            files = [args.out / "cases" / f"{case.name}.json" for case in sides]
+            if all(file.exists() for file in files):
+                found = (json.loads(file.read_text()) for file in files)
+                whole, without = (
+                    each[f"{shape} {WORDS[line.heat]}"]["tau"]
+                    for each, shape in zip(found, shapes, strict=True)
+                )
+                pairs.append((whole, without))
+        if pairs:
+            yield _said(line, f"tau, {line.shape}, {line.heat}") | compare(pairs)
+    for served in SERVED:
+        pairs = []
+        for seed in range(args.seeds):
+            files = [arm.file(args.out) for arm in served_arms(served, seed)]
+            if all(file.exists() for file in files):
+                pairs.append((_read(files[0]), _read(files[1])))
+        if pairs:
+            yield _said(served, f"tau, {served.heat}") | compare(pairs)
+    for stopped in STOPPED:
+        ruled, fixed = [], []
+        for seed in range(args.seeds):
+            sides = stopped_arms(stopped, seed, args.out)
+            if all(arm.file(args.out).exists() for side in sides for arm in side):
+                ruled.append([_read(arm.file(args.out)) for arm in sides[0]])
+                fixed.append([_read(arm.file(args.out)) for arm in sides[1]])
+        if ruled:
+            a, b = (list(zip(*side, strict=True)) for side in (ruled, fixed))
+            length = f"tokens a unit of cost, {stopped.heat}; fixed length {FIXED[best(b)]}"
+            whole, without = a[best(a)], b[best(b)]
+            yield _said(stopped, length) | compare(list(zip(whole, without, strict=True)))
+
+
+def _said(line: Trained | Served | Stopped, at: str) -> dict[str, Any]:
+    return {"system": line.system, "claim": line.claim, "at": at}
+
+
+def _read(file: Path) -> list[float]:
+    return list(json.loads(file.read_text()))
+
+
+def markdown(lines: Sequence[dict[str, Any]]) -> str:
+    rows = ["| system | claim | measured | with | without | difference | seeds | |",
+            "|" + "---|" * 8]  # fmt: skip
+    for line in lines:
+        rows.append(
+            f"| {line['system']} | {line['claim']} | {line['at']} | {line['with']:.2f} "
+            f"| {line['without']:.2f} | {line['difference']:+.2f} +- {line['error']:.2f} "
+            f"| {line['seeds']} | {line['verdict']} |"
+        )
+    return "\n".join(rows)
+
+
+def wanted_arms(args: argparse.Namespace) -> list[Arm]:
+    """Those to serve, each once; those of the first seed first."""
+    found: list[Arm] = []
+    for seed in range(args.seeds):
+        for line in SERVED:
+            if _is_asked(line, args):
+                found += served_arms(line, seed)
+        for stopped in STOPPED:
+            if _is_asked(stopped, args):
+                ruled, fixed = stopped_arms(stopped, seed, args.out)
+                found += [*ruled, *fixed]
+    return list(dict.fromkeys(found))
+
+
+def wanted_cases(args: argparse.Namespace, arms: Sequence[Arm]) -> list[Case]:
+    """Drafters to train: those that arms are served with, and both sides of trained lines."""
+    found = [
+        Case(arm.trained, "tokens", arm.seed, args.steps, args.data) for arm in arms if arm.trained
+    ]
+    if args.only != "served":
+        found += [
+            case
+            for line in TRAINED
+            if _is_asked(line, args)
+            for pair in trained_cases(line, args.seeds, args.steps, args.data)
+            for case in pair
+        ]
+    return sorted(dict.fromkeys(found), key=lambda case: case.seed)
+
+
+def _is_asked(line: Trained | Served | Stopped, args: argparse.Namespace) -> bool:
+    names = [name for name in args.systems.split(",") if name]
+    return not names or line.system in names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="quality.py's")
+    parser.add_argument("--only", choices=("trained", "served"), default=None)
+    parser.add_argument("--systems", default="", help="names, with commas between; else all")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--data", type=int, default=1000, help="prompts to train on")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--plan", action="store_true", help="say what would be run, and stop")
+    parser.add_argument("--table", action="store_true", help="only show what is there")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    args.out, args.seconds = args.out.resolve(), None
+    check_settings(args)
+    arms = [] if args.only == "trained" else wanted_arms(args)
+    wanted = wanted_cases(args, arms)
+    missing = [case.name for case in wanted if case.name not in finished(args.out)]
+    arms = [arm for arm in arms if not arm.file(args.out).exists()]
+    print(f"{len(missing)} drafters to train, {len(arms)} arms to serve", file=sys.stderr)
+    if args.plan:
+        print("\n".join([*missing, *(arm.name for arm in arms)]))
+        return
+    failed: list[str] = []
+    if not args.table:
+        failed = run_all(wanted, args) + serve_all(arms, args)
+    lines = list(lines_of(args))
+    print(json.dumps(lines) if args.json else markdown(lines))
+    if failed:
+        raise SystemExit("not in this table, since they failed: " + ", ".join(failed))
+
+
+def serve_all(arms: Sequence[Arm], args: argparse.Namespace) -> list[str]:
+    """Serves each arm; names of those that failed, with the reason."""
+    failed: list[str] = []
+    with ProcessPoolExecutor(args.workers) as pool:
+        waiting = [(arm, pool.submit(serve, arm, args)) for arm in arms]
+        for number, (arm, future) in enumerate(waiting, 1):
+            if (error := future.exception()) is not None:
+                failed.append(f"{arm.name}: {error}")
+            print(f"{number} of {len(arms)} arms served: {arm.name}", file=sys.stderr, flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A target's checkpoint with the module for multi-token prediction written back into it: a whole
+copy, in which the engine that serves the target finds the module where the original had it.
+
+Only files that hold tensors of the module are written anew, without these; the module has a file
+of its own. The index lists every tensor, config.json says that there is one module. The original
+is only read.
+Letters: N nodes, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+
+from specctl.core.errors import GateError, IncompatibleError
+from specctl.drafters.mtp import Mtp
+from specctl.export.formats import ExportSource, Format
+from specctl.export.layouts.engines import dump_json
+from specctl.export.package.files import read_header
+from specctl.export.package.manifest import CARD, MANIFEST, check_files
+from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
+from specctl.export.readers.mtp import ENGINE, MtpReader
+from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
+from specctl.models.mtp_layout import NEXTN, MtpLayout
+from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
+from specctl.runtime.target.mtp_checkpoint import (
+    checkpoint_of,
+    named_as_stored,
+    read_layout,
+    stored_module,
+    with_count,
+)
+
+MODULE, CONFIG = "mtp.safetensors", "config.json"
+KEPT = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+FED_BACK = 3  # states of the drafter's own that the proof compares
+WHOLE, TRIMMED = "model.safetensors", "the module has no LM head of its own to trim"
+
+
+def write(source: ExportSource, folder: Path) -> None:
+    drafter = _drafter(source)
+    origin = checkpoint_of(source.target)
+    _, layout = read_layout(origin)
+    tensors = named_as_stored(drafter, layout, source.target, _dtypes(origin, layout))
+    refuse_not_finite(tensors)
+    placed: dict[str, str] = {}
+    for path in weight_files(origin):
+        names = list(read_header(path))
+        left = sorted(set(names) - set(layout.of(names)))
+        name = _shard(path.name)
+        if len(left) == len(names):
+            shutil.copyfile(path, folder / name)
+        elif left:
+            with safe_open(path, framework="pt") as file:
+                write_tensors({each: file.get_tensor(each) for each in left}, folder / name)
+        placed |= dict.fromkeys(left, name)
+    write_tensors(tensors, folder / MODULE)
+    placed |= dict.fromkeys(tensors, MODULE)
+    total = sum(_data_bytes(path) for path in folder.iterdir())
+    dump_json({"metadata": {"total_size": total}, "weight_map": placed}, folder / INDEX)
+    for path in origin.iterdir():
+        is_text = path.is_file() and path.suffix in KEPT
+        if is_text and path.name not in (INDEX, CONFIG, MANIFEST, CARD):
+            shutil.copyfile(path, folder / path.name)
+    body = json.loads((origin / CONFIG).read_text(encoding="utf-8"))
+    dump_json(with_count(body, layout), folder / CONFIG)
+
+
+def _data_bytes(path: Path) -> int:
+    with path.open("rb") as stream:
+        return path.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
+
+
+def _shard(name: str) -> str:
+    """model.safetensors goes before an index for those who look for it first."""
+    return "model-00001-of-00001.safetensors" if name == WHOLE else name
+
+
+def _dtypes(origin: Path, layout: MtpLayout) -> dict[str, torch.dtype]:
+    """In which each tensor of the module was stored; empty where there was none."""
+    return {name: tensor.dtype for name, tensor in stored_module(origin, layout).items()}
+
+
+def _drafter(source: ExportSource) -> Mtp:
+    drafter = cast(Mtp, source.drafter)
+    if drafter.options.layer is None:
+        raise IncompatibleError(
+            "the target's architecture has no place for a module in its checkpoints",
+            found=f"a module with a Llama layer, for {source.target.name}",
+            expected="a module with a layer of the target's own kind (drafter.init: target)",
+            do="use it with specctl, or train eagle3 for other engines",
+        )
+    if drafter.vocab is not None:
+        raise IncompatibleError(
+            TRIMMED,
+            found=f"a vocabulary of {drafter.vocab.size:,} ids",
+            expected="the target's whole vocabulary",
+            do="train it with vocab.size: null",
+        )
+    return drafter
+
+
+def check(source: ExportSource, folder: Path) -> None:
+    """The module lies there as it was, draws what the drafter draws, and all other tensors are the
+    original's."""
+    check_files(folder)
+    origin = checkpoint_of(source.target)
+    config, layout = read_layout(folder)
+    found = stored_module(folder, layout)
+    dtypes = _dtypes(origin, layout)
+    compare_tensors(named_as_stored(_drafter(source), layout, source.target, dtypes), found)
+    _compare_rest(origin, folder, layout)
+    if layout.count != 1:
+        raise GateError(
+            "config.json does not say that there is one module", found=str(layout.count)
+        )
+    trial = Trial.of(source, FED_BACK if _drafter(source).options.norm_output else 0)
+    written = twin(source, _drafter(source))
+    theirs_NV = MtpReader(config, layout, found, source).drafted_logits(trial)
+    tolerance = 1e-5 if set(dtypes.values()) <= {torch.float32} else 2e-2
+    compare(ENGINE, theirs_NV, drafted_logits(written, trial), tolerance)
+
+
+def _compare_rest(origin: Path, folder: Path, layout: MtpLayout) -> None:
+    """All tensors beside the module, bit for bit."""
+    places = {name: path for path in weight_files(folder) for name in read_header(path)}
+    for path in weight_files(origin):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(set(file.keys()) - set(layout.of(file.keys()))):
+                with safe_open(places[name], framework="pt") as copy:
+                    compare_tensors({name: file.get_tensor(name)}, {name: copy.get_tensor(name)})
+
+
+def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
+    length = source.manifest.serve.get("length") or 1
+    given = json.dumps({"method": "mtp", "num_speculative_tokens": length})
+    nodes = str(int(cast(int, length)) + 1)
+    sglang = ["python", "-m", "sglang.launch_server", "--model-path", folder]
+    sglang += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(length)]
+    sglang += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", nodes]
+    return (
+        shlex.join(["vllm", "serve", folder, "--speculative-config", given]),
+        shlex.join(sglang),
+    )
+
+
+def notes(source: ExportSource) -> tuple[str, ...]:
+    origin = checkpoint_of(source.target)
+    config, _ = read_layout(origin)
+    told = ["A whole checkpoint: the folder stands in the place of the target's."]
+    if config.get_text_config(decoder=True).model_type in NEXTN:
+        told.append(
+            "From the second drafted token on vLLM feeds the module's state back without its norm, "
+            "SGLang and transformers with it; this one was made for "
+            + ("the latter." if _drafter(source).options.norm_output else "the former.")
+        )
+    return tuple(told)
+
+
+FORMAT = Format(
+    name="mtp",
+    summary="the target's checkpoint with the module for multi-token prediction in it",
+    families=("mtp",),
+    write=write,
+    check=check,
+    serve=serve,
+    notes=notes,
+)

@@ -1,0 +1,107 @@
+"""Chains by the compiled step: a greedy one in a single call, any other with a short call a token.
+
+Both give the numbers of as many forwards (`NativeStep.run`) bit for bit.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, N nodes, T fed
+tokens, V target vocabulary, Z slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import BestChain, ChainRoot, LmOut
+from specctl.models.native.library import ChainCall, StepCall
+from specctl.models.native.step import NativeStep, address, addresses
+
+AHEAD = 64  # positions that a `NextToken` is made for
+
+
+def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> BestChain:
+    """`length` tokens behind the root, which `kv` is aimed at and has room for."""
+    (B, T), aim, model = root.ids_BT.shape, kv.aim, step.model
+    threads, rotary = torch.get_num_threads(), step.stack.rotary(aim.span + length - 1)
+    needed = step.functions.space_needed(ctypes.byref(model), B * T, aim.span + length - 1, threads)
+    chain = BestChain(torch.empty(B, length, dtype=torch.long), torch.empty(B, length))
+    fed, space = torch.empty(3, B, dtype=torch.long), step.space(needed)
+    held = {  # alive until the chain is drafted
+        "ids": root.ids_BT.contiguous(),
+        "position": root.position_BT.contiguous(),
+        "slot": aim.slot_B1.contiguous(),
+        "start": aim.start_B1.contiguous(),
+        "rotary": rotary,
+        "keys": addresses(kv.key_ZJLE),
+        "values": addresses(kv.value_ZJLE),
+        "asked": (ctypes.c_int32 * B)(*(row * T + at for row, at in enumerate(root.at))),
+        "logits": torch.empty(B, model.V),
+        "space": space,
+    }
+    call = StepCall(
+        *(B, T, kv.max_len, aim.span, 0, B, threads),
+        *(kv.key_ZJLE[0].shape[0], rotary.shape[0]),
+        **{name: address(each) for name, each in held.items()},
+    )
+    wanted = ChainCall(
+        length,
+        root.num_choices,
+        model.num_embeddings - 1,
+        root.last_position,
+        *map(address, (root.choice_ids, chain.token_BN, chain.best_BN, fed)),
+    )
+    outside = step.chain_function(ctypes.byref(model), ctypes.byref(call), ctypes.byref(wanted))
+    step.spaces.append(space)
+    if outside:
+        ids = torch.cat([root.ids_BT, chain.token_BN], 1)
+        raise IndexError(step.message(outside, ids, root.position_BT, kv, rotary))
+    return chain
+
+
+class NextToken:
+    """Forwards of one token a row behind each other: all that they share is prepared once. One
+    round at a time may use it."""
+
+    def __init__(self, step: NativeStep, slots: tuple[int, ...], kv: SlotKV) -> None:
+        model, self.step, self.slots = step.model, step, slots
+        self.keys, self.slot_B = kv.key_ZJLE, torch.tensor(slots)
+        self.B, self.most = len(slots), kv.aim.span + AHEAD
+        self.threads, self.rotary = torch.get_num_threads(), step.stack.rotary(self.most)
+        self.tap = (ctypes.c_int32 * 1)(len(step.stack.layers))
+        self.tapped = (ctypes.c_void_p * 1)()
+        self.stores = addresses(kv.key_ZJLE), addresses(kv.value_ZJLE)
+        needed = step.functions.space_needed(ctypes.byref(model), self.B, self.most, self.threads)
+        self.memory = torch.empty(needed)
+        self.call = StepCall(
+            *(self.B, 1, kv.max_len, 0, 1, self.B, self.threads),
+            *(self.keys[0].shape[0], self.rotary.shape[0]),
+            slot=address(self.slot_B),
+            rotary=address(self.rotary),
+            keys=address(self.stores[0]),
+            values=address(self.stores[1]),
+            taps=address(self.tap),
+            tapped=address(self.tapped),
+            space=address(self.memory),
+        )
+
+    def is_current(self, slots: tuple[int, ...]) -> bool:
+        """Whether it still reads these slots, by the weights as they are."""
+        return slots == self.slots and self.step.is_current
+
+    def is_of(self, kv: SlotKV) -> bool:
+        """Whether that is its cache, and not too long for it."""
+        return self.keys is kv.key_ZJLE and kv.aim.span <= self.most
+
+    def read(self, ids_B1: Tensor, position_B1: Tensor, kv: SlotKV) -> LmOut:
+        """Logits behind the tokens that `kv` is aimed at, which see all before them, and the state
+        in front of the LM head (the last tap)."""
+        step, call, aim = self.step, self.call, kv.aim
+        logits, state = torch.empty(self.B, step.model.V), torch.empty(self.B, 1, step.model.D)
+        held = ids_B1.contiguous(), position_B1.contiguous(), aim.start_B1.contiguous()
+        call.ids, call.position, call.start = (each.data_ptr() for each in held)
+        call.span, call.logits, self.tapped[0] = aim.span, logits.data_ptr(), state.data_ptr()
+        outside = step.function(ctypes.byref(step.model), ctypes.byref(call))
+        if outside:
+            raise IndexError(step.message(outside, ids_B1, position_B1, kv, self.rotary))
+        return LmOut(logits.to(step.dtype)[:, None], {self.tap[0]: state.to(step.dtype)})

@@ -1,0 +1,49 @@
+"""The module that a target carries is tuned: from the checkpoint, and ready to go back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl.core.errors import SpecctlError
+from specctl.drafters.mtp import Mtp
+from specctl.runtime.target.mtp_checkpoint import own_module
+from specctl.train.run import train_draft
+from specctl_testing.export.mtp_cases import checkpoint
+from specctl_testing.train.small_runs import Talk, random_target, small_recipe, words
+
+FEW = {"train.steps": 2, "train.save_every": 2, "data.prompts": 12, "drafter.init": "target"}
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_training_starts_from_the_module_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Qwen3-Next is read here, not run: its answers are the text itself."""
+    target, _ = checkpoint(kind, tmp_path / "target", tokenizer=random_target(0).tokenizer)
+    before, talk, left = own_module(target).tensors(), Talk(), list[Any]()
+    few: dict[str, Any] = FEW | ({} if target.can_run else {"data.regenerate": "false"})
+    recipe = small_recipe("qwen3-next-mtp", words(tmp_path), **few)
+    train_draft(
+        recipe,
+        tmp_path / "run",
+        target=target,
+        package=lambda drafter, *_: left.append(drafter),
+        reporter=talk,
+    )
+    assert any(line.startswith("starts from target") for line in talk.said)
+    (drafter,) = left
+    assert isinstance(drafter, Mtp)
+    assert drafter.options.layer == own_module(target).options.layer
+    after = drafter.tensors()
+    moved = {name: float((after[name].cpu() - before[name]).abs().max()) for name in before}
+    # two steps of a small rate: every weight a little; the bias that balances experts is no weight
+    still = {name for name, far in moved.items() if far == 0.0}
+    assert still <= {"layers.0.block.mlp.gate.e_score_correction_bias"}
+    assert max(moved.values()) < 1e-2
+
+
+def test_a_target_that_carries_none_is_told(tmp_path: Path) -> None:
+    recipe = small_recipe("mtp", words(tmp_path), **FEW)
+    with pytest.raises(SpecctlError, match="carries no module"):
+        train_draft(recipe, tmp_path / "run", target=random_target(0), reporter=Talk())
