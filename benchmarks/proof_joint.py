@@ -102,10 +102,10 @@ def disturbed() -> SmallLm:
     return SmallLm.from_lm(lm, target().spec)
 
 
-def fresh(name: str) -> Drafter:
+def fresh(name: str, **options: Any) -> Drafter:
     family = families()[name]
     torch.manual_seed(3)
-    return family.build(family.options(), target().spec, None)
+    return family.build(family.options(**options), target().spec, None)
 
 
 def trimmed() -> Drafter:
@@ -154,6 +154,8 @@ DRAFTS: dict[str, Draft] = {
     "prompt-lookup": Draft(lambda: fresh("prompt-lookup"), {"policy": "direct"}),
     "token-recycling": Draft(lambda: fresh("token-recycling"), {"policy": "direct"}),
     "speculative-jacobi": Draft(lambda: fresh("speculative-jacobi"), CHAIN),
+    "quantspec, groups of 4": Draft(lambda: fresh("quantspec", kv_group=4, recent=1), CHAIN),
+    "easyspec, not calibrated": Draft(lambda: fresh("easyspec", calibrate=False), CHAIN),
 }
 
 

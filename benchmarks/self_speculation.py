@@ -37,7 +37,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 TRAINED = ("kangaroo", "eesd", "pass", "s3d", "hidden-transfer", "eagle3")
-SEARCHED = ("draft-verify",)
+SEARCHED = ("draft-verify", "calm")
 METHODS = (
     *TRAINED,
     *SEARCHED,
@@ -47,6 +47,8 @@ METHODS = (
     "del",
     "skip-decode",
     "depth-decay",
+    "quantspec",
+    "easyspec",
     "speculative-jacobi",
     "prompt-lookup",
 )

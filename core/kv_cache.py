@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,10 @@ class SlotKV:
 
     A forward is `begin(slot_B, kept_len_B, num_fed, span)`, then an `update` per layer; fed token i
     of row b lands at position kept_len_B[b] + i of its slot. `keep` compacts the accepted path.
+    `is_as_read`: what attention reads lies in `key_ZJLE` and `value_ZJLE`.
     """
+
+    is_as_read: ClassVar[bool] = True
 
     def __init__(
         self,

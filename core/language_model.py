@@ -170,6 +170,14 @@ class LanguageModel(ABC):
         """The form in which it drafts: about the same logits, sooner."""
         return self
 
+    def in_int4(self, group: int) -> LanguageModel:
+        """The same model with the matrices of its layers in 4 bits, in groups of so many inputs."""
+        raise IncompatibleError(
+            f"{type(self.module).__name__} cannot be read in 4 bits",
+            expected="a Llama, Mistral, Qwen2 or Qwen3 in one piece",
+            do="--set drafter.options.weight_bits=16, which drafts with the weights as they are",
+        )
+
     def check_lending(self) -> None:
         """Raise IncompatibleError where layers cannot be run apart from each other."""
         return

@@ -31,7 +31,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
-from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape
+from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape, Weights
 from specctl.models.native.chain import NextToken, best_chain
 from specctl.models.native.step import MOST_ROWS, NativeStep, drafts_in_int8
 from specctl.models.spread import is_spread
@@ -48,9 +48,10 @@ def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None
 
 class FastLlama(LanguageModel):
     """`LlamaModel` behind the LanguageModel interface. `is_int8`: the compiled step reads its
-    matrices in 8 bits."""
+    matrices in 8 bits. `int4`: PyTorch reads these in 4 bits."""
 
     is_int8 = False
+    int4: Weights | None = None
     module: LlamaModel
     config: Any = None  # of transformers, and how it generates, where the weights came from there
     generation_config: Any = None
@@ -61,7 +62,8 @@ class FastLlama(LanguageModel):
         self.windows = () if window is None else (window,)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
-        step = None if kv is None and not self.is_int8 else self._native(feed.ids_BT)
+        may_step = self.is_int8 if kv is None else kv.is_as_read
+        step = self._native(feed.ids_BT) if may_step else None
         if step is None:
             return self._eager(feed, kv)
         return step.run(feed, self._whole(feed.ids_BT) if kv is None else kv)
@@ -95,7 +97,7 @@ class FastLlama(LanguageModel):
         computed, which no true token may see."""
         module, shape = self.module, self.module.shape
         B, T = feed.ids_BT.shape
-        weights = module.weights()
+        weights = self._weights()
         mask = feed.masks.full if shape.window is None else feed.masks.windows[shape.window]
         x = F.embedding(feed.ids_BT.flatten()[at_Q], module.model.embed_tokens.weight)[None]
         scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, x.dtype)
@@ -122,7 +124,7 @@ class FastLlama(LanguageModel):
     def _native(self, ids_BT: Tensor) -> NativeStep | None:
         """The compiled step, where it may read these tokens: on a CPU, no gradient, and of stored
         weights few of them."""
-        if ids_BT.device.type != "cpu" or type(ids_BT) is not Tensor:
+        if ids_BT.device.type != "cpu" or type(ids_BT) is not Tensor or self.int4 is not None:
             return None
         if ids_BT.numel() > MOST_ROWS and not self.is_int8:
             return None
@@ -133,7 +135,7 @@ class FastLlama(LanguageModel):
 
     def _eager(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         module, shape, taps, parts = self.module, self.module.shape, feed.taps, feed.parts
-        weights = module.weights(feed.residual_BTD is None or not feed.residual_BTD.requires_grad)
+        weights = self._weights(feed.residual_BTD is None or not feed.residual_BTD.requires_grad)
         if feed.residual_BTD is None:
             x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
         else:
@@ -158,7 +160,7 @@ class FastLlama(LanguageModel):
         self, x: Tensor, position_BT: Tensor, mask: Tensor, kv: SlotKV | None, layers: range
     ) -> Tensor:
         """The residual [B, T, D] after those layers, which touch only their own part of `kv`."""
-        weights = self.module.weights().layers
+        weights = self._weights().layers
         scores, rope = self._scores_and_rope(mask, position_BT, x.dtype)
         for index in layers:
             x = self._attention(x, weights[index], index, rope, scores, kv)
@@ -176,7 +178,7 @@ class FastLlama(LanguageModel):
         """Logits of a residual: final norm and LM head."""
         module, shape = self.module, self.module.shape
         x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
-        return linear(x, module.head)
+        return linear(x, self._weights().head)
 
     def _attention(
         self,
@@ -218,11 +220,7 @@ class FastLlama(LanguageModel):
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
         is_fused = not any(x.requires_grad for x in state.values())
-        if self.is_int8 and is_fused:
-            kv = self._whole(position_BT)
-            self.write_kv(state, position_BT, kv)
-            return {index: kv.read(index) for index in state}
-        layers, found = self.module.weights(is_fused).layers, {}
+        layers, found = self._weights(is_fused).layers, {}
         for index, x in state.items():
             rope = self.module.rotary.of(position_BT, x.dtype)
             _, key, value = self._query_key_value(x, layers[index], rope)
@@ -256,6 +254,14 @@ class FastLlama(LanguageModel):
     def for_drafting(self) -> FastLlama:
         stack = self.module.stack()
         return self if stack is None or not drafts_in_int8(stack) else self.in_int8()
+
+    def in_int4(self, group: int) -> Self:
+        lm = copy(self)
+        lm.int4 = self.module.in_int4(group)
+        return lm
+
+    def _weights(self, is_fused: bool = True) -> Weights:
+        return self.module.weights(is_fused) if self.int4 is None else self.int4
 
     def in_int8(self) -> Self:
         """The same model, its matrices read in 8 bits."""

@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.models.int4 import Int4Weight, linear_int4
+
 SMALL_WEIGHT = 200_000  # elements; below it a single float32 row is faster unpacked
 PACK_ROWS = 16  # row count oneDNN lays the weight out for; serves 1 to 256 rows equally well
 
@@ -41,7 +43,7 @@ class PackedWeight:
     plain: Tensor | None
 
 
-Weight = Tensor | PackedWeight
+Weight = Tensor | PackedWeight | Int4Weight
 
 # Private to torch, but what its own compiler has emitted for CPU since 2.0.
 _OPS = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
@@ -74,6 +76,8 @@ def prepared(weight: Tensor) -> Weight:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias by the fastest kernel for the number of rows of x."""
+    if isinstance(weight, Int4Weight):
+        return linear_int4(x, weight, bias)
     if isinstance(weight, PackedWeight):
         if weight.plain is not None and x.numel() == x.shape[-1]:
             return F.linear(x, weight.plain, bias)

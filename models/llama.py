@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from specctl.models.int4 import in_int4
 from specctl.models.kernels import Weight, can_pack, pack
 from specctl.models.native.step import NativeStep, Stack, native_step
 from specctl.models.released import Released
@@ -241,6 +242,18 @@ class LlamaModel(nn.Module):
             packs.version = sum(p._version for p in packs.parameters)
             packs.weights = self._collect(is_fused=self._has_room())
         return packs.weights
+
+    def in_int4(self, group: int) -> Weights:
+        """What a forward reads with the layers' matrices in 4 bits. The LM head stays as it is."""
+
+        def fuse(parts: tuple[Tensor, ...]) -> tuple[Weight, ...]:
+            return (in_int4(torch.cat(parts), group),)
+
+        def packed(weight: Tensor) -> Weight:
+            return in_int4(weight, group)
+
+        layers = [self._collect_layer(layer, fuse, packed, True) for layer in self.model.layers]
+        return Weights(layers, self.head_weight)
 
     def native(self, is_int8: bool = False) -> NativeStep | None:
         """The compiled step over these weights, or over copies of 8 bits; None where there is none

@@ -21,7 +21,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LanguageModel, Masks
+from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
 from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.drafters.states.tree_layout import TreeLayout
@@ -39,10 +39,12 @@ class KnownTokensState(StepState):
         self, lm: LanguageModel, attention: tuple[int, ...], space: Space, extra: int = 0
     ) -> None:
         self.lm, self.attention = lm, attention
-        max_len = space.max_len + space.max_nodes + 3 + extra
-        self.kv = lm.borrowed_kv(attention, space.num_slots, max_len)
+        self.kv = self._new_kv(space, space.max_len + space.max_nodes + 3 + extra)
         self.num_known = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots
+
+    def _new_kv(self, space: Space, max_len: int) -> SlotKV:
+        return self.lm.borrowed_kv(self.attention, space.num_slots, max_len)
 
     def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
@@ -122,10 +124,15 @@ class BorrowedState(KnownTokensState):
         """[B, M, V]: logits behind nodes. The cache is aimed at them; `rows` are the rows of the
         round that are fed."""
         last = self.lm.spec.num_layers
-        out = self.lm.run(replace(feed, taps=(last,)), self.kv)
+        out = self.runner.run(replace(feed, taps=(last,)), self.kv)
         assert out.logits_BTV is not None
         self._ready_BMD = out.taps[last]
         return out.logits_BTV
+
+    @property
+    def runner(self) -> LanguageModel:
+        """What reads nodes; known tokens are the target's own matter."""
+        return self.lm
 
     # -- a round ----------------------------------------------------------------------------------
 
@@ -270,13 +277,18 @@ def shadow_logits(
 
 
 @torch.no_grad()
-def read_out(lm: LanguageModel, state_BTD: Tensor) -> Tensor:
-    """[B, T, V]: what the final norm and the LM head make of residuals."""
+def said_by(lm: LanguageModel, state_BTD: Tensor) -> LmOut:
+    """What the LM head makes of residuals, and the normed states it reads (the last tap)."""
     none_BT = torch.zeros(state_BTD.shape[:2], dtype=torch.long, device=state_BTD.device)
     all_BT1 = torch.ones((*state_BTD.shape[:2], 1), dtype=torch.bool, device=none_BT.device)
     mask = all_BT1[:, None].expand(-1, -1, -1, state_BTD.shape[1])
     masks = Masks(mask, dict.fromkeys(lm.windows, mask))
-    feed = Feed(none_BT, none_BT, masks, parts=NOTHING, residual_BTD=state_BTD)
-    out = lm.run(feed, None)
+    last = (lm.spec.num_layers,)
+    return lm.run(Feed(none_BT, none_BT, masks, last, parts=NOTHING, residual_BTD=state_BTD), None)
+
+
+def read_out(lm: LanguageModel, state_BTD: Tensor) -> Tensor:
+    """[B, T, V]: what the final norm and the LM head make of residuals."""
+    out = said_by(lm, state_BTD)
     assert out.logits_BTV is not None
     return out.logits_BTV

@@ -1,0 +1,215 @@
+"""What the idea of a self-speculating system is worth: its drafter with and without it.
+
+A study is a list of arms, drafters in greedy chains of five tokens without a stop rule, on the same
+held-out prompts of the embedded target. Printed of each arm: acceptance of the first token and
+tokens per round with their standard errors over prompts, tokens per round less those of the
+study's first arm (prompt by prompt), and what the system says of itself (layers run, bytes kept).
+Arms are written to OUT/STUDY.json as they are measured; run again, it goes on with what is missing.
+
+    python benchmarks/self_ablations.py --study calm [--out runs/self] [--prompts 40] [--tokens 48]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from torch import Tensor
+
+from specctl import load_target
+from specctl.core.drafter import Drafter, DraftState, Outcome, Space
+from specctl.drafters import family
+from specctl.drafters.calm import CalmState
+from specctl.drafters.quantspec import QuantSpecState
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl.train.data.heldout import heldout_prompts
+
+CHAIN = {"policy": "chain", "length": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A drafter. `context`: every prompt follows so many held-out tokens in all."""
+
+    name: str
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+    context: int | None = None
+
+
+def calm() -> Iterator[Arm]:
+    """Thresholds, and every token at one exit."""
+    exits = (4, 5, 6, 7)
+    yield Arm("threshold 0.5", "calm", {"exits": exits, "threshold": 0.5})
+    for threshold in (0.1, 0.3, 0.7, 0.9, 1.0):
+        yield Arm(f"threshold {threshold}", "calm", {"exits": exits, "threshold": threshold})
+    yield Arm("0.5, no decay", "calm", {"exits": exits, "threshold": 0.5, "decay": None})
+    for threshold in (0.94, 0.96, 0.98):
+        options = {"exits": exits, "measure": "state", "threshold": threshold, "decay": None}
+        yield Arm(f"state {threshold}", "calm", options)
+    for layers in exits:
+        yield Arm(f"all leave at {layers}", "calm", {"exits": (layers,)})
+
+
+def quantspec() -> Iterator[Arm]:
+    """Lengths of the text, and what is rounded."""
+    for context in (512, 64, 256, 960):
+        yield Arm(f"weights and cache, {context} tokens before", "quantspec", {}, context)
+    for name, options in {
+        "weights alone": {"kv_bits": 16},
+        "cache alone": {"weight_bits": 16},
+        "cache alone, one group in full": {"weight_bits": 16, "recent": 1},
+        "cache alone, nothing in full": {"weight_bits": 16, "recent": 0},
+        "both, nothing in full": {"recent": 0},
+        "both, cache of 8 bits": {"kv_bits": 8},
+    }.items():
+        yield Arm(f"{name}, 512 before", "quantspec", options, 512)
+
+
+def easyspec() -> Iterator[Arm]:
+    """Sizes of a group, with and without exact keys of the answer."""
+    for group in (4, 1, 2, 3, 7):
+        yield Arm(f"groups of {group}", "easyspec", {"group": group})
+    for group in (2, 4):
+        options = {"group": group, "calibrate": False}
+        yield Arm(f"groups of {group}, not calibrated", "easyspec", options)
+
+
+STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
+    "calm": calm,
+    "quantspec": quantspec,
+    "easyspec": easyspec,
+}
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Of every round of a prompt: tokens answered before it, and whether its first was accepted."""
+
+    seen: dict[tuple[int, ...], list[tuple[int, bool]]] = field(default_factory=dict)
+
+    def watch(self, state: DraftState) -> None:
+        started, observed = state.start, state.observe
+        prompts: dict[int, tuple[int, ...]] = {}
+
+        def start(slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
+            prompts[slot] = tuple(tokens)
+            started(slot, tokens, taps)
+
+        def observe(outcome: Outcome) -> None:
+            view = outcome.view
+            rows = zip(view.slots, view.kept_len_B.tolist(), outcome.num_accepted, strict=True)
+            for slot, known, accepted in rows:
+                rounds = self.seen.setdefault(prompts[slot], [])
+                rounds.append((known - len(prompts[slot]), accepted > 0))
+            observed(outcome)
+
+        state.start, state.observe = start, observe  # type: ignore[method-assign]
+
+    def by_third(self, tokens: int) -> str:
+        """Acceptance of first tokens in the first and the last third of the answers."""
+        rows = []
+        for rounds in self.seen.values():
+            early = [float(ok) for at, ok in rounds if at < tokens / 3]
+            late = [float(ok) for at, ok in rounds if at >= 2 * tokens / 3]
+            if early and late:
+                rows.append((mean(early), mean(late)))
+        first, last, less = (
+            spread([pick(row) for row in rows])
+            for pick in (lambda r: r[0], lambda r: r[1], lambda r: r[1] - r[0])
+        )
+        return f"alpha by third of the answer {first}, {last}: {less}"
+
+
+def drafter_of(target: Target, arm: Arm, rounds: Rounds) -> tuple[Drafter, list[DraftState]]:
+    """The drafter, and the states that it opens."""
+    method, states = family(arm.family), list[DraftState]()
+    drafter = method.build(method.options(**arm.options), target.spec, None)
+    opened = drafter.open
+
+    def recorded(space: Space) -> DraftState:
+        states.append(opened(space))
+        rounds.watch(states[-1])
+        return states[-1]
+
+    drafter.open = recorded  # type: ignore[method-assign]
+    return drafter, states
+
+
+def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[int, ...]]:
+    """Held-out prompts, each behind those before it where a context is asked for."""
+    ids = [prompt.ids for prompt in heldout_prompts(target, 200)]
+    if context is None:
+        return ids[:count]
+    found = []
+    for i in range(count):
+        text, at = list[int](), i
+        while len(text) < context:
+            text, at = [*ids[at], *text], (at - 1) % len(ids)
+        found.append(tuple(text[-context:]))
+    return found
+
+
+def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per round and acceptance of the first token, by prompt."""
+    rounds = Rounds()
+    drafter, states = drafter_of(target, arm, rounds)
+    engine = Engine(target, drafter, make_policy(CHAIN), num_slots=8)
+    sampling = Sampling(0.0, max_new_tokens=args.tokens, ignore_eos=True)
+    prompts = prompts_of(target, args.prompts, arm.context)
+    done = engine.run([Request(prompt, sampling) for prompt in prompts])
+    return {
+        "tau": [row.stats.tokens / row.stats.rounds for row in done],
+        "alpha": [row.stats.accepted_at[0] / row.stats.tested_at[0] for row in done],
+        "said": said(states[-1]) or rounds.by_third(args.tokens),
+    }
+
+
+def said(state: DraftState) -> str:
+    if isinstance(state, CalmState):
+        return f"{state.mean_exit:.2f} layers a token"
+    if isinstance(state, QuantSpecState):
+        return f"{state.kv_bytes() / state.kv.num_slots / 1024:,.0f} KiB of cache a row"
+    return ""
+
+
+def spread(values: list[float]) -> str:
+    return f"{mean(values):.2f} +- {stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--study", choices=STUDIES, required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/self"))
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=48)
+    args = parser.parse_args()
+    target, file = load_target("tiny", dtype="float32"), args.out / f"{args.study}-study.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for arm in STUDIES[args.study]():
+        if arm.name not in found:
+            found[arm.name] = measure(target, arm, args)
+            args.out.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found))
+            print(arm.name, file=sys.stderr, flush=True)
+    first = next(iter(found.values()))["tau"]
+    print("| arm | alpha of the first token | tau | less the first arm's | |")
+    print("|---|---|---|---|---|")
+    for name, one in found.items():
+        less = spread([a - b for a, b in zip(one["tau"], first, strict=True)])
+        alpha, tau = spread(one["alpha"]), spread(one["tau"])
+        print(f"| {name} | {alpha} | {tau} | {less} | {one['said']} |")
+
+
+if __name__ == "__main__":
+    main()
