@@ -302,7 +302,7 @@ class Family:
     policies: tuple[str, ...]
 
 
-SHORT, LONG = 64, 128  # positions of the small states
+STRIDE = 64  # positions between the small states
 PLAIN = (str, bytes, int, float, type(None), torch.device, torch.dtype)
 
 
@@ -316,8 +316,9 @@ def slot_bytes(opened: Callable[[Space], object], space: Space, drafter: object)
         small = replace(space, num_slots=num_slots, max_len=max_len, identity=None)
         return tensor_bytes(opened(small), drafter)
 
-    short, long = (measured(2, length) - measured(1, length) for length in (SHORT, LONG))
-    return max(0, short + (long - short) * (space.max_len - SHORT) // (LONG - SHORT))
+    first = STRIDE + space.max_len % STRIDE
+    short, long = (measured(2, at) - measured(1, at) for at in (first, first + STRIDE))
+    return max(0, short + (long - short) * (space.max_len - first) // STRIDE)
 
 
 def tensor_bytes(root: object, without: object = None) -> int:
