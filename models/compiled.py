@@ -66,7 +66,8 @@ class CompiledLM(LanguageModel):
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         if kv is None or self._store is None or kv.key_ZJLE is not self._store.key_ZJLE:
             return self.lm.run(feed, kv)
-        is_round = feed.logits and feed.only is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
+        is_whole = feed.only is None and feed.parts is None and feed.residual_BTD is None
+        is_round = feed.logits and is_whole and feed.ids_BT.shape[1] <= WIDTHS[-1]
         if torch.is_grad_enabled() or not is_round:
             return self.lm.run(feed, kv)
         shape = RoundShape.of(feed, kv.aim)

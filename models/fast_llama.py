@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -51,10 +52,21 @@ class FastLlama(LanguageModel):
         self.windows = () if window is None else (window,)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        feed = self._filled(feed)
         step = None if kv is None and not self.is_int8 else self._native(feed)
         if step is None:
             return self._eager(feed, kv)
         return step.run(feed, self._whole(feed) if kv is None else kv)
+
+    def _filled(self, feed: Feed) -> Feed:
+        """The feed with a residual at every fed token, where it brings one at the last alone."""
+        given_BMD = feed.residual_BTD
+        num_fed = feed.ids_BT.shape[1]
+        if given_BMD is None or given_BMD.shape[1] == num_fed:
+            return feed
+        weight_VD = self.module.model.embed_tokens.weight
+        text_BTD = F.embedding(feed.ids_BT[:, : num_fed - given_BMD.shape[1]], weight_VD)
+        return replace(feed, residual_BTD=torch.cat([text_BTD, given_BMD.to(text_BTD)], dim=1))
 
     def _whole(self, feed: Feed) -> SlotKV:
         """A cache for whole sequences, aimed at them."""
