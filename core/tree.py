@@ -2,8 +2,8 @@
 
 The root is the last emitted token; it is fed to the target in front of the nodes, so *fed index* =
 node index + 1 and fed index 0 is the root.
-Letters: B rows, K draft vocabulary (support of q), N nodes, T fed tokens (N + 1), V target
-vocabulary.
+Letters: B rows, D hidden width, K draft vocabulary (support of q), M new nodes (probes), N nodes, T
+fed tokens (N + 1), V target vocabulary.
 """
 
 from __future__ import annotations

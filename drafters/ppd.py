@@ -12,8 +12,8 @@ Ensemble prompt tokens: `copies` embeddings stand at each place; copy c sees cop
 it, and the states of all copies are averaged in front of the LM head, which averages their logits.
 Trained behind random places against what the target says there, place i weighing decay^i (section
 3.2: 0.8).
-Letters: A anchors, B rows, C candidates, D hidden width, H places (prompt tokens), K draft
-vocabulary, M prompt rows, N nodes, Z slots.
+Letters: A anchors, B rows, C candidates, D hidden width, K draft vocabulary, M new nodes (prompt
+rows), N nodes, W window (prompt tokens), X any axes (states of the tree), Z slots.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PromptNet(nn.Module):
         self.tokens = nn.Parameter(torch.randn(copies, count, width) * 0.02 / LOUD)
 
     def forward(self) -> Tensor:
-        """[copies, H, D]"""
+        """[copies, W, D]"""
         return self.tokens * LOUD
 
 
@@ -133,17 +133,17 @@ class Ppd(PlacesDrafter):
         return small
 
     def behind(self, state_BAD: Tensor) -> Tensor:
-        """[B, A copies H, D]: the same embeddings behind every token."""
+        """[B, A copies W, D]: the same embeddings behind every token."""
         B, A, D = state_BAD.shape
         tokens = self.module().to(state_BAD.dtype)
         return tokens.expand(B, A, *tokens.shape).reshape(B, -1, D)
 
     def _read(self, batch: TrainBatch, anchor_BA: Tensor, lm: LanguageModel) -> Tensor:
-        """[B, A, H, D]: each copy is a group of its own, which sees the text and itself."""
-        (B, A), H, copies = anchor_BA.shape, self.options.num_heads, self.options.copies
+        """[B, A, W, D]: each copy is a group of its own, which sees the text and itself."""
+        (B, A), W, copies = anchor_BA.shape, self.options.num_heads, self.options.copies
         last = self.spec.num_layers
         each_BA = anchor_BA.repeat_interleave(copies, dim=1)
-        groups = groups_behind(lm, self.attention, batch, each_BA, H, replaces_anchor=False)
+        groups = groups_behind(lm, self.attention, batch, each_BA, W, replaces_anchor=False)
         like = torch.empty(B, A, self.spec.hidden_size, dtype=lm.dtype, device=anchor_BA.device)
         feed = Feed(
             torch.zeros_like(groups.position_BM),
@@ -154,7 +154,7 @@ class Ppd(PlacesDrafter):
             parts=self.parts,
             residual_BTD=self.behind(like),
         )
-        return lm.run(feed, groups.kv).taps[last].view(B, A, copies, H, -1).mean(2)
+        return lm.run(feed, groups.kv).taps[last].view(B, A, copies, W, -1).mean(2)
 
     def open(self, space: Space) -> PpdState:
         return PpdState(self, space)
@@ -171,7 +171,7 @@ class PpdState(DraftState):
         self.copies, self.device, self.vocab = options.copies, space.device, vocab
         self.num_ranks = max(len(level) for level in self.chances)
         shape = (space.num_slots, options.num_heads, spec.hidden_size)
-        self.ready_ZHD = torch.zeros(shape, dtype=space.dtype, device=space.device)
+        self.ready_ZWD = torch.zeros(shape, dtype=space.dtype, device=space.device)
         self.level_Z = torch.zeros(space.num_slots, dtype=torch.long, device=space.device)
         self.last = spec.num_layers
         with torch.no_grad():
@@ -190,30 +190,30 @@ class PpdState(DraftState):
             return empty_tree(len(view.slots), self.device)
         self._shown = tables = self._table(budget.nodes)
         level_B = self.level_Z[view.slot_B]
-        level_BN, rank_BN = tables.level_SN[level_B], tables.rank_SN[level_B]
+        level_BN, rank_BN = tables.level_XN[level_B], tables.rank_XN[level_B]
         token_BN = self._guesses(view)[
             torch.arange(len(level_B), device=self.device)[:, None], level_BN, rank_BN
         ]
         tree = DraftTree(
             token_BN,
-            tables.parent_SN[level_B],
+            tables.parent_XN[level_B],
             rank_BN,
-            tables.valid_SN[level_B] & (level_BN < budget.depth),
+            tables.valid_XN[level_B] & (level_BN < budget.depth),
             NodeKind.POINT,
             min(len(self.chances), budget.depth),
         )
-        embedded_BMD = self.tokens_MD[tables.embedding_SM[level_B]]
-        parent_BM = tables.prompt_parent_SM[level_B]
+        embedded_BMD = self.tokens_MD[tables.embedding_XM[level_B]]
+        parent_BM = tables.prompt_parent_XM[level_B]
         token_BM, deepest = torch.zeros_like(parent_BM), 2 * len(self.chances)
         return with_probes(tree, token_BM, parent_BM, deepest, embedded_BMD)
 
     @torch.no_grad()
     def _guesses(self, view: RoundView) -> Tensor:
-        """[B, H, C]: the best ids of each place; broken embeddings show in the logits."""
-        ready_BHD = self.ready_ZHD[view.slot_B] + 0 * self.tokens_MD.sum()
-        logits_BHK = view.shown(linear(ready_BHD, self._head))
-        best_BHC = logits_BHK.topk(self.num_ranks, dim=-1).indices
-        return best_BHC if self.vocab is None else self.vocab.ids_K[best_BHC]
+        """[B, W, C]: the best ids of each place; broken embeddings show in the logits."""
+        ready_BWD = self.ready_ZWD[view.slot_B] + 0 * self.tokens_MD.sum()
+        logits_BWK = view.shown(linear(ready_BWD, self._head))
+        best_BWC = logits_BWK.topk(self.num_ranks, dim=-1).indices
+        return best_BWC if self.vocab is None else self.vocab.ids_K[best_BWC]
 
     def _table(self, nodes: int) -> PromptTables:
         if nodes not in self._tables:
@@ -224,21 +224,21 @@ class PpdState(DraftState):
     @torch.no_grad()
     def observe(self, outcome: Outcome) -> None:
         slot_B, tree, tables = outcome.view.slot_B, outcome.tree, self._shown
-        if tables is None or tree.num_probes != tables.first_SM.shape[1] or not tree.num_probes:
+        if tables is None or tree.num_probes != tables.first_XM.shape[1] or not tree.num_probes:
             self.level_Z[slot_B] = 0  # no prompt token was read
             return
         level_B, first = self.level_Z[slot_B], tree.num_nodes - tree.num_probes
         accepted_B = (outcome.path_BP >= 0).sum(1) - 1
         end_B1 = outcome.path_BP.gather(1, accepted_B[:, None])
-        behind_BM = tree.parent_BN.gather(1, first + tables.first_SM[level_B]) + 1
-        is_own_BM = tables.is_prompt_SM[level_B] & (behind_BM == end_B1)
-        place_H = torch.arange(len(self.chances), device=slot_B.device)
-        is_at_BHM = is_own_BM[:, None] & (tables.distance_SM[level_B][:, None] == place_H[:, None])
-        count_BH = is_at_BHM.sum(2)
-        sum_BHD = is_at_BHM.float() @ outcome.probe_taps[self.last].float()
-        ready_BHD = sum_BHD / count_BH.clamp(min=1)[:, :, None]
-        self.ready_ZHD[slot_B] = ready_BHD.to(self.ready_ZHD.dtype)
-        self.level_Z[slot_B] = (count_BH > 0).sum(1)
+        behind_BM = tree.parent_BN.gather(1, first + tables.first_XM[level_B]) + 1
+        is_own_BM = tables.is_prompt_XM[level_B] & (behind_BM == end_B1)
+        place_W = torch.arange(len(self.chances), device=slot_B.device)
+        is_at_BWM = is_own_BM[:, None] & (tables.distance_XM[level_B][:, None] == place_W[:, None])
+        count_BW = is_at_BWM.sum(2)
+        sum_BWD = is_at_BWM.float() @ outcome.probe_taps[self.last].float()
+        ready_BWD = sum_BWD / count_BW.clamp(min=1)[:, :, None]
+        self.ready_ZWD[slot_B] = ready_BWD.to(self.ready_ZWD.dtype)
+        self.level_Z[slot_B] = (count_BW > 0).sum(1)
 
 
 FAMILY = Family(

@@ -3,8 +3,8 @@
 The same arithmetic as transformers' modules with a third of their operations: query, key and value
 are one product, gate and up another, rotary tables are made once in float32, keys and values are
 never repeated.
-Letters: B rows, D hidden width, E head width, H query heads, O output width, Q picked rows, T fed
-tokens, V target vocabulary, X any axes.
+Letters: B rows, D hidden width, E head width, H query heads, M new nodes, O output width, Q picked
+rows, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ go where P(node is the last one accepted) times what one more of them is worth i
 states are worth against each other solves the average-reward equation h = f - g + P h, by
 iteration; g is the number of tokens of a round in the long run, and the split of the rows into
 candidates and prompts is the one with the largest g.
-Letters: M prompt rows, N candidate nodes, S states.
+Letters: M new nodes (prompt rows), N nodes (candidates), X any axes (states).
 """
 
 from __future__ import annotations
@@ -115,20 +115,20 @@ def _placed(ends: Sequence[float], value: Sequence[float], rows: int, most: int)
 
 @dataclass(frozen=True, slots=True)
 class PromptTables:
-    """A plan as tables by state. Candidates [S, N]: level from 0, rank, parent (-1 = root), whether
-    there is one. Prompt rows [S, M]: parent as probes have it (candidates first, then prompt rows),
+    """A plan as tables by state. Candidates [X, N]: level from 0, rank, parent (-1 = root), whether
+    there is one. Prompt rows [X, M]: parent as probes have it (candidates first, then prompt rows),
     the first row of their chain, how far behind its place each stands (from 0), which of the
     embeddings it is fed (distance + `copy` times their number), whether there is one."""
 
-    level_SN: Tensor
-    rank_SN: Tensor
-    parent_SN: Tensor
-    valid_SN: Tensor
-    prompt_parent_SM: Tensor
-    first_SM: Tensor
-    distance_SM: Tensor
-    embedding_SM: Tensor
-    is_prompt_SM: Tensor
+    level_XN: Tensor
+    rank_XN: Tensor
+    parent_XN: Tensor
+    valid_XN: Tensor
+    prompt_parent_XM: Tensor
+    first_XM: Tensor
+    distance_XM: Tensor
+    embedding_XM: Tensor
+    is_prompt_XM: Tensor
 
     @classmethod
     def of(cls, plan: TreePlan, copies: int, device: torch.device) -> PromptTables:
@@ -143,11 +143,11 @@ class PromptTables:
         for rows in prompts:
             rows.extend((-1, at, 0, 0, 0) for at in range(len(rows), longest))
         size = len(plan.trees)
-        node_S = torch.tensor(nodes, dtype=torch.long, device=device).view(size, width, 4)
-        prompt_S = torch.tensor(prompts, dtype=torch.long, device=device).view(size, longest, 5)
-        level_SN, rank_SN, parent_SN, valid_SN = node_S.unbind(-1)
-        *known, is_prompt_SM = prompt_S.unbind(-1)
-        return cls(level_SN, rank_SN, parent_SN, valid_SN.bool(), *known, is_prompt_SM.bool())
+        node_X = torch.tensor(nodes, dtype=torch.long, device=device).view(size, width, 4)
+        prompt_X = torch.tensor(prompts, dtype=torch.long, device=device).view(size, longest, 5)
+        level_XN, rank_XN, parent_XN, valid_XN = node_X.unbind(-1)
+        *known, is_prompt_XM = prompt_X.unbind(-1)
+        return cls(level_XN, rank_XN, parent_XN, valid_XN.bool(), *known, is_prompt_XM.bool())
 
 
 def _node_rows(tree: StateTree, width: int) -> list[tuple[int, int, int, int]]:

@@ -7,8 +7,8 @@ followed further: the row ends with "grammar", which is a failure. Log-probabili
 the target's logits after bias, penalties and grammar and before temperature and truncation, so that
 they say what the model thought, not how it was sampled; the token at place j of a round was drawn
 after fed token path[j].
-Letters: B rows, C candidates, D hidden width, N nodes, P path, R flat rows, T fed tokens, V target
-vocabulary.
+Letters: B rows, C candidates, D hidden width, M new nodes (probes), N nodes, P path, R flat rows, T
+fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

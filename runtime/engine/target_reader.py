@@ -1,6 +1,6 @@
 """TargetReader: the target with the KV cache of the active rows.
 
-Letters: B rows, P path, T fed tokens.
+Letters: B rows, D hidden width, M new nodes (probes), P path, T fed tokens.
 """
 
 from __future__ import annotations
