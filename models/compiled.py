@@ -5,8 +5,8 @@ whole generation has a handful of shapes, and each shape is recorded once: as a 
 CUDA, by torch.compile elsewhere. The wrapped model stays the oracle and does all that is no round
 (prefills, training). Tokens of the padding see position 0 alone and are written behind the real
 ones, where the next round writes anyway.
-Letters: B rows, D hidden width, E head width, J key/value heads, L positions, T fed tokens, V target
-vocabulary, W window, Z slots.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, T fed tokens, V
+target vocabulary, W window, Z slots.
 """
 
 from __future__ import annotations
