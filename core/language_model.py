@@ -45,6 +45,9 @@ class Feed:
     """What one forward reads and what it is asked for: taps, and logits at every fed token, at one
     fed index per row (`only`, then [B, 1, V]), or none.
 
+    Extra rows: a `residual_BTD` with fewer rows than there are fed tokens stands at the last of
+    them, in front of the first layer; the others are embedded as always. All layers run then.
+
     Borrowed layers: `parts` are the sub-layers that run (None: all; see `SubLayers`), and
     `residual_BTD` is what stands in front of the first of them instead of the embeddings of
     `ids_BT`, which then say no more than how many rows and tokens there are. A tap k is the
