@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
-from specctl.core.language_model import Feed, LanguageModel
+from specctl.core.language_model import LanguageModel
 from specctl.core.sub_layers import SubLayers
 from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import linear
@@ -45,16 +45,15 @@ def read(
         return batch
     last = target.spec.num_layers
     by_rows = needs.teacher and needs.teacher_rows and has_plain_head(target.lm)
-    feed = Feed(
+    out = target.lm.dense(
         batch.ids_BS,
         batch.position_BS,
         target.lm.document_masks(batch.document_BS),
         tuple(sorted({*needs.taps, last} if by_rows else needs.taps)),
         logits=needs.teacher and not by_rows,
         parts=parts,
-        residual_BTD=residual_BSD,
+        residual_BSD=residual_BSD,
     )
-    out = target.lm.run(feed, None)
     rows = None
     if by_rows:
         head = target.borrowed()
