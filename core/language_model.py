@@ -176,9 +176,12 @@ class LanguageModel(ABC):
         masks: Masks,
         taps: tuple[int, ...] = (),
         logits: bool = True,
+        parts: SubLayers | None = None,
+        residual_BSD: Tensor | None = None,
     ) -> LmOut:
         """One forward of whole sequences without a cache (training, capture, prefill oracle)."""
-        return self.run(Feed(ids_BS, position_BS, masks, taps, logits), None)
+        feed = Feed(ids_BS, position_BS, masks, taps, logits, None, parts, residual_BSD)
+        return self.run(feed, None)
 
     def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
         """`length` tokens behind the root in one call, against the aimed `kv`, which has room for

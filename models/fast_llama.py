@@ -232,6 +232,10 @@ class FastLlama(LanguageModel):
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
         is_fused = not any(x.requires_grad for x in state.values())
+        if self.is_int8 and is_fused:
+            kv = self._whole(position_BT)
+            self.write_kv(state, position_BT, kv)
+            return {index: kv.read(index) for index in state}
         layers, found = self._weights(is_fused).layers, {}
         for index, x in state.items():
             rope = self.module.rotary.of(position_BT, x.dtype)
