@@ -7,7 +7,8 @@ per second by measured prices is played; if that is plain decoding, nothing is.
 
 Estimates can be wrong, so losses are bounded as well. Each round played is booked at its measured
 cost against the tokens it brought; an arm that could bring the account further down than a small
-part of the time spent is not played, whatever is expected of it. Looking has an account of its own.
+part of the time spent is not played, whatever is expected of it. Looking has an account of its own,
+and what drafts have gained.
 Prices follow what rounds cost in this run, plain ones included (`runtime/measure/live_costs.py`).
 
 While plain decoding wins, members go on drafting for a while without being verified (which costs
@@ -102,7 +103,7 @@ class Auto(Controller):
         super().open(arms, prices)
         self.next_rest = self.rest
         self.account = Account(self.allowance, self.overdraft, self.most_credit)
-        self.looking = Account(self.allowance, 0.5 * self.overdraft)
+        self.looking = Account(2.0 * self.allowance, 0.5 * self.overdraft)
         members = {arm.member for arm in arms if arm.member is not None}
         contexts = range(len(SUFFIXES) + 1)
         self.survival = {(m, c): Survival(PRIOR[c]) for m in members for c in contexts}
@@ -165,7 +166,8 @@ class Auto(Controller):
         return self.looked
 
     def _affords_look(self) -> bool:
-        return self.account.is_full or self.looking.affords(self.look_cost)
+        """What drafts have gained pays for looking."""
+        return self.looking.affords(self.look_cost - max(self.account.balance, 0.0))
 
     def reward(self, arm: int, tokens: float, seconds: float) -> None:
         if arm != self.off:

@@ -25,7 +25,7 @@ from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 
-GLANCE = 4  # rounds of a rest of which one is looked at
+MEASURED = 4  # rounds of a rest of which one is measured
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Switch:
             self.brain.lost(lost)
         count = self.counts[arm.name]
         count.add(tokens, spent)
-        if arm.is_off and not self.brain.is_listening and count.rounds % GLANCE:
+        if arm.is_off and not self.brain.is_listening and count.rounds % MEASURED:
             return  # a rest costs next to nothing
         for score in self.shadows.ripe():
             self.brain.scored(score)
