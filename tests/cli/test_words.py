@@ -168,6 +168,10 @@ def test_help_is_short_and_help_all_is_whole(
     assert "--presence-penalty" not in short
     assert "--presence-penalty" in whole
     assert len(short.splitlines()) < 0.75 * len(whole.splitlines())
+    assert main(["serve", "--help"]) == 0
+    served = capfd.readouterr().out
+    assert "--api-key-file" in served
+    assert "--queue-timeout" not in served
 
 
 def test_help_writes_arguments_plainly_and_keeps_the_examples_indented(
