@@ -9,11 +9,11 @@ from the same embedding and is to be as far behind layer E as h is behind layer 
 
 Keys and values are the target's own of layer l, made of the slow stream, so that the fast one has
 no cache; its queries and its output are low-rank maps, as are D and U ("accelerator adapters"). It
-learns the target's distribution and, times `feature_weight`, to be where the last state of the target
-is (SmoothL1 of what the LM head reads). The paper names these parts; the equations are ours. Its
+learns the target's distribution and, times `feature_weight`, to be where the target's last state is
+(SmoothL1 of what the LM head reads). The paper names these parts; the equations are ours. Its
 router for early exits, which answers without verification, and its loading of experts ahead of time
-are left out. Letters: B rows, D hidden width, E head width, L positions, M new nodes, R flat rows,
-S sequence, T fed tokens.
+are left out. Letters: B rows, D hidden width, E head width, H query heads, M new nodes, R flat
+rows, S sequence, T fed tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import feature_loss, joined
 from specctl.drafters.nets.blocks import LayerShape, RmsNorm, attending, rotate
-from specctl.drafters.nets.exit_drafter import ExitDrafter, ExitNet, ExitOptions, ExitState
+from specctl.drafters.nets.exit_drafter import ExitDrafter, ExitNet, ExitOptions, LowerLayersState
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count, Within
 from specctl.models.kernels import linear
@@ -181,7 +181,7 @@ class M2R2(ExitDrafter):
         return M2R2State(self, space)
 
 
-class M2R2State(ExitState):
+class M2R2State(LowerLayersState):
     """The lower layers' cache, which both streams read."""
 
     def __init__(self, drafter: M2R2, space: Space) -> None:

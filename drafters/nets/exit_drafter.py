@@ -165,7 +165,7 @@ class LayerExit(ExitDrafter):
         return ExitAdapterState(self, space)
 
 
-class ExitState(BorrowedState):
+class LowerLayersState(BorrowedState):
     """The lower layers' cache, and the LM head as serving reads it."""
 
     def __init__(self, drafter: ExitDrafter, space: Space) -> None:
@@ -185,7 +185,7 @@ class ExitState(BorrowedState):
         super().start(slot, tokens, taps)
 
 
-class ExitAdapterState(ExitState):
+class ExitAdapterState(LowerLayersState):
     """Beside it a cache for the layer, in the module's precision."""
 
     def __init__(self, drafter: LayerExit, space: Space) -> None:
