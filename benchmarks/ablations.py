@@ -49,6 +49,7 @@ from specctl import load_drafter, load_target
 from specctl.core.drafter import Drafter
 from specctl.drafters import families
 from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import Recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
@@ -109,7 +110,9 @@ def served_arms(line: Served, seed: int) -> tuple[Arm, Arm]:
 
 def stopped_arms(line: Stopped, seed: int, out: Path) -> tuple[list[Arm], list[Arm]]:
     """The rule under each threshold, and the fixed lengths."""
-    base = (line.trained, "serve.policy=chain")
+    served = _recipe(line.trained).serve
+    no_tree = [f"serve.{name}=null" for name in ("nodes", "beam") if getattr(served, name)]
+    base = (line.trained, "serve.policy=chain", *no_tree)
     rule = [*base, f"serve.length={LONGEST}", f"serve.stop={line.rule}"]
     if line.rule in trained_stops():
         rule.append(f"serve.stop_file={out / 'stops' / f'{line.trained}-{line.rule}-{seed}'}")
@@ -120,6 +123,10 @@ def stopped_arms(line: Stopped, seed: int, out: Path) -> tuple[list[Arm], list[A
     fixed = [(*base, f"serve.length={length}") for length in FIXED]
     found = [[Arm(w, line.heat, line.trained, seed, PRICE) for w in ws] for ws in (ruled, fixed)]
     return found[0], found[1]
+
+
+def _recipe(trained: str, sets: Sequence[str] = ()) -> Recipe:
+    return load_recipe("distill" if trained == "small-lm" else trained, sets)
 
 
 def other_prompts(target: Target, count: int = CORPUS_PROMPTS) -> list[list[int]]:
@@ -156,7 +163,7 @@ def serve(arm: Arm, args: argparse.Namespace) -> None:
         package = args.out / "runs" / f"{arm.trained}-tokens-{arm.seed}" / "package"
         drafter = load_drafter(str(package), target)
         learn_to_stop(arm, target, drafter)
-        recipe = load_recipe("distill" if name == "small-lm" else name, sets)
+        recipe = _recipe(name, sets)
     policy = make_policy(recipe.serve.model_dump(mode="json"))
     fields: dict[str, Any] = {"temperature": HEATS[arm.heat], "max_new_tokens": args.tokens}
     requests = [

@@ -33,6 +33,7 @@ from specctl.train.metrics import read_log
 from specctl.train.run import train_draft
 
 ORIGINAL = "original"
+CHAIN = {"policy": "chain"}
 TEXT = "train.joint.keep=ce"  # the paper's finetuning, on the text itself
 ARMS: Mapping[str, tuple[str, Sequence[str]]] = {
     "noise": ("make-some-noise", ()),
@@ -44,6 +45,12 @@ ARMS: Mapping[str, tuple[str, Sequence[str]]] = {
     "trajectory": ("cllm", ()),
     "random guesses": ("cllm", ("train.joint.trajectory.most=0",)),
     "greedy text": ("cllm", (TEXT, "train.joint.trajectory=null", *NO_NOISE)),
+    "early exits": ("layer-skip-trained", ()),
+    "early exits, nothing dropped": (
+        "layer-skip-trained",
+        ("train.joint.early_exit.dropout=0",),
+    ),
+    "dropped layers alone": ("layer-skip-trained", ("train.joint.early_exit.scale=0",)),
 }
 DRAFTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "tr-jacobi": ("tr-jacobi", {}),
@@ -51,6 +58,8 @@ DRAFTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "jacobi": ("jacobi", {"schedule": "jacobi"}),
     "jacobi, blocks of 16": ("jacobi", {"block": 16}),
     "prompt-lookup": ("prompt-lookup", {}),
+    "layer-skip, 3 layers": ("layer-skip", {"layers": 3}),
+    "layer-skip, 5 layers": ("layer-skip", {"layers": 5}),
 }
 CHANGE = ("kl", "agreement", "perplexity_before", "perplexity")
 
@@ -82,7 +91,8 @@ def tau(target: Target, name: str, args: Any) -> dict[str, float]:
     found = family(method)
     drafter = found.build(found.options(**options), target.spec, None)
     length = max(args.length, options.get("block", 0))
-    policy = make_policy({"policy": "direct", "length": length, "nodes": args.nodes})
+    serve = {"policy": "direct", "length": length, "nodes": args.nodes}
+    policy = make_policy(serve if "direct" in found.policies else {**CHAIN, "length": length})
     sampling = Sampling(temperature=0.0, max_new_tokens=args.tokens, ignore_eos=True)
     prompts = heldout_prompts(target, args.prompts)
     done = Engine(target, drafter, policy, num_slots=8).run(

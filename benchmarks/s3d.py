@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,14 +46,12 @@ ARMS: Mapping[str, tuple[float, Sequence[str]]] = {
 
 
 def drafter_of(arm: str, target: Target, out: Path) -> Drafter:
-    """The arm's drafter, trained now if it is not there. All arms read the first one's rows."""
+    """The arm's drafter, trained now if it is not there. The seed makes all arms the same rows."""
     if arm == ALONE:
         found = family("skip-layers")
         options = found.options(skip_attention=SPAN, skip_mlp=SPAN)
         return found.build(options, target.spec, None)
-    folder, first = out / "runs" / arm.replace(" ", "-"), out / "runs" / "s3d" / "data"
-    if first.exists() and not (folder / "data").exists():
-        shutil.copytree(first, folder / "data")
+    folder = out / "runs" / arm.replace(" ", "-")
     if not (folder / "package" / "manifest.json").exists():
         sets = [word for one in ARMS[arm][1] for word in ("--set", one)]
         words = ["train-draft", "--recipe", "s3d", "--out", str(folder), *sets]

@@ -1,9 +1,10 @@
 """What the idea of a self-speculating system is worth: its drafter with and without it.
 
-A study is a list of arms, drafters in greedy chains of five tokens without a stop rule, on the same
-held-out prompts of the embedded target. Printed of each arm: acceptance of the first token and
-tokens per round with their standard errors over prompts, tokens per round less those of the
-study's first arm (prompt by prompt), and what the system says of itself (layers run, bytes kept).
+A study is a list of arms, drafters in greedy chains of five tokens without a stop rule (PPD: as its
+recipe serves, or with other rows a round), on the same held-out prompts of the embedded target.
+Printed of each arm: acceptance of the first token and tokens per round with their standard errors
+over prompts, tokens per round less those of the study's first arm (prompt by prompt), and what the
+system says of itself (layers run, bytes kept).
 Arms are written to OUT/STUDY.json as they are measured; run again, it goes on with what is missing.
 
     python benchmarks/self_ablations.py --study calm [--out runs/self] [--prompts 40] [--tokens 48]
@@ -20,9 +21,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from self_speculation import package
 from torch import Tensor
 
-from specctl import load_target
+from specctl import load_drafter, load_target
 from specctl.core.drafter import Drafter, DraftState, Outcome, Space
 from specctl.drafters import family
 from specctl.drafters.calm import CalmState
@@ -39,12 +41,15 @@ CHAIN = {"policy": "chain", "length": 5}
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A drafter. `context`: every prompt follows so many held-out tokens in all."""
+    """A drafter. `context`: every prompt follows so many held-out tokens in all; `trained`: its
+    weights are those of OUT/runs/TRAINED/package, which is trained now if it is not there."""
 
     name: str
     family: str
     options: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
+    trained: str | None = None
+    serve: dict[str, Any] = field(default_factory=lambda: CHAIN)
 
 
 def calm() -> Iterator[Arm]:
@@ -85,10 +90,25 @@ def easyspec() -> Iterator[Arm]:
         yield Arm(f"groups of {group}, not calibrated", "easyspec", options)
 
 
+def ppd() -> Iterator[Arm]:
+    """Rows a round, one guess a place, and prompt tokens that have learned nothing."""
+
+    def rows(nodes: int) -> dict[str, Any]:
+        return {"policy": "direct", "length": 3, "nodes": nodes}
+
+    yield Arm("24 rows", "ppd", {}, trained="ppd", serve=rows(24))
+    for nodes in (4, 8, 16, 48):
+        yield Arm(f"{nodes} rows", "ppd", {}, trained="ppd", serve=rows(nodes))
+    chain = {"chances": ((0.3,), (0.2,), (0.15,))}
+    yield Arm("one guess a place, 24 rows", "ppd", chain, trained="ppd", serve=rows(24))
+    yield Arm("untrained, 24 rows", "ppd", {}, serve=rows(24))
+
+
 STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "calm": calm,
     "quantspec": quantspec,
     "easyspec": easyspec,
+    "ppd": ppd,
 }
 
 
@@ -131,10 +151,14 @@ class Rounds:
         return f"alpha by third of the answer {first}, {last}: {less}"
 
 
-def drafter_of(target: Target, arm: Arm, rounds: Rounds) -> tuple[Drafter, list[DraftState]]:
+def drafter_of(
+    target: Target, arm: Arm, rounds: Rounds, out: Path
+) -> tuple[Drafter, list[DraftState]]:
     """The drafter, and the states that it opens."""
     method, states = family(arm.family), list[DraftState]()
     drafter = method.build(method.options(**arm.options), target.spec, None)
+    if arm.trained is not None:
+        drafter.load_tensors(load_drafter(package(arm.trained, out), target).tensors())
     opened = drafter.open
 
     def recorded(space: Space) -> DraftState:
@@ -163,8 +187,8 @@ def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[in
 def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per round and acceptance of the first token, by prompt."""
     rounds = Rounds()
-    drafter, states = drafter_of(target, arm, rounds)
-    engine = Engine(target, drafter, make_policy(CHAIN), num_slots=8)
+    drafter, states = drafter_of(target, arm, rounds, args.out)
+    engine = Engine(target, drafter, make_policy(arm.serve), num_slots=8)
     sampling = Sampling(0.0, max_new_tokens=args.tokens, ignore_eos=True)
     prompts = prompts_of(target, args.prompts, arm.context)
     done = engine.run([Request(prompt, sampling) for prompt in prompts])

@@ -100,9 +100,10 @@ class RoundSeconds:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a round did. `path_BP` holds fed indices (0 = root first, then accepted nodes, -1 pad);
-    `taps[k]` is [B, P, D] at those fed tokens; `topk_BTC` target ids at every fed token, accepted
-    or not, `topk_logp_BTC` their log-probabilities; `emitted[b]` the tokens given to the user,
-    after any cut; `finished[b]` is the reason why row b ended, None while it is active."""
+    `taps[k]` is [B, P, D] at those fed tokens, `probe_taps[k]` [B, M, D] at the tree's probes;
+    `topk_BTC` target ids at every fed token, accepted or not, `topk_logp_BTC` their
+    log-probabilities; `emitted[b]` the tokens given to the user, after any cut; `finished[b]` is
+    the reason why row b ended, None while it is active."""
 
     view: RoundView
     tree: DraftTree
@@ -114,6 +115,7 @@ class Outcome:
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     topk_BTC: Tensor | None = None
     topk_logp_BTC: Tensor | None = None
+    probe_taps: Mapping[int, Tensor] = field(default_factory=dict)
     seconds: RoundSeconds = RoundSeconds(0.0, 0.0, 0.0)
 
 

@@ -45,6 +45,9 @@ class Feed:
     """What one forward reads and what it is asked for: taps, and logits at every fed token, at one
     fed index per row (`only`, then [B, 1, V]), or none.
 
+    Extra rows: a `residual_BTD` with fewer rows than there are fed tokens stands at the last of
+    them, in front of the first layer; the others are embedded as always. All layers run then.
+
     Borrowed layers: `parts` are the sub-layers that run (None: all; see `SubLayers`), and
     `residual_BTD` is what stands in front of the first of them instead of the embeddings of
     `ids_BT`, which then say no more than how many rows and tokens there are. A tap k is the
@@ -153,9 +156,12 @@ class LanguageModel(ABC):
         masks: Masks,
         taps: tuple[int, ...] = (),
         logits: bool = True,
+        parts: SubLayers | None = None,
+        residual_BSD: Tensor | None = None,
     ) -> LmOut:
         """One forward of whole sequences without a cache (training, capture, prefill oracle)."""
-        return self.run(Feed(ids_BS, position_BS, masks, taps, logits), None)
+        feed = Feed(ids_BS, position_BS, masks, taps, logits, None, parts, residual_BSD)
+        return self.run(feed, None)
 
     def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
         """`length` tokens behind the root in one call, against the aimed `kv`, which has room for

@@ -2,8 +2,8 @@
 
 The root is the last emitted token; it is fed to the target in front of the nodes, so *fed index* =
 node index + 1 and fed index 0 is the root.
-Letters: B rows, K draft vocabulary (support of q), N nodes, T fed tokens (N + 1), V target
-vocabulary.
+Letters: B rows, D hidden width, K draft vocabulary (support of q), M new nodes (probes), N nodes, T
+fed tokens (N + 1), V target vocabulary.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class DraftTree:
     is_chain     node i's parent is node i - 1, always
     num_probes   so many of the last columns are probes: fed for what the target predicts after
                  them, and padding to everyone else; they hang on the root, on each other or on
-                 nodes that are real in every row, down to `probe_depth`
+                 nodes, down to `probe_depth`; where such a node is padding, they mean nothing
+    probe_BMD    what is fed at the probes in front of the first layer, instead of the embeddings
+                 of their tokens (None: those)
     forced_BN    nodes taken without asking the target, one below a parent at most; only from
                  drafters that call themselves approximate
     """
@@ -88,6 +90,7 @@ class DraftTree:
     expanded_BN: Tensor | None = None
     num_probes: int = 0
     probe_depth: int = 0
+    probe_BMD: Tensor | None = None
     forced_BN: Tensor | None = None
 
     @property
@@ -160,6 +163,7 @@ _BY_ROW = (
     "estimate_BN",
     "expanded_BN",
     "forced_BN",
+    "probe_BMD",
 )
 
 
@@ -175,12 +179,15 @@ def empty_tree(num_rows: int, device: torch.device) -> DraftTree:
 
 
 def fitted(tree: DraftTree) -> DraftTree:
-    """The tree without the columns that no row fills. It reads the tree on the host, so only trees
-    on the CPU are fitted: there reading costs nothing and a padded node costs a forward."""
+    """The tree without the columns that no row fills and no probe hangs on. It reads the tree on
+    the host, so only trees on the CPU are fitted: there reading costs nothing and a padded node
+    costs a forward."""
     if tree.num_nodes == 0 or tree.token_BN.device.type != "cpu":
         return tree
     used_N = tree.valid_BN.any(0)
-    used_N[tree.num_nodes - tree.num_probes :] = True
+    if tree.num_probes:
+        first = tree.num_nodes - tree.num_probes
+        used_N |= tree.ancestor_BTT()[:, first + 1 :, 1:].flatten(0, 1).any(0)
     if bool(used_N.all()):
         return tree
     keep_N = used_N.nonzero()[:, 0]

@@ -5,8 +5,8 @@ whole generation has a handful of shapes, and each shape is recorded once: as a 
 CUDA, by torch.compile elsewhere. The wrapped model stays the oracle and does all that is no round
 (prefills, training). Tokens of the padding see position 0 alone and are written behind the real
 ones, where the next round writes anyway.
-Letters: B rows, E head width, J key/value heads, L positions, T fed tokens, V target vocabulary, W
-window, Z slots.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, T fed tokens, V
+target vocabulary, W window, Z slots.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class CompiledLM(LanguageModel):
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         if kv is None or self._store is None or kv.key_ZJLE is not self._store.key_ZJLE:
             return self.lm.run(feed, kv)
-        is_round = feed.logits and feed.only is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
+        is_plain = feed.logits and feed.only is None and feed.parts is None
+        is_round = is_plain and feed.residual_BTD is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
         if torch.is_grad_enabled() or not is_round:
             return self.lm.run(feed, kv)
         shape = RoundShape.of(feed, kv.aim)

@@ -3,14 +3,15 @@
 The same arithmetic as transformers' modules with a third of their operations: query, key and value
 are one product, gate and up another, rotary tables are made once in float32, keys and values are
 never repeated.
-Letters: B rows, D hidden width, E head width, H query heads, O output width, Q picked rows, T fed
-tokens, V target vocabulary, X any axes.
+Letters: B rows, D hidden width, E head width, H query heads, M new nodes, O output width, Q picked
+rows, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -62,11 +63,22 @@ class FastLlama(LanguageModel):
         self.windows = () if window is None else (window,)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        feed = self._filled(feed)
         may_step = self.is_int8 if kv is None else kv.is_as_read
         step = self._native(feed.ids_BT) if may_step else None
         if step is None:
             return self._eager(feed, kv)
         return step.run(feed, self._whole(feed.ids_BT) if kv is None else kv)
+
+    def _filled(self, feed: Feed) -> Feed:
+        """The feed with a residual at every fed token, where it brings one at the last alone."""
+        given_BMD = feed.residual_BTD
+        num_fed = feed.ids_BT.shape[1]
+        if given_BMD is None or given_BMD.shape[1] == num_fed:
+            return feed
+        weight_VD = self.module.model.embed_tokens.weight
+        text_BTD = F.embedding(feed.ids_BT[:, : num_fed - given_BMD.shape[1]], weight_VD)
+        return replace(feed, residual_BTD=torch.cat([text_BTD, given_BMD.to(text_BTD)], dim=1))
 
     def _whole(self, ids_BT: Tensor) -> SlotKV:
         """A cache for whole sequences, aimed at them."""
@@ -220,6 +232,10 @@ class FastLlama(LanguageModel):
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
         is_fused = not any(x.requires_grad for x in state.values())
+        if self.is_int8 and is_fused:
+            kv = self._whole(position_BT)
+            self.write_kv(state, position_BT, kv)
+            return {index: kv.read(index) for index in state}
         layers, found = self._weights(is_fused).layers, {}
         for index, x in state.items():
             rope = self.module.rotary.of(position_BT, x.dtype)

@@ -47,7 +47,8 @@ class DecoderParts:
     def only(
         self, parts: SubLayers | None, residual: Mapping[int, Tensor] | None = None
     ) -> Iterator[None]:
-        """Run `parts` alone (None: all), each layer of `residual` behind that state."""
+        """Run `parts` alone (None: all), each layer of `residual` behind that state; one of fewer
+        rows takes the place of the last ones."""
         with ExitStack() as held:
             for layer, state in (residual or {}).items():
                 hook = _given(state)
@@ -82,9 +83,12 @@ def refused(model: Any, found: str) -> IncompatibleError:
 
 def _given(state: Tensor) -> Callable[..., Any]:
     def swap(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        found = _input(args, kwargs)
+        num_others = found.shape[1] - state.shape[1]
+        new = torch.cat([found[:, :num_others], state.to(found)], 1) if num_others else state
         if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": state}
-        return (state, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": new}
+        return (new, *args[1:]), kwargs
 
     return swap
 

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from specctl.recipes.section import Fraction, Section
 
+# Ways in which the target learns alone, and the family that then drafts with it.
+ALONE = {"noise": "tr-jacobi", "trajectory": "jacobi", "early_exit": "layer-skip"}
+
 
 class LoraPart(Section):
     """Train small additions to frozen weights instead of the weights (LoRA)."""
@@ -57,6 +60,24 @@ class TrajectoryPart(Section):
     )
 
 
+class EarlyExitPart(Section):
+    """The target learns to be read early (LayerSkip): the final norm and the LM head behind its
+    lower layers are to say what the whole says, and layers are dropped, upper ones more often."""
+
+    scale: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=1.0, description="weight of the exits against the last layer (e_scale)"
+    )
+    every: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        default=4,
+        description="one layer in so many has a loss, which of them is drawn for every batch "
+        "(rotational curriculum); null: exits join from the last layer down over the first half of "
+        "the steps (gradual)",
+    )
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.1, description="how often the last layer is left out of a row in training (p_max)"
+    )
+
+
 class JointPart(Section):
     """Train additions to the TARGET together with the drafter (Medusa-2). OUT/target is another
     model than the one given, and the drafter is for that one."""
@@ -97,13 +118,20 @@ class JointPart(Section):
         "decoding early; its own loss (keep) is over the text",
     )
 
+    early_exit: EarlyExitPart | None = Field(
+        default=None,
+        description="for a family without weights: the target alone learns, to say behind its "
+        "lower layers what it says behind all; its own loss (keep) is that of every exit",
+    )
+
     @property
-    def is_target_alone(self) -> bool:
-        """Whether the target learns for a family without weights."""
-        return self.noise is not None or self.trajectory is not None
+    def alone(self) -> str | None:
+        """The way in which the target learns for a family without weights, if it does."""
+        return next((way for way in ALONE if getattr(self, way) is not None), None)
 
     @model_validator(mode="after")
     def _check(self) -> JointPart:
-        if self.noise is not None and self.trajectory is not None:
-            raise ValueError("noise and trajectory are two ways to train the target: set one")
+        ways = [way for way in ALONE if getattr(self, way) is not None]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} are two ways to train the target: set one")
         return self

@@ -37,7 +37,7 @@ def trainable_family(recipe: Recipe) -> Family:
     """The recipe's family; an error if it has no weights, unless the target alone learns, or cannot
     draft as the recipe says."""
     family, joint = family_named(recipe.drafter.family), recipe.train.joint
-    if not family.trainable and (joint is None or not joint.is_target_alone):
+    if not family.trainable and (joint is None or joint.alone is None):
         raise RecipeError(
             f"{family.name} has nothing to train",
             found=f"drafter.family: {family.name}",

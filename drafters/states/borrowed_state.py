@@ -228,8 +228,13 @@ def groups_behind(
     slots, slot_B = tuple(range(B)), torch.arange(B, device=device)
     kv = lm.borrowed_kv(tuple(layers), B, S + M)
     kv.begin(slots, slot_B, slot_B * 0, S, S, 0)
-    states = {layer: batch.taps[layer].to(lm.dtype) for layer in layers}
-    lm.write_kv(states, batch.position_BS, kv)
+    if all(layer in batch.taps for layer in layers):
+        states = {layer: batch.taps[layer].to(lm.dtype) for layer in layers}
+        lm.write_kv(states, batch.position_BS, kv)
+    else:  # the residuals are not kept: the text is read once more
+        with torch.no_grad():
+            text = lm.document_masks(batch.document_BS)
+            lm.run(Feed(batch.ids_BS, batch.position_BS, text, logits=False), kv)
     at_BM = anchor_BA.repeat_interleave(size, dim=1)
     ahead_M, group_M = torch.arange(M, device=device) % size, torch.arange(M, device=device) // size
     position_BM = batch.position_BS.gather(1, at_BM) + ahead_M + (not replaces_anchor)

@@ -1,6 +1,6 @@
 """Probes: tokens fed beside a draft for what the target predicts after them, never to be accepted.
 
-Letters: B rows, M new nodes (probes), N nodes.
+Letters: B rows, D hidden width, M new nodes (probes), N nodes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from torch import Tensor
 from specctl.core.tree import DraftTree
 
 
-def with_probes(tree: DraftTree, token_BM: Tensor, parent_M: Tensor, depth: int) -> DraftTree:
-    """The tree with M probes behind its nodes. `parent_M` counts nodes of the tree first, then
-    probes, -1 = the root; `depth` is that of the deepest probe."""
+def with_probes(
+    tree: DraftTree,
+    token_BM: Tensor,
+    parent_M: Tensor,
+    depth: int,
+    embedded_BMD: Tensor | None = None,
+) -> DraftTree:
+    """The tree with M probes behind its nodes. `parent_M` (or one for each row, [B, M]) counts
+    nodes of the tree first, then probes, -1 = the root; `depth` is that of the deepest probe.
+    `embedded_BMD`: what is fed at them in front of the first layer, instead of their tokens."""
     assert tree.q is None, "probes join a deterministic tree"
     assert tree.num_probes == 0, "and they join it once"
     if token_BM.shape[1] == 0:
@@ -37,4 +44,5 @@ def with_probes(tree: DraftTree, token_BM: Tensor, parent_M: Tensor, depth: int)
         forced_BN=wider(tree.forced_BN, none_BM),
         num_probes=token_BM.shape[1],
         probe_depth=depth,
+        probe_BMD=embedded_BMD,
     )

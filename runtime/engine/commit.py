@@ -7,8 +7,8 @@ followed further: the row ends with "grammar", which is a failure. Log-probabili
 the target's logits after bias, penalties and grammar and before temperature and truncation, so that
 they say what the model thought, not how it was sampled; the token at place j of a round was drawn
 after fed token path[j].
-Letters: B rows, C candidates, D hidden width, N nodes, P path, R flat rows, T fed tokens, V target
-vocabulary.
+Letters: B rows, C candidates, D hidden width, M new nodes (probes), N nodes, P path, R flat rows, T
+fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def outcome_of(
         tuple(each.tokens for each in done),
         tuple(each.finished for each in done),
         {tap: _along(value, verdict.path_BP, tree) for tap, value in out.taps.items()},
+        probe_taps=_at_probes(out, tree),
     )
     if not needs.topk:
         return outcome
@@ -144,6 +145,13 @@ def outcome_of(
         return replace(outcome, topk_BTC=topk_BTC)
     logp_BTC = logits_BTC.float() - out.logits_BTV.float().logsumexp(-1, keepdim=True)
     return replace(outcome, topk_BTC=topk_BTC, topk_logp_BTC=logp_BTC)
+
+
+def _at_probes(out: LmOut, tree: DraftTree) -> dict[int, Tensor]:
+    """[B, M, D]: taps at the probes; none where the tree has none."""
+    if not tree.num_probes:
+        return {}
+    return {tap: value[:, -tree.num_probes :] for tap, value in out.taps.items()}
 
 
 def _along(value_BTD: Tensor, path_BP: Tensor, tree: DraftTree) -> Tensor:

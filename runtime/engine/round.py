@@ -131,6 +131,7 @@ def outcome_of_rows(outcome: Outcome, at: Sequence[int]) -> Outcome:
         emitted=tuple(outcome.emitted[b] for b in at),
         finished=tuple(outcome.finished[b] for b in at),
         taps={tap: value[at_B] for tap, value in outcome.taps.items()},
+        probe_taps={tap: value[at_B] for tap, value in outcome.probe_taps.items()},
         topk_BTC=None if topk is None else topk[at_B],
         topk_logp_BTC=None if logp is None else logp[at_B],
     )

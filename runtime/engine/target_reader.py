@@ -1,6 +1,6 @@
 """TargetReader: the target with the KV cache of the active rows.
 
-Letters: B rows, P path, T fed tokens.
+Letters: B rows, D hidden width, M new nodes (probes), P path, T fed tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class TargetReader:
         if span > context:  # padding beyond the context: cut at commit
             position_BT = position_BT.clamp(max=context - 1)
         masks = self.target.lm.tree_masks(tree, view.kept_len_B, span)
-        feed = Feed(tree.fed_token_BT(view.root_B), position_BT, masks, self.taps)
+        fed_BT, extra_BMD = tree.fed_token_BT(view.root_B), tree.probe_BMD
+        if extra_BMD is not None:  # masked values of nan would reach the text: 0 * nan
+            extra_BMD = extra_BMD.nan_to_num(0.0, 0.0, 0.0)
+        feed = Feed(fed_BT, position_BT, masks, self.taps, residual_BTD=extra_BMD)
         return self._forward(feed, tree, self.kv)
 
     def _whole(self, feed: Feed, tree: DraftTree, kv: SlotKV) -> tuple[DraftTree, LmOut]:

@@ -34,10 +34,10 @@ def test_the_threshold_falls_as_in_equation_5() -> None:
 @pytest.mark.parametrize("measure", ["softmax", "state"])
 def test_the_looser_the_threshold_the_earlier_tokens_leave(make_target: Any, measure: str) -> None:
     target, exits = make_target(num_layers=6), []
-    plain = decode(target, None, tokens=16).answers
+    plain = decode(target, None, tokens=10).answers
     for threshold in (0.0, 0.6, 1.0):
         drafter = calm(target, measure=measure, threshold=threshold, decay=None)
-        ran = decode(target, drafter, policy="chain", length=4, tokens=16, slots=2)
+        ran = decode(target, drafter, policy="chain", length=4, tokens=10, slots=2)
         assert ran.answers == plain
         assert isinstance(ran.state, CalmState)
         exits.append(ran.state.mean_exit)
@@ -53,7 +53,7 @@ def test_a_state_that_no_longer_changes_is_left_at_once(make_model: Any) -> None
             layer.mlp.down_proj.weight.zero_()
     target = Target.from_model(model)
     drafter = calm(target, measure="state", threshold=0.99999, decay=None)
-    ran = decode(target, drafter, policy="chain", length=3, slots=2)
+    ran = decode(target, drafter, policy="chain", length=3, slots=2, tokens=20)
     assert isinstance(ran.state, CalmState)
     assert set(ran.state.taken) == {1, 2, 3}
     assert ran.state.mean_exit == 3

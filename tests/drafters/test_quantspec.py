@@ -108,7 +108,7 @@ def test_a_row_drafts_the_same_beside_others(make_target: Any, recent: int) -> N
     target, found = make_target(), []
     for slots in (1, 3):
         drafter = quantspec(target, kv_group=4, recent=recent)
-        ran = decode(target, drafter, PROMPTS, policy="chain", length=3, slots=slots, tokens=18)
+        ran = decode(target, drafter, PROMPTS, policy="chain", length=3, slots=slots, tokens=12)
         drafts: dict[tuple[int, int], list[int]] = {}
         for outcome in ran.outcomes:
             view = outcome.view
@@ -125,12 +125,11 @@ def test_a_row_drafts_the_same_beside_others(make_target: Any, recent: int) -> N
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_in_full_it_is_the_target_and_in_8_bits_nearly(make_target: Any, kind: str) -> None:
     target, taus = make_target(kind), []
-    for bits in (16, 8, 4):
+    for bits in (16, 8):
         drafter = quantspec(target, weight_bits=16, kv_bits=bits, kv_group=4, recent=0)
         taus.append(decode(target, drafter, policy="chain", length=4, tokens=30).tau)
     assert taus[0] == 5
     assert taus[1] > 4
-    assert taus[2] <= taus[1]
 
 
 def test_the_draft_reads_rounded_weights_and_the_target_its_own(make_target: Any) -> None:

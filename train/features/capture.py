@@ -14,6 +14,7 @@ from torch import Tensor
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.language_model import LanguageModel
+from specctl.core.sub_layers import SubLayers
 from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import linear
 from specctl.runtime.target.target import Target
@@ -29,9 +30,16 @@ def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
         return read(target, batch, needs)
 
 
-def read(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
+def read(
+    target: Target,
+    batch: TrainBatch,
+    needs: Needs,
+    parts: SubLayers | None = None,
+    residual_BSD: Tensor | None = None,
+) -> TrainBatch:
     """The batch on the target's device, with its taps and teacher logits in the target's dtype, and
-    with a gradient where the target learns. Documents do not see each other, as in `TrainBatch`."""
+    with a gradient where the target learns. Documents do not see each other, as in `TrainBatch`.
+    `parts` are the layers that run (None: all), behind the embeddings or behind `residual_BSD`."""
     batch = to_device(batch, target.device)
     if not needs.taps and not needs.teacher:
         return batch
@@ -43,6 +51,8 @@ def read(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
         target.lm.document_masks(batch.document_BS),
         tuple(sorted({*needs.taps, last} if by_rows else needs.taps)),
         logits=needs.teacher and not by_rows,
+        parts=parts,
+        residual_BSD=residual_BSD,
     )
     rows = None
     if by_rows:

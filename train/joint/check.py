@@ -12,7 +12,7 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters import family as family_named
 from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
-from specctl.recipes.low_rank import JointPart
+from specctl.recipes.low_rank import ALONE, JointPart
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.device import INT8
 from specctl.runtime.target.target import Target
@@ -67,8 +67,8 @@ def check_joint(recipe: Recipe, drafter: Drafter) -> None:
             expected=clash.instead,
             do=f"--set {clash.where}={clash.instead}, or --set train.joint=null",
         )
-    if recipe.train.joint.is_target_alone:
-        _check_alone(recipe, recipe.train.joint)
+    if recipe.train.joint.alone is not None:
+        _check_alone(recipe, recipe.train.joint, recipe.train.joint.alone)
         return
     if drafter.runs_target:
         raise RecipeError(
@@ -90,13 +90,13 @@ def check_joint(recipe: Recipe, drafter: Drafter) -> None:
         )
 
 
-def _check_alone(recipe: Recipe, part: JointPart) -> None:
+def _check_alone(recipe: Recipe, part: JointPart, way: str) -> None:
     """Where the target alone learns, settings of a drafter that learns beside it say nothing."""
     family = recipe.drafter.family
     found = None
     if family_named(family).trainable:
-        other = "tr-jacobi" if part.noise is not None else "jacobi"
-        found = f"drafter.family: {family}, which has weights", f"--set drafter.family={other}"
+        other = f"--set drafter.family={ALONE[way]}"
+        found = f"drafter.family: {family}, which has weights", other
     elif part.keep == "none":
         found = "train.joint.keep: none, so that nothing is learned", "--set train.joint.keep=kl"
     elif part.warmup or part.ramp:
@@ -105,7 +105,6 @@ def _check_alone(recipe: Recipe, part: JointPart) -> None:
     elif recipe.train.compile:
         found = "train.compile: true", "--set train.compile=false"
     if found is not None:
-        way = "noise" if part.noise is not None else "trajectory"
         raise RecipeError(
             f"the target alone learns (train.joint.{way}), and there is no drafter to train",
             where="train.joint",

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.drafters.losses.align import aim
-from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_loss
+from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_loss, weighted_sum
 from specctl.drafters.losses.head_losses import joined as with_term
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.models.sliced_head import Head
-from specctl.recipes.low_rank import JointPart, NoisePart, TrajectoryPart
+from specctl.recipes.low_rank import EarlyExitPart, JointPart, NoisePart, TrajectoryPart
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture, head_logits, read, to_device
+from specctl.train.joint.early_exit import read_at_exits
 from specctl.train.joint.noise import noised
 from specctl.train.joint.trajectory import trajectory_state
 from specctl.train.lora import add, additions
@@ -49,7 +50,7 @@ class JointModel(Drafter):
         super().__init__(drafter.options, drafter.spec, drafter.vocab)
         self.family, self.lossless = drafter.family, drafter.lossless  # type: ignore[misc]
         own = drafter.module
-        assert own is not None or part.is_target_alone, "a trained family has a module"
+        assert own is not None or part.alone is not None, "a trained family has a module"
         self.module = nn.ModuleDict({} if own is None else {"drafter": own})
         self.target = changing(target, part)
         self._drafter, self._original, self.part = drafter, target, part
@@ -101,11 +102,14 @@ class JointModel(Drafter):
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """The drafter's loss on what the changed target says, and the target's own term; where the
-        drafter has no weights, the latter alone, on noised text, or with its consistency."""
+        drafter has no weights, the latter alone: on noised text, with its consistency, or of every
+        exit."""
         if self.part.noise is not None:
             return self._noised_term(to_device(batch, self.target.device), self.part.noise)
         if self.part.trajectory is not None:
             return self._consistent(to_device(batch, self.target.device), self.part.trajectory)
+        if self.part.early_exit is not None:
+            return self._early(to_device(batch, self.target.device), self.part.early_exit)
         if batch.progress < self.part.warmup:
             return self._drafter.loss(capture(self._original, batch, self.needs()))
         batch = to_device(batch, self.target.device)
@@ -147,6 +151,20 @@ class JointModel(Drafter):
         agreement = found.metrics["target_agreement"]
         metrics = {"consistency": found.metrics["target_kl"], "consistent": agreement}
         return with_term(own, replace(found, metrics=metrics), part.weight)
+
+    def _early(self, batch: TrainBatch, part: EarlyExitPart) -> LossOut:
+        """The target's own term of the last layer and of the exits that have one."""
+        with torch.autocast(self.target.device.type, enabled=False):
+            exits = read_at_exits(self.target, batch, part)
+            teacher = (
+                None if self.part.keep == "ce" else original_distribution(self._original, batch)
+            )
+            found = [(w, target_loss(self.target, seen, teacher)) for _, w, seen in exits]
+        out = weighted_sum(found)
+        last, *below = (term for _, term in found)
+        early = [(f"{name}_early", [term.metrics[name] for term in below]) for name in last.metrics]
+        sums = {name: (_added(pairs, 0), _added(pairs, 1)) for name, pairs in early if pairs}
+        return replace(out, metrics={**last.metrics, **sums})
 
     def _own_term(self, seen: TrainBatch) -> LossOut | None:
         """What the target learns for itself; None if it keeps nothing."""
@@ -243,6 +261,10 @@ def _border(tap: Tensor, weight: float) -> Tensor:
     if crossed.requires_grad:
         crossed.register_hook(lambda gradient: weight * gradient)  # type: ignore[no-untyped-call]
     return crossed
+
+
+def _added(pairs: list[tuple[Tensor, Tensor]], which: int) -> Tensor:
+    return torch.stack([pair[which] for pair in pairs]).sum(0)
 
 
 def _as_it_is(logits_NV: Tensor) -> Tensor:

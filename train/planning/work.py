@@ -183,7 +183,7 @@ def _training(recipe: Recipe, sizes: WorkSizes) -> Iterable[Work]:
         yield Work("the drafter writes", f"{fresh:,} tokens", writing=2.0 * sizes.drafter * fresh)
     each = sizes.passes * (4.0 * sizes.drafter + 2.0 * sizes.trainable)
     is_here = data.target_source == "inprocess"
-    is_alone = train.joint is not None and train.joint.is_target_alone
+    is_alone = train.joint is not None and train.joint.alone is not None
     if (sizes.reads_target or is_alone) and data.features == "online" and is_here:
         each += (2.0 + joint_passes(train.joint)) * sizes.target
     if train.select in COMPARING:
