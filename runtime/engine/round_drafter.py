@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from specctl.core.drafter import Drafter, DraftState, Outcome, RoundSeconds, Space
+from specctl.core.drafter import Drafter, DraftState, Outcome, RoundSeconds, RoundView, Space
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
-from specctl.runtime.policies.base import GrowRequest, Learner, Policy
+from specctl.runtime.policies.base import GrowRequest, Learner, Policy, Resting
 
 
 class RoundDrafter:
@@ -38,6 +38,10 @@ class RoundDrafter:
 
     def speculates(self, slot: int) -> bool:
         """Whether the row in that slot may be drafted for."""
+        return False
+
+    def rests(self, view: RoundView) -> bool:
+        """Asked once before a round: whether nothing is to be drafted in it."""
         return False
 
     def backlog(self, row: Row) -> int:
@@ -78,6 +82,7 @@ class PolicyDrafter(RoundDrafter):
         self.is_coupled = is_coupled
         self._state: DraftState | None = None
         self._started: set[int] = set()
+        self._resting = policy if isinstance(policy, Resting) else None
 
     @property
     def state(self) -> DraftState:
@@ -90,6 +95,9 @@ class PolicyDrafter(RoundDrafter):
 
     def speculates(self, slot: int) -> bool:
         return True
+
+    def rests(self, view: RoundView) -> bool:
+        return self._resting is not None and self._resting.rests(self.state, view)
 
     def prefill(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
         self.state.prefill(row.slot, row.tokens, taps, first, last)
