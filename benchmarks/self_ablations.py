@@ -42,13 +42,15 @@ CHAIN = {"policy": "chain", "length": 5}
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A drafter. `context`: every prompt follows so many held-out tokens in all; `trained`: its
-    weights are those of OUT/runs/TRAINED/package, which is trained now if it is not there."""
+    weights are those of OUT/runs/TRAINED/package, which is trained now if it is not there;
+    `changed`: it drafts for that run's target, which learned, too."""
 
     name: str
     family: str
     options: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
     trained: str | None = None
+    changed: str | None = None
     serve: dict[str, Any] = field(default_factory=lambda: CHAIN)
 
 
@@ -104,11 +106,26 @@ def ppd() -> Iterator[Arm]:
     yield Arm("untrained, 24 rows", "ppd", {}, serve=rows(24))
 
 
+def sdsat() -> Iterator[Arm]:
+    """Look-ahead tokens and target, each as it learned with the other and without."""
+    serve = {"policy": "chain", "length": 3}
+    options = {"num_heads": 3}
+
+    def arm(name: str, trained: str, changed: str | None) -> Arm:
+        return Arm(name, "pass", options, None, trained, changed, serve)
+
+    yield arm("tokens and target", "sdsat", "sdsat")
+    yield arm("tokens alone, as pass", "pass", None)
+    yield arm("tokens of pass, target of sdsat", "pass", "sdsat")
+    yield arm("tokens of sdsat, target as it was", "sdsat", None)
+
+
 STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "calm": calm,
     "quantspec": quantspec,
     "easyspec": easyspec,
     "ppd": ppd,
+    "sdsat": sdsat,
 }
 
 
@@ -158,7 +175,8 @@ def drafter_of(
     method, states = family(arm.family), list[DraftState]()
     drafter = method.build(method.options(**arm.options), target.spec, None)
     if arm.trained is not None:
-        drafter.load_tensors(load_drafter(package(arm.trained, out), target).tensors())
+        folder = package(arm.trained, out)
+        drafter.load_tensors(load_drafter(folder, own_target(folder.parent)).tensors())
     opened = drafter.open
 
     def recorded(space: Space) -> DraftState:
@@ -168,6 +186,12 @@ def drafter_of(
 
     drafter.open = recorded  # type: ignore[method-assign]
     return drafter, states
+
+
+def own_target(run: Path) -> Target:
+    """The target of a run: the one it changed, or the embedded one."""
+    changed = run / "target"
+    return load_target(str(changed) if changed.exists() else "tiny", dtype="float32")
 
 
 def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[int, ...]]:
@@ -187,6 +211,8 @@ def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[in
 def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per round and acceptance of the first token, by prompt."""
     rounds = Rounds()
+    if arm.changed is not None:
+        target = own_target(package(arm.changed, args.out).parent)
     drafter, states = drafter_of(target, arm, rounds, args.out)
     engine = Engine(target, drafter, make_policy(arm.serve), num_slots=8)
     sampling = Sampling(0.0, max_new_tokens=args.tokens, ignore_eos=True)

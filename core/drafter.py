@@ -227,6 +227,7 @@ class Drafter(ABC):
     one_call: bool = False  # one call of its LM heads gives every position of a draft
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
     runs_target: bool = False  # its loss runs layers of the target
+    teaches_target: bool = False  # and gradients go through them, should they learn
     splits_rows: bool = False  # its loss minds `TrainBatch.part`
     memories: frozenset[str] = frozenset()  # those of `tensors` that are no weights
     learns_states: bool = True  # a store of texts keeps what `needs` asks for of them, too
