@@ -8,10 +8,19 @@ Letters: B rows, N nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from specctl.core.drafter import Drafter, DraftState, Outcome, RoundSeconds, RoundView, Space
+from specctl.core.drafter import (
+    Drafter,
+    DraftState,
+    Outcome,
+    RoundSeconds,
+    RoundView,
+    Space,
+    StepState,
+)
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
@@ -116,7 +125,10 @@ class PolicyDrafter(RoundDrafter):
         given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
         tree = self.policy.grow(GrowRequest(self.state, *given, estimates=plan.estimates))
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
-        return fitted(plan.cut(tree))
+        tree = fitted(plan.cut(tree))
+        if tree.is_chain and tree.num_nodes and isinstance(self.state, StepState):
+            tree = replace(tree, exits=self.state.exit_states())
+        return tree
 
     def observe(self, outcome: Outcome) -> None:
         self.state.observe(outcome)
