@@ -28,7 +28,8 @@ PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), (20, 2, 20), (8, 8))
 EXITS = ("layer-skip", "kangaroo", "eesd", "m2r2")
 SHARED = (*EXITS, "skip-layers", "depth-decay", "calm", "del")
 MODELS = ("llama", "transformers", "gemma2")  # ours; its wrapper; windows
-CASES = [("llama", name, heat) for name in SHARED for heat in (0.0, 1.0)]
+CASES = [("llama", name, heat) for name in EXITS[:2] for heat in (0.0, 1.0)]
+CASES += [("llama", name, float(at % 2)) for at, name in enumerate(SHARED[2:])]
 CASES += [("transformers", "layer-skip", 0.0), ("transformers", "kangaroo", 1.0)]
 CASES += [("gemma2", "layer-skip", 1.0)]
 
