@@ -8,10 +8,12 @@ Letters: B rows, N nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from specctl.core.drafter import Drafter, DraftState, Outcome, RoundSeconds, Space
+from specctl.core.drafter import Drafter, DraftState, Outcome, RoundSeconds, SharedNoise, Space
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
@@ -69,13 +71,14 @@ class RoundDrafter:
 
 class PolicyDrafter(RoundDrafter):
     """A drafter's state, grown into trees by a policy. `learners` adapt to what rounds did;
-    with `is_coupled`, drafts are drawn with the target's own noise."""
+    under `rule` target-only drafts are drawn with the target's own noise, under inverse-cdf the
+    drafter is shown it."""
 
     def __init__(
-        self, drafter: Drafter, policy: Policy, learners: Sequence[Learner], is_coupled: bool
+        self, drafter: Drafter, policy: Policy, learners: Sequence[Learner], rule: str
     ) -> None:
         self.drafter, self.policy, self.learners = drafter, policy, learners
-        self.is_coupled = is_coupled
+        self.is_coupled, self.is_shown = rule == "target-only", rule == "inverse-cdf"
         self._state: DraftState | None = None
         self._started: set[int] = set()
 
@@ -104,11 +107,25 @@ class PolicyDrafter(RoundDrafter):
 
     def draft(self, round: Round) -> DraftTree:
         view, plan, sampling = round.view, round.plan, round.sampling
+        if self.is_shown and not sampling.all_greedy:  # such a round has no noise of its own
+            view = replace(view, shared=self._shared(round))
         vocab, guide = self.drafter.vocab, sampling.guide(view)
         given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
         tree = self.policy.grow(GrowRequest(self.state, *given, estimates=plan.estimates))
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         return fitted(plan.cut(tree))
+
+    def _shared(self, round: Round) -> SharedNoise:
+        device, rows = round.view.slot_B.device, len(round.rows)
+        heats = [row.request.sampling.temperature for row in round.rows]
+        ids_K = None if self.drafter.vocab is None else self.drafter.vocab.ids_K
+        return SharedNoise(
+            lambda count: round.noise.position_BT(
+                torch.arange(count, device=device).expand(rows, count)
+            ),
+            torch.tensor(heats, device=device),
+            lambda logits_BMK: round.sampling.draft_distribution(logits_BMK, ids_K),
+        )
 
     def observe(self, outcome: Outcome) -> None:
         self.state.observe(outcome)
