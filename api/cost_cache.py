@@ -66,17 +66,19 @@ def read_costs(about: dict[str, Any]) -> CostTable | None:
         draft, verify = (
             {int(k): float(v) for k, v in found[name].items()} for name in ("draft", "verify")
         )
+        read = float(found.get("read", 0.0))
     except (
         OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
     ):  # fmt: skip
         return None
     if not draft or set(draft) != set(verify) or 0 not in verify:
         return None
-    if not all(math.isfinite(cost) and cost >= 0 for cost in (*draft.values(), *verify.values())):
+    costs = (read, *draft.values(), *verify.values())
+    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         return None
     if min(draft) < 0 or verify[0] == 0:
         return None
-    return CostTable(draft, verify, about["device"], about["dtype"], about["batch"])
+    return CostTable(draft, verify, about["device"], about["dtype"], about["batch"], read)
 
 
 def _read(path: Path) -> bytes:
@@ -96,7 +98,8 @@ def write_costs(about: dict[str, Any], costs: CostTable) -> Path | None:
     path = _path(about)
     if path is None:
         return None
-    body = {"about": about, "draft": dict(costs.draft), "verify": dict(costs.verify)}
+    tables = {"draft": dict(costs.draft), "verify": dict(costs.verify)}
+    body = {"about": about, **tables, "read": costs.read}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -46,13 +46,15 @@ CHAIN = {"policy": "chain", "length": 5}
 class Arm:
     """A drafter. `context`: every prompt follows so many held-out tokens in all; `trained`: its
     weights are those of OUT/runs/TRAINED/package, which is trained now if it is not there (by
-    RECIPE with `sets` in it; None: by the recipe of that name). Sampled at `heat` under `rule`."""
+    RECIPE with `sets` in it; None: by the recipe of that name); `changed`: it drafts for that run's
+    target, which learned, too. Sampled at `heat` under `rule`."""
 
     name: str
     family: str
     options: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
     trained: str | None = None
+    changed: str | None = None
     serve: dict[str, Any] = field(default_factory=lambda: CHAIN)
     recipe: str | None = None
     sets: tuple[str, ...] = ()
@@ -113,21 +115,36 @@ def ppd() -> Iterator[Arm]:
 
 
 def k_forcing() -> Iterator[Arm]:
-    """Temperature 1: the noise shared, hidden, or kept from the slots; two ways to train."""
-    name = "k-forcing"
-    shared: dict[str, Any] = {"heat": 1.0, "rule": "inverse-cdf", "recipe": name}
-    serve, hidden = {"policy": "direct", "length": 5}, {"noise": "constant"}
-    yield Arm("noise shared", name, {}, None, name, serve, **shared)
+    """Temperature 1: the noise shared, hidden, or kept from the slots; another way to train."""
+    name, serve = "k-forcing", {"policy": "direct", "length": 5}
+
+    def arm(title: str, run: str = name, rule: str = "inverse-cdf", **more: Any) -> Arm:
+        options = {"noise": "constant"} if run == "kf-still" else {}
+        return Arm(title, name, options, None, run, None, serve, name, rule=rule, **more)
+
+    yield arm("noise shared", heat=1.0)
     never = ("drafter.options.noise=constant",)
-    yield Arm("trained without noise", name, hidden, None, "kf-still", serve, sets=never, **shared)
+    yield arm("trained without noise", "kf-still", heat=1.0, sets=never)
     once = ("drafter.options.progressive=false",)
-    yield Arm("all slots at once", name, {}, None, "kf-once", serve, sets=once, **shared)
-    unshared: dict[str, Any] = {"heat": 1.0, "rule": "target-only", "recipe": name}
-    yield Arm("noise not shared (rule target-only)", name, {}, None, name, serve, **unshared)
-    yield Arm("greedy", name, {}, None, name, serve, name)
+    yield arm("all slots at once", "kf-once", heat=1.0, sets=once)
+    yield arm("noise not shared (rule target-only)", rule="target-only", heat=1.0)
+    yield arm("greedy", heat=0.0)
     chain = {"policy": "chain", "length": 3}
-    yield Arm("pass", "pass", {"num_heads": 3}, None, "pass", chain, heat=1.0)
-    yield Arm("pass, greedy", "pass", {"num_heads": 3}, None, "pass", chain)
+    yield Arm("pass", "pass", {"num_heads": 3}, None, "pass", None, chain, heat=1.0)
+
+
+def sdsat() -> Iterator[Arm]:
+    """Look-ahead tokens and target, each as it learned with the other and without."""
+    serve = {"policy": "chain", "length": 3}
+    options = {"num_heads": 3}
+
+    def arm(name: str, trained: str, changed: str | None) -> Arm:
+        return Arm(name, "pass", options, None, trained, changed, serve)
+
+    yield arm("tokens and target", "sdsat", "sdsat")
+    yield arm("tokens alone, as pass", "pass", None)
+    yield arm("tokens of pass, target of sdsat", "pass", "sdsat")
+    yield arm("tokens of sdsat, target as it was", "sdsat", None)
 
 
 STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
@@ -136,8 +153,8 @@ STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "easyspec": easyspec,
     "ppd": ppd,
     "k-forcing": k_forcing,
+    "sdsat": sdsat,
 }
-TWO_FORWARDS = ("k-forcing", "pass")  # a round
 
 
 @dataclass(slots=True)
@@ -186,7 +203,8 @@ def drafter_of(
     method, states = family(arm.family), list[DraftState]()
     drafter = method.build(method.options(**arm.options), target.spec, None)
     if arm.trained is not None:
-        drafter.load_tensors(load_drafter(package_of(arm, out), target).tensors())
+        folder = package_of(arm, out)
+        drafter.load_tensors(load_drafter(folder, own_target(folder.parent)).tensors())
     opened = drafter.open
 
     def recorded(space: Space) -> DraftState:
@@ -211,6 +229,12 @@ def package_of(arm: Arm, out: Path) -> Path:
     return folder / "package"
 
 
+def own_target(run: Path) -> Target:
+    """The target of a run: the one it changed, or the embedded one."""
+    changed = run / "target"
+    return load_target(str(changed) if changed.exists() else "tiny", dtype="float32")
+
+
 def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[int, ...]]:
     """Held-out prompts, each behind those before it where a context is asked for."""
     ids = [prompt.ids for prompt in heldout_prompts(target, 200)]
@@ -228,6 +252,8 @@ def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[in
 def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per round and acceptance of the first token, by prompt."""
     rounds = Rounds()
+    if arm.changed is not None:
+        target = own_target(package(arm.changed, args.out).parent)
     drafter, states = drafter_of(target, arm, rounds, args.out)
     engine = Engine(target, drafter, make_policy(arm.serve), arm.rule, num_slots=8)
     sampling = Sampling(arm.heat, max_new_tokens=args.tokens, ignore_eos=True)
@@ -235,7 +261,7 @@ def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any
     requests = [Request(one, replace(sampling, seed=i)) for i, one in enumerate(prompts)]
     done = engine.run(requests)
     tau = [row.stats.tokens / row.stats.rounds for row in done]
-    if arm.family in TWO_FORWARDS:
+    if arm.family == "k-forcing" or arm.heat > 0:
         tested = add_counts(row.stats.tested_at for row in done)
         alpha = shares(add_counts(row.stats.accepted_at for row in done), tested)
         by_place = " ".join(f"{one:.2f}" for one in alpha)

@@ -58,7 +58,7 @@ def package(recipe: str, out: Path) -> Path:
     """OUT/runs/RECIPE/package, made now if it is not there."""
     folder = out / "runs" / recipe
     if not (folder / "package" / "manifest.json").exists():
-        verb = "train-draft" if recipe in TRAINED else "datastore"
+        verb = "datastore" if recipe in SEARCHED else "train-draft"
         words = [sys.executable, "-m", "specctl", verb, "--recipe", recipe, "--out", str(folder)]
         subprocess.run(words, check=True, stdout=sys.stderr)
     return folder / "package"

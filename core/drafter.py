@@ -102,12 +102,14 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class RoundSeconds:
-    """Of one round; `wake`: what the drafter took to read what it had missed, part of no other."""
+    """Of one round; `wake`: what the drafter took to read what it had missed, part of no other.
+    `is_free`: the root was read with the prompt, so this is no price of a round."""
 
     draft: float
     verify: float
     commit: float
     wake: float = 0.0
+    is_free: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,9 @@ class DraftState(ABC):
     """A drafter's memory of the rows of one engine, addressed by slot. One writer: the engine.
     While `is_listening` is False, the engine spares the target's top-k. One that
     `prefills_in_parts` can read a prompt in parts. A row that drafts nothing is not shown to the
-    state unless it lives on the target's top-k; before it drafts again, `start` and `observe` tell
-    what was missed: rounds of up to `max_nodes` nodes that drafted the text itself, all accepted,
-    without a proposal."""
+    state; before it drafts again, `start` and `observe` tell what was missed: rounds of up to
+    `max_nodes` nodes that drafted the text itself, all accepted, without a proposal (and without
+    top-k where the state did not listen)."""
 
     is_listening: bool = True
     prefills_in_parts: ClassVar[bool] = False
@@ -238,6 +240,7 @@ class Drafter(ABC):
     one_call: bool = False  # one call of its LM heads gives every position of a draft
     holds_data: bool = False  # `tensors` are a memory of any length, which `load_tensors` checks
     runs_target: bool = False  # its loss runs layers of the target
+    teaches_target: bool = False  # and gradients go through them, should they learn
     splits_rows: bool = False  # its loss minds `TrainBatch.part`
     memories: frozenset[str] = frozenset()  # those of `tensors` that are no weights
     learns_states: bool = True  # a store of texts keeps what `needs` asks for of them, too

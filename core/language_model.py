@@ -10,7 +10,7 @@ V target vocabulary, X any axes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,26 @@ class LmOut:
 
     logits_BTV: Tensor | None
     taps: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedTaps(Mapping[int, Tensor]):
+    """Taps that lie in one tensor, [taps, B, T, D] in the order of `keys_`: to hand them on costs
+    nothing, each is cut out when it is asked for."""
+
+    keys_: tuple[int, ...]
+    value: Tensor
+
+    def __getitem__(self, tap: int) -> Tensor:
+        if tap not in self.keys_:
+            raise KeyError(tap)
+        return self.value[self.keys_.index(tap)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.keys_)
+
+    def __len__(self) -> int:
+        return len(self.keys_)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ from specctl.drafters.nets.taps import taps_of
 from specctl.drafters.option_checks import Count, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
+from specctl.models.copies import Copies
 from specctl.models.kernels import Weight, linear, prepared, rms_norm
 from specctl.models.native.step import RESIDUAL, Stack
 from specctl.models.rope import scaled_frequencies
@@ -210,7 +211,6 @@ class FusedWeights:
     output: Weight
     gate_up: Weight
     down: Weight
-    head: Weight | RoutedHead
 
     @classmethod
     def of(cls, net: FeatureNet) -> FusedWeights:
@@ -223,8 +223,10 @@ class FusedWeights:
             prepared(attention.o_proj.weight),
             prepared(torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).detach()),
             prepared(layer.mlp.down_proj.weight),
-            served_head(net.lm_head.weight, net.router),
         )
+
+
+FUSED: Copies[FeatureNet, FusedWeights] = Copies(FusedWeights.of)
 
 
 class Eagle3State(FeatureState):
@@ -235,7 +237,8 @@ class Eagle3State(FeatureState):
         super().__init__(drafter, self.net.shape, 1, space)
 
     def fuse_weights(self) -> None:
-        self._fused = FusedWeights.of(self.net)
+        self._fused = FUSED.of(self.net)
+        self._head = served_head(self.net.lm_head.weight, self.net.router)
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return linear(self.net.gathered(taps), self._fused.fc)
@@ -258,7 +261,7 @@ class Eagle3State(FeatureState):
 
     def _compiled(self, ids_BT: Tensor, state_BTD: Tensor, at: Fed | Place) -> Tensor | None:
         """Logits by the compiled step, the states remembered; None where PyTorch does it."""
-        is_plain = not isinstance(self._fused.head, RoutedHead)
+        is_plain = not isinstance(self._head, RoutedHead)
         fed_back = 1 if self.net.norm_output else RESIDUAL
         taps = (fed_back,) if is_plain else (1, fed_back)
         out = self.compiled(ids_BT, state_BTD, at, tuple(set(taps)), logits=is_plain)
@@ -272,7 +275,7 @@ class Eagle3State(FeatureState):
         if out.logits_BTV is not None:
             return out.logits_BTV
         assert normed is not None
-        return read_head(normed, self._fused.head)
+        return read_head(normed, self._head)
 
     def newest(self, fed: Fed, kept_B: Tensor) -> Tensor:
         if (found := self._compiled(fed.ids_BT, fed.state_BTD, fed)) is not None:
@@ -325,7 +328,7 @@ class Eagle3State(FeatureState):
         out = h + linear(F.silu(gate) * up, fused.down)
         normed = rms_norm(out, self.net.norm.weight, shape.norm_eps)
         self._states.append(normed if self.net.norm_output else out)
-        return read_head(normed, fused.head)
+        return read_head(normed, self._head)
 
 
 FAMILY = Family(

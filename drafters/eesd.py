@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape
-from specctl.drafters.nets.exit_drafter import ExitDrafter, ExitOptions
+from specctl.drafters.nets.exit_drafter import ExitOptions, LayerExit
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class EesdOptions(ExitOptions):
     intermediate: int | None = None
 
 
-class Eesd(ExitDrafter):
+class Eesd(LayerExit):
     """A decoder layer behind the exit."""
 
     family = "eesd"

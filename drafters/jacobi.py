@@ -90,12 +90,13 @@ class JacobiState(DraftState):
         return chain_tree(self.iterate.ahead(view, length), valid_BN, NodeKind.POINT)
 
     def observe(self, outcome: Outcome) -> None:
-        slot_B = outcome.view.slot_B
+        slot_B = outcome.view.slot_B  # what was missed may end blocks anywhere
         left_B1 = self.left_Z[slot_B, None] - self.iterate.advance(outcome)
         is_done_B1 = left_B1 <= 0
+        left_B1 = (left_B1 - 1) % self.block + 1
         guess_BW = self.iterate.guess_ZW[slot_B]
         self.iterate.guess_ZW[slot_B] = guess_BW.masked_fill(is_done_B1, self.iterate.blank)
-        self.left_Z[slot_B] = torch.where(is_done_B1, self.block, left_B1)[:, 0]
+        self.left_Z[slot_B] = left_B1[:, 0]
 
 
 FAMILY = Family(

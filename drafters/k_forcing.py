@@ -88,7 +88,8 @@ class NoiseEncoder(nn.Module):
         """[X, W]"""
         both = torch.cat([waves(uniform_X), waves(heat_X)], dim=-1).to(self.join.weight.dtype)
         code: Tensor = self.join(both)
-        return code + self.narrow(F.gelu(self.wide(self.norm(code))))
+        found: Tensor = code + self.narrow(F.gelu(self.wide(self.norm(code))))
+        return found
 
 
 def waves(value_X: Tensor) -> Tensor:
@@ -163,6 +164,7 @@ class KForcing(PlacesDrafter):
     """All layers of the target run. The newest token is the first place, slots are the others."""
 
     family = "k-forcing"
+    teaches_target = False  # rollouts are those of the target as it is
     reach, replaces_anchor = 1, True
     first = 0
     module: SlotNet

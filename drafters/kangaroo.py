@@ -14,7 +14,7 @@ from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape
 from specctl.drafters.nets.cross_drafter import AttentionLayer
-from specctl.drafters.nets.exit_drafter import ExitDrafter, ExitOptions
+from specctl.drafters.nets.exit_drafter import ExitOptions, LayerExit
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class KangarooOptions(ExitOptions):
     mlp: bool = False
 
 
-class Kangaroo(ExitDrafter):
+class Kangaroo(LayerExit):
     """An attention behind the exit."""
 
     family = "kangaroo"

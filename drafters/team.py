@@ -137,7 +137,7 @@ class TeamState(DraftState):
 
     def observe(self, outcome: Outcome) -> None:
         for member, sleeps, topk in zip(self.members, self._may_sleep, self._topk, strict=True):
-            if self.is_listening or not sleeps:
+            if outcome.topk_BTC is not None or not sleeps:
                 member.observe(_narrowed(outcome, topk))
 
     def end(self, slot: int) -> None:

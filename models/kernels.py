@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.models.copies import Copies
 from specctl.models.int4 import Int4Weight, linear_int4
 
 SMALL_WEIGHT = 200_000  # elements; below it a single float32 row is faster unpacked
@@ -66,12 +67,16 @@ def pack(weight: Tensor) -> PackedWeight:
     """A copy of `weight` [out, in] in oneDNN's layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACK_ROWS)
     is_small = weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHT
-    return PackedWeight(packed, weight if is_small else None)
+    return PackedWeight(packed, weight.detach() if is_small else None)
 
 
 def prepared(weight: Tensor) -> Weight:
-    """The weight as serving reads it: packed where that is possible, else as it is."""
-    return pack(weight) if can_pack(weight) else weight.detach()
+    """The weight as serving reads it: packed where that is possible, else as it is. Whoever asks
+    for the same weight gets the same copy."""
+    return _packed.of(weight) if can_pack(weight) else weight.detach()
+
+
+_packed: Copies[Tensor, PackedWeight] = Copies(pack)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

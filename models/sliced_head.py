@@ -10,7 +10,9 @@ Letters: D hidden width, F figures, K draft vocabulary, Q picked rows, R flat ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,19 @@ from torch.utils.checkpoint import checkpoint
 Head = Callable[[Tensor], Tensor]
 Rows = tuple[Tensor, ...]  # row numbers first, then whatever else `Part` wants, all of one length
 Part = Callable[..., Tensor]  # (draft_QK, *rows) -> [F]: the loss first, then figures
+ONLY_SHAPES = ContextVar("ONLY_SHAPES", default=False)
+
+
+@contextmanager
+def only_shapes() -> Iterator[None]:
+    """Inside, tensors have no content: of slices of one size only the first and the last are
+    computed, and the others only leave behind what those leave. What is alive at most is the same.
+    """
+    token = ONLY_SHAPES.set(True)
+    try:
+        yield
+    finally:
+        ONLY_SHAPES.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +92,12 @@ class _Differentiated(torch.autograd.Function):
         wanted = [x if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[:3],
                                                              strict=True)]  # fmt: skip
         grads = [None if x is None else torch.zeros_like(x) for x in wanted]
-        sums = []
-        for rows in slices:
+        sums = list[Tensor]()
+        left_out = _left_out(slices)
+        for i, rows in enumerate(slices):
+            if i in left_out:
+                sums.append(torch.empty_like(sums[0]))
+                continue
             state_QD = state_RD[rows[0]].to(dtype)
             bias = None if bias_K is None else bias_K.to(dtype)
             logits_QK = F.linear(state_QD, read_KD, bias).requires_grad_()
@@ -95,6 +114,16 @@ class _Differentiated(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(outer[0][0].to(g.dtype)) for g in ctx.saved_tensors]
         return (*scaled, None, None)
+
+
+def _left_out(slices: Sequence[Rows]) -> frozenset[int]:
+    """The slices that are like one before and one after them, where only shapes count."""
+    if not ONLY_SHAPES.get():
+        return frozenset()
+    sizes = [len(rows[0]) for rows in slices]
+    first = {size: i for i, size in reversed([*enumerate(sizes)])}
+    last = {size: i for i, size in enumerate(sizes)}
+    return frozenset(range(len(sizes))) - {*first.values(), *last.values()}
 
 
 def _add(

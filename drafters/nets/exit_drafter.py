@@ -1,11 +1,14 @@
 """ExitDrafter: the target's lower layers, then a small trained module, then the target's LM head.
 
-The residual behind layer E of a token goes through one layer of the drafter's own and a norm, and
-predicts what the target predicts at that token: q_t = softmax(W norm(layer(h^E_<=t))) against p_t,
-the same position (A0). The target is frozen; the lower layers are run by the drafter itself for
-drafted tokens, and known tokens bring their residual with them, so that nothing is computed twice
-for the text. The module's own keys and values of the last drafted token are those of its residual,
-too, which the target's reading brings even where all of a draft was accepted.
+What is made of the residual behind layer E of a token predicts what the target predicts at that
+token, the same position (A0). The target is frozen; the lower layers are run by the drafter itself
+for drafted tokens, and known tokens bring their residual with them, so that nothing is computed
+twice for the text.
+
+Behind a `LayerExit` stand one layer of the drafter's own and a norm: q_t = softmax(W
+norm(layer(h^E_<=t))) against p_t. The layer's own keys and values of the last drafted token are
+those of its residual, too, which the target's reading brings even where all of a draft was
+accepted.
 Letters: B rows, D hidden width, E head width, J key/value heads, K draft vocabulary, L positions, M
 new nodes, R flat rows, S sequence, T fed tokens, W window, Z slots.
 """
@@ -28,7 +31,7 @@ from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.losses.align import aim
+from specctl.drafters.losses.align import AlignedRows, aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending
 from specctl.drafters.nets.heads import cut_rows, head_rows
@@ -47,15 +50,23 @@ class ExitOptions(CompareOptions):
 
 
 class ExitNet(nn.Module):
-    """A layer and the norm in front of the LM head. Fresh, it passes the residual on."""
+    """The norm in front of the LM head. Fresh, a module passes the residual on."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.norm = RmsNorm(shape.hidden_size, shape.norm_eps)
+
+
+class LayerNet(ExitNet):
+    """A layer in front of it."""
 
     def __init__(self, layer: DecoderLayer, shape: LayerShape) -> None:
-        super().__init__()
-        self.layer, self.norm = layer, RmsNorm(shape.hidden_size, shape.norm_eps)
+        super().__init__(shape)
+        self.layer = layer
 
 
 class ExitDrafter(SelfDrafter):
-    """Binding, trimming, loss. A family gives its layer and how deep it leaves."""
+    """Binding, trimming, loss. A family gives its module and how deep it leaves."""
 
     module: ExitNet
     options: ExitOptions
@@ -67,16 +78,20 @@ class ExitDrafter(SelfDrafter):
         layers = self.usual_layers(spec) if options.layers is None else options.layers
         self.parts = SubLayers.span(0, check_layer("layers", layers, spec.num_layers))
         self.shape = LayerShape.of(spec)
-        self.module = ExitNet(self.make_layer(self.shape), self.shape)
+        self.module = self.make_net(self.shape)
         self._head_KD: Tensor | None = None
 
     @abstractmethod
-    def make_layer(self, shape: LayerShape) -> DecoderLayer:
-        """The drafter's own layer."""
+    def make_net(self, shape: LayerShape) -> ExitNet:
+        """Its module."""
 
     @abstractmethod
     def usual_layers(self, spec: ModelSpec) -> int:
         """Where a token leaves unless the options say otherwise."""
+
+    @abstractmethod
+    def ready(self, batch: TrainBatch) -> Tensor:
+        """[B, S, D]: what the LM head reads at every token of a text."""
 
     @property
     def exit(self) -> int:
@@ -119,37 +134,65 @@ class ExitDrafter(SelfDrafter):
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Loss of predicting 1 ahead (A0) from the residual at the exit."""
+        return self.compared(self.ready(batch).flatten(0, 1), aim(batch, 1))
+
+    def compared(self, ready_RD: Tensor, rows: AlignedRows) -> LossOut:
+        """What the LM head says of them, compared with the target."""
+        head = LinearHead(self.head_weight())
+        return head_loss(ready_RD, head, rows, self.vocab, self.options.compared())
+
+
+class LayerExit(ExitDrafter):
+    """A layer behind the exit, which a family gives."""
+
+    module: LayerNet
+
+    @abstractmethod
+    def make_layer(self, shape: LayerShape) -> DecoderLayer:
+        """The drafter's own layer."""
+
+    def make_net(self, shape: LayerShape) -> LayerNet:
+        return LayerNet(self.make_layer(shape), shape)
+
+    def ready(self, batch: TrainBatch) -> Tensor:
         state_BSD = batch.taps[self.exit].to(self.dtype)
         look = attending(document_mask(batch.document_BS))
         out_BSD = self.module.layer(state_BSD, self.shape.rope(batch.position_BS), look)
-        ready_RD = self.module.norm(out_BSD).flatten(0, 1)
-        head = LinearHead(self.head_weight())
-        return head_loss(ready_RD, head, aim(batch, 1), self.vocab, self.options.compared())
+        ready_BSD: Tensor = self.module.norm(out_BSD)
+        return ready_BSD
 
     def open(self, space: Space) -> ExitAdapterState:
         return ExitAdapterState(self, space)
 
 
-class ExitAdapterState(BorrowedState):
-    """The lower layers' cache, and beside it one for the module, in the module's precision."""
+class LowerLayersState(BorrowedState):
+    """The lower layers' cache, and the LM head as serving reads it."""
 
     def __init__(self, drafter: ExitDrafter, space: Space) -> None:
         super().__init__(drafter.lm, drafter.attention, space)
-        self.drafter, shape = drafter, drafter.shape
-        max_len, dtype = self.kv.max_len, drafter.dtype
-        self.own = SlotKV.of([shape.kv], space.num_slots, max_len, dtype, space.device)
+        self._exit = drafter
         self._version, self._head = drafter.version(), self._packed()
 
     def _packed(self) -> Weight:
-        return prepared(self.drafter.head_weight())
+        return prepared(self._exit.head_weight())
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
-        return self.drafter.parts
+        return self._exit.parts
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        if self._version != self.drafter.version():
-            self._version, self._head = self.drafter.version(), self._packed()
+        if self._version != self._exit.version():
+            self._version, self._head = self._exit.version(), self._packed()
         super().start(slot, tokens, taps)
+
+
+class ExitAdapterState(LowerLayersState):
+    """Beside it a cache for the layer, in the module's precision."""
+
+    def __init__(self, drafter: LayerExit, space: Space) -> None:
+        super().__init__(drafter, space)
+        self.drafter, shape = drafter, drafter.shape
+        max_len, dtype = self.kv.max_len, drafter.dtype
+        self.own = SlotKV.of([shape.kv], space.num_slots, max_len, dtype, space.device)
 
     def _beside(self, num_fed: int) -> SlotKV:
         """The module's cache, aimed as the lower layers' is."""

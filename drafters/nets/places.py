@@ -47,6 +47,7 @@ class PlacesOptions(HeadOptions):
 class PlacesDrafter(SelfDrafter):
     """What a family leaves to the frame: binding, trimming, and the loss."""
 
+    teaches_target = True
     module: nn.Module
     reach: ClassVar[int]
     replaces_anchor: ClassVar[bool]  # the first place is the token's own

@@ -12,11 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.models.copies import Copies
+
 GROUP, SIDE, FOUR = 64, 16, 4
 
 
 def packed(weight_OI: Tensor) -> Tensor:
-    """uint8 [records, 1,088] of a matrix; outputs and inputs that fill a record up are zero."""
+    """uint8 [records, 1,088] of a matrix; outputs and inputs that fill a record up are zero.
+    Whoever asks for the same matrix gets the same copy."""
+    return _copies.of(weight_OI)
+
+
+def _packed(weight_OI: Tensor) -> Tensor:
     whole_OX, scale_OX = _whole(F.pad(weight_OI.detach(), (0, 0, 0, -len(weight_OI) % SIDE)))
     groups = whole_OX.shape[1]
     bits = (whole_OX.to(torch.int16) + 128).to(torch.uint8)
@@ -37,3 +44,6 @@ def _whole(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     parts_OX = filled.view(len(weight_OI), -1, GROUP)
     scale_OX = parts_OX.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale_OX > 0, parts_OX / scale_OX, 0.0).round(), scale_OX
+
+
+_copies: Copies[Tensor, Tensor] = Copies(_packed)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LmOut
+from specctl.core.language_model import Feed, LmOut, StackedTaps
 from specctl.models.native.int8 import packed
 from specctl.models.native.library import (
     INT8_SWITCH,
@@ -161,8 +161,11 @@ class NativeStep:
         threads = torch.get_num_threads()
         needed = self.functions.space_needed(ctypes.byref(self.model), B * T, aim.span, threads)
         space = self.space(needed)
-        found = {tap: torch.empty(B, T, D) for tap in sorted(feed.taps)}
-        last, taps = found.get(RESIDUAL), [tap for tap in found if tap != RESIDUAL]
+        names = tuple(sorted(set(feed.taps)))  # RESIDUAL in front
+        found = torch.empty(len(names), B, T, D)
+        places = range(found.data_ptr(), found.data_ptr() + found.nbytes, 4 * B * T * D)
+        is_last = names[:1] == (RESIDUAL,)
+        taps = names[is_last:]
         asked = _asked(feed, T)
         logits = torch.empty(len(asked), self.model.V)
         rotary = self.stack.rotary(aim.span)
@@ -179,10 +182,10 @@ class NativeStep:
             None if parts is None else _chosen(parts.attention, self.model.num_layers),
             None if parts is None else _chosen(parts.mlp, self.model.num_layers),
             (ctypes.c_int32 * len(taps))(*taps),
-            addresses([found[tap] for tap in taps]),
+            (ctypes.c_void_p * len(taps))(*places[is_last:]),
             (ctypes.c_int32 * len(asked))(*asked),
             logits,
-            last,
+            found if is_last else None,
             space,
         ]
         sizes = (B, T, kv.max_len, aim.span, len(taps), len(asked), threads)
@@ -192,7 +195,7 @@ class NativeStep:
         self.spaces.append(space)
         if outside:
             raise IndexError(self.message(outside, feed.ids_BT, feed.position_BT, kv, rotary))
-        states = {tap: value.to(self.dtype) for tap, value in found.items()}
+        states = StackedTaps(names, found.to(self.dtype)) if names else {}
         if not asked:
             return LmOut(None, states)
         return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), states)

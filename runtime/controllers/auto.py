@@ -7,7 +7,8 @@ per second by measured prices is played; if that is plain decoding, nothing is.
 
 Estimates can be wrong, so losses are bounded as well. Each round played is booked at its measured
 cost against the tokens it brought; an arm that could bring the account further down than a small
-part of the time spent is not played, whatever is expected of it. Looking has an account of its own.
+part of the time spent is not played, whatever is expected of it. Looking has an account of its own,
+and what drafts have gained.
 Prices follow what rounds cost in this run, plain ones included (`runtime/measure/live_costs.py`).
 
 While plain decoding wins, members go on drafting for a while without being verified (which costs
@@ -29,6 +30,7 @@ from specctl.runtime.measure.live_costs import Account
 
 PRIOR = (0.03, 0.1, 0.25, 0.5, 0.8)  # chance that a first token survives, by context
 GOING_ON = 0.7  # chance that a further one does
+GLANCE = 4  # rounds of a rest between looks at the newest tokens
 
 
 @dataclass(slots=True)
@@ -90,14 +92,18 @@ class Auto(Controller):
     next_rest: int = field(default=0, init=False)
     rested: int = field(default=0, init=False)
     is_looking: bool = field(default=False, init=False)
+    looked: bool = field(default=False, init=False)  # in the newest round
 
-    needs_contexts = True
+    @property
+    def needs_contexts(self) -> bool:  # type: ignore[override]
+        """While it rests, now and then: a long match is as long a few tokens later."""
+        return self.resting % GLANCE == 0
 
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         super().open(arms, prices)
         self.next_rest = self.rest
         self.account = Account(self.allowance, self.overdraft, self.most_credit)
-        self.looking = Account(1.0, 0.5 * self.overdraft)
+        self.looking = Account(2.0 * self.allowance, 0.5 * self.overdraft)
         members = {arm.member for arm in arms if arm.member is not None}
         contexts = range(len(SUFFIXES) + 1)
         self.survival = {(m, c): Survival(PRIOR[c]) for m in members for c in contexts}
@@ -106,7 +112,7 @@ class Auto(Controller):
         self.round += 1
         self.account.rounds = self.looking.rounds = self.round
         if self.resting > 0:
-            if max(contexts, default=0) < len(SUFFIXES):
+            if not self._wakes(contexts):
                 self.resting -= 1
                 self.rested += 1
                 self.is_looking = False
@@ -119,11 +125,17 @@ class Auto(Controller):
             return (self.off,)
         return [*playable, self.off]
 
+    def _wakes(self, contexts: Sequence[int]) -> bool:
+        """A repeated suffix ends a rest if an arm promises something there, a long one always. None
+        are known while nobody glances."""
+        longest = max(contexts, default=0)
+        return longest == len(SUFFIXES) or (longest > 0 and bool(self._worth(contexts)))
+
     def _worth(self, contexts: Sequence[int]) -> list[int]:
         """Arms that promise more than plain decoding, best first."""
         plain, rates = self.prices.seconds(0), {}
         for i, arm in enumerate(self.arms):
-            cost = self.prices.of(arm) / plain
+            cost = max((self.prices.of(arm) + self.prices.wake) / plain, 1.0)
             if arm.member is None or not self.account.affords(cost - 1.0):
                 continue
             tokens = 1.0 + self._mean(arm.member, contexts, arm.length)
@@ -144,23 +156,29 @@ class Auto(Controller):
             return
         self.idle += 1
         self.is_looking = True
-        if self.idle >= self.window:
+        if self.idle >= self.window or not self._affords_look():
             self.idle, self.resting = 0, self.next_rest
             self.next_rest = min(2 * self.next_rest, self.longest_rest)
             self.is_listening = False
 
     def looks(self) -> bool:
-        return self.is_looking and self.looking.affords(self.look_cost)
+        self.looked = self.is_looking and self._affords_look()
+        return self.looked
+
+    def _affords_look(self) -> bool:
+        """What drafts have gained pays for looking."""
+        return self.looking.affords(self.look_cost - max(self.account.balance, 0.0))
 
     def reward(self, arm: int, tokens: float, seconds: float) -> None:
         if arm != self.off:
             usual = self.prices.of(self.arms[arm])  # one slow moment of the machine is no price
-            self.account.book(tokens, min(seconds, 3.0 * usual) / self.prices.seconds(0))
+            cost = min(seconds, 3.0 * usual) / self.prices.seconds(0)
+            self.account.book(tokens, max(cost, 1.0))
 
     def lost(self, seconds: float) -> None:
         cost = min(seconds / self.prices.seconds(0), 3.0)
         self.looking.book(0.0, cost)
-        if self.is_looking:
+        if self.looked:
             self.look_cost += 0.2 * (cost - self.look_cost)
 
     def scored(self, score: Score) -> None:

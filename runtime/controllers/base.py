@@ -69,6 +69,11 @@ class ArmCount:
     tokens: int = 0
     seconds: float = 0.0
 
+    def add(self, tokens: int, seconds: float) -> None:
+        self.rounds += 1
+        self.tokens += tokens
+        self.seconds += seconds
+
     def to_json(self) -> dict[str, Any]:
         return {"rounds": self.rounds, "tokens": self.tokens, "seconds": round(self.seconds, 6)}
 
@@ -81,8 +86,9 @@ class Prices:
 
     table: CostTable | None = None
     slope: float = 0.08
-    ratios: Ratios = field(default_factory=Ratios)
+    ratios: Ratios = field(default_factory=lambda: Ratios(first_wait=1))
     branching: set[int] = field(default_factory=set)
+    wake: float = 0.0  # before a draft, to read what was missed; lately
     _known: dict[int, float] = field(default_factory=dict, init=False)
 
     def of(self, arm: Arm, depth: int | None = None) -> float:

@@ -13,7 +13,7 @@ fed tokens, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from specctl.core.drafter import Needs, Outcome
 from specctl.core.language_model import LmOut
 from specctl.core.tree import DraftTree
+from specctl.runtime.engine.lazy_drafter import ranked
 from specctl.runtime.engine.request import Emission, Row, TokenLogprob
 from specctl.runtime.engine.round import Round
 from specctl.runtime.target.target import Target
@@ -134,17 +135,23 @@ def outcome_of(
         verdict.next_token_B,
         tuple(each.tokens for each in done),
         tuple(each.finished for each in done),
-        {tap: _along(value, verdict.path_BP, tree) for tap, value in out.taps.items()},
+        _taps_along(out.taps, verdict.path_BP, tree),
         probe_taps=_at_probes(out, tree),
     )
     if not needs.topk:
         return outcome
     assert out.logits_BTV is not None
-    logits_BTC, topk_BTC = out.logits_BTV.topk(needs.topk, dim=-1)
-    if not needs.topk_logp:
-        return replace(outcome, topk_BTC=topk_BTC)
-    logp_BTC = logits_BTC.float() - out.logits_BTV.float().logsumexp(-1, keepdim=True)
+    topk_BTC, logp_BTC = ranked(out.logits_BTV, needs)
     return replace(outcome, topk_BTC=topk_BTC, topk_logp_BTC=logp_BTC)
+
+
+def _taps_along(
+    taps: Mapping[int, Tensor], path_BP: Tensor, tree: DraftTree
+) -> Mapping[int, Tensor]:
+    """Each tap along the paths; as they are where nothing but the roots was fed."""
+    if not (tree.num_nodes or tree.num_probes):
+        return taps
+    return {tap: _along(value, path_BP, tree) for tap, value in taps.items()}
 
 
 def _at_probes(out: LmOut, tree: DraftTree) -> dict[int, Tensor]:

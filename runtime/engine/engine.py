@@ -72,7 +72,7 @@ class Engine:
             learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
             inner = PolicyDrafter(drafter, self.policy, learners, rule)
             inner = wrap_drafter(inner) if wrap_drafter is not None else inner
-        self.drafting = LazyDrafter(inner, self.policy.nodes + 1, is_lazy=not self.needs.topk)
+        self.drafting = LazyDrafter(inner, self.policy.nodes + 1, self.needs)
         who = (self.policy, chooser, batching, self.drafting)
         planner = RoundPlanner(self.context, *who, self._usual_rule != "target-only")
         self.scheduler = Scheduler(self.reader, planner, num_slots, prefill_chunk)
@@ -153,8 +153,10 @@ class Engine:
         done = commit(round, tree, verdict, logits_BTV, self.target)
         self.scheduler.extend_rows(done)
         waited, verified = self.drafting.catch_up_seconds, time.perf_counter()
-        spent = RoundSeconds(drafted - round.began - waited, verified - drafted, 0.0, waited)
-        self._learn(outcome_of(round, tree, verdict, out, done, self._heard_needs()), spent)
+        took = drafted - round.began - waited, verified - drafted
+        spent = RoundSeconds(*took, 0.0, waited, is_free=round.roots is not None)
+        outcome = outcome_of(round, tree, verdict, out, done, self.drafting.heard())
+        self._learn(outcome, out.logits_BTV, spent, verified)
         return self.scheduler.retire(done)
 
     def _verify(self, round: Round, tree: DraftTree, logits_BTV: Tensor) -> Verdict:
@@ -164,10 +166,11 @@ class Engine:
         noise = round.noise if tree.is_chain else round.noise.counted_over(tree.valid_BN)
         return run_rule(rule, tree, scores_BTV, noise)
 
-    def _learn(self, outcome: Outcome, spent: RoundSeconds) -> None:
+    def _learn(
+        self, outcome: Outcome, logits_BTV: Tensor, spent: RoundSeconds, began: float
+    ) -> None:
         """Whoever drafts or plans sees what the round did; observing counts as drafting."""
-        began = time.perf_counter()
-        self.drafting.observe(outcome)
+        self.drafting.observe(outcome, logits_BTV)
         learned = time.perf_counter() - began
         seconds = replace(spent, draft=spent.draft + learned, commit=learned)
         self.drafting.learn(outcome, seconds)
@@ -176,8 +179,3 @@ class Engine:
         self.draft_seconds += seconds.draft
         self.verify_seconds += seconds.verify
         self._catch_up_seconds += seconds.wake
-
-    def _heard_needs(self) -> Needs:
-        """What the drafter wants to know, while it listens."""
-        state = self.drafting.state
-        return self.needs if state is not None and state.is_listening else Needs()

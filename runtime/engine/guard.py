@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import DraftState, Outcome, RoundSeconds, Space
+from specctl.core.drafter import DraftState, Outcome, RoundSeconds, RoundView, Space
 from specctl.core.tree import DraftTree, QRows
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
@@ -53,6 +53,12 @@ class Guard(RoundDrafter):
 
     def speculates(self, slot: int) -> bool:
         return self.why_off is None and slot not in self._lost and self.inner.speculates(slot)
+
+    def rests(self, view: RoundView) -> bool:
+        if any(map(self.speculates, view.slots)):
+            with self._surviving(view.slots, "while it chose"):
+                return self.inner.rests(view)
+        return True
 
     def open(self, space: Space) -> None:
         if self.why_off is None:

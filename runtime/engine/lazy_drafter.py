@@ -1,28 +1,35 @@
 """LazyDrafter: rows that draft nothing cost their drafter nothing.
 
 Nothing is computed for such a row; the target's taps at its tokens are kept by reference, one entry
-a round for all rows, within the memory that a server counts for a row's taps. When the row drafts
-again its drafter reads everything at once, as rounds that had drafted the text itself, all of it
-accepted: what it then drafts is what it would have drafted had it followed every round. A row that
-ends before it drafts again has cost nothing.
-Letters: B rows, D hidden width, N nodes, P path.
+a round for all rows, within the memory that a server counts for a row's taps. Of its logits a few
+rounds are kept, then the top-k of all of these, found at once. When the row drafts again its
+drafter reads everything at once, as rounds that had drafted the text itself, all of it accepted:
+what it then drafts is what it would have drafted had it followed every round. A row that ends
+before it drafts again has cost nothing.
+Letters: B rows, C candidates, D hidden width, N nodes, P path, R flat rows, T fed tokens, V target
+vocabulary, X any axes.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from specctl.core.drafter import DraftState, Outcome, RoundSeconds, RoundView, Space
+from specctl.core.drafter import DraftState, Needs, Outcome, RoundSeconds, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round, outcome_of_rows, scatter_rows
 from specctl.runtime.engine.round_drafter import RoundDrafter
+
+MOST_UNRANKED = 16  # rounds of which the logits are kept
 
 
 @dataclass(slots=True, eq=False)
@@ -44,16 +51,38 @@ class DraftProgress:
         return max(0, self.row.prompt_len - 1 - self.observed_len)
 
 
-class LazyDrafter(RoundDrafter):
-    """Shows `inner` the rows that draft, and up to `most` missed positions of them at once. A row
-    that drafts nothing emits one token a round, so that its newest m positions are the last m
-    entries of what is kept. Not `is_lazy`: all rows are drafted for if one is, and no round is
-    missed; so it must be with what lives on the target's top-k, which is not kept."""
+@dataclass(slots=True, eq=False)
+class MissedRound:
+    """The rows of a round by slot, and what the target had at their roots: taps [B, 1, D]; its
+    best tokens [B, C], with their log-probabilities where they are needed, or the logits [B, V]
+    that they are still to be found in. None of the two: the drafter did not listen."""
 
-    def __init__(self, inner: RoundDrafter, most: int, is_lazy: bool) -> None:
-        self.inner, self.most, self.is_lazy = inner, most, is_lazy
+    places: Mapping[int, int]
+    taps: Mapping[int, Tensor]
+    topk_BC: Tensor | None = None
+    logp_BC: Tensor | None = None
+    logits_BV: Tensor | None = None
+
+    @property
+    def is_heard(self) -> bool:
+        return self.topk_BC is not None or self.logits_BV is not None
+
+
+UNHEARD = MissedRound({}, {})
+
+
+class LazyDrafter(RoundDrafter):
+    """Shows `inner`, which `needs` that of the target, the rows that draft, and up to `most` missed
+    positions of them at once. A row that drafts nothing emits one token a round, so that its newest
+    m positions are the last m entries of what is kept. Not `is_lazy`: all rows are drafted for if
+    one is, and no round is missed."""
+
+    is_lazy = True
+
+    def __init__(self, inner: RoundDrafter, most: int, needs: Needs) -> None:
+        self.inner, self.most, self.needs = inner, most, needs
         self._progress: dict[int, DraftProgress] = {}  # by slot
-        self._rounds: deque[tuple[Mapping[int, int], Mapping[int, Tensor]]] = deque()
+        self._rounds: deque[MissedRound] = deque()
         self._at: list[int] = []  # rows that draft in this round
         self._seen: Outcome | None = None
         self._device = torch.device("cpu")
@@ -77,6 +106,18 @@ class LazyDrafter(RoundDrafter):
 
     def backlog(self, row: Row) -> int:
         return self._of(row).backlog
+
+    def rests(self, view: RoundView) -> bool:
+        return self.inner.rests(view)
+
+    def heard(self) -> Needs:
+        """What the target is to tell of the round at once; the rest is kept until it is needed."""
+        is_shown = self._at or not self.is_lazy
+        return self.needs if is_shown and self._is_listening else Needs()
+
+    @property
+    def _is_listening(self) -> bool:
+        return self.state is not None and self.state.is_listening
 
     # -- rows come and go -----------------------------------------------------------------------
 
@@ -112,6 +153,9 @@ class LazyDrafter(RoundDrafter):
     # -- a round --------------------------------------------------------------------------------
 
     def draft(self, round: Round) -> DraftTree:
+        if self.is_lazy and not round.plan.budget.depth:
+            self._at, self.catch_up_seconds = [], 0.0
+            return empty_tree(len(round.rows), round.view.slot_B.device)
         began = time.perf_counter()
         at = self._speculating(round.view.slots)
         drafting = [b for b in at if round.plan.drafts(b)]
@@ -124,8 +168,8 @@ class LazyDrafter(RoundDrafter):
         tree = self.inner.draft(round.of_rows(self._at))
         return scatter_rows(tree, self._at, len(round.rows))
 
-    def observe(self, outcome: Outcome) -> None:
-        """The drafter sees the rows that drafted, or nothing."""
+    def observe(self, outcome: Outcome, logits_BTV: Tensor | None = None) -> None:
+        """The drafter sees the rows that drafted, or nothing. `logits_BTV`: the target's."""
         slots = outcome.view.slots
         at = [b for b in self._at if self.inner.speculates(slots[b])]
         if not at and not self.is_lazy:
@@ -133,7 +177,7 @@ class LazyDrafter(RoundDrafter):
         for b in at:
             progress = self._progress[slots[b]]
             progress.observed_len = progress.row.kept_len
-        self._keep_taps(outcome)
+        self._keep(outcome, logits_BTV)
         self._seen = outcome_of_rows(outcome, at) if at else outcome
         if at:
             self.inner.observe(self._seen)
@@ -149,32 +193,77 @@ class LazyDrafter(RoundDrafter):
 
     # -- what was missed ------------------------------------------------------------------------
 
-    def _keep_taps(self, outcome: Outcome) -> None:
+    def _keep(self, outcome: Outcome, logits_BTV: Tensor | None) -> None:
         """As many rounds as the longest backlog needs."""
-        if not outcome.taps:
+        if not (self.needs.taps or self.needs.topk):
             return
-        places = {slot: b for b, slot in enumerate(outcome.view.slots)}
-        roots = {tap: _root(taps_BPD) for tap, taps_BPD in outcome.taps.items()}
-        self._rounds.append((places, roots))
-        live = [self._progress[slot] for slot in places if self.inner.speculates(slot)]
+        is_heard = self.needs.topk > 0 and self._is_listening
+        if not (is_heard or outcome.taps or any(outcome.finished)):
+            self._rounds.append(UNHEARD)
+            return
+        slots, topk, logp = outcome.view.slots, outcome.topk_BTC, outcome.topk_logp_BTC
+        taps = outcome.taps if not outcome.tree.num_nodes else _roots(outcome.taps)
+        new = MissedRound({slot: b for b, slot in enumerate(slots)}, taps)
+        live = [self._progress[slot] for slot in slots if self.inner.speculates(slot)]
         backlogs = [p.backlog - p.num_without_taps for p in live if p.row.finished is None]
+        self._rounds.append(new)
         while len(self._rounds) > max(backlogs, default=0):
             self._rounds.popleft()
+        if not self._rounds or not is_heard:
+            return
+        if topk is not None:
+            new.topk_BC, new.logp_BC = topk[:, 0].clone(), None if logp is None else logp[:, 0]
+        elif logits_BTV is not None:
+            new.logits_BV = logits_BTV[:, 0].clone()  # a recorded forward writes to its own again
+            self._rank(MOST_UNRANKED)
+
+    def _rank(self, least: int = 1) -> None:
+        """Find the top-k of all rounds of which the logits are kept, if they are as many."""
+        rounds = [each for each in self._rounds if each.logits_BV is not None]
+        if len(rounds) < least:
+            return
+        counts = [len(each.places) for each in rounds]
+        logits_RV = torch.cat([each.logits_BV for each in rounds if each.logits_BV is not None])
+        topk, logp = ranked(logits_RV, self.needs)
+        first = 0
+        for each, count in zip(rounds, counts, strict=True):
+            own, first = slice(first, first + count), first + count
+            each.topk_BC, each.logp_BC = topk[own], None if logp is None else logp[own]
+            each.logits_BV = None
 
     def _catch_up(self, behind: list[DraftProgress]) -> None:
         """Have the drafter read all that these rows have missed, their prompts first."""
         for progress in behind:
             if not progress.is_started:
                 self._start(progress)
+        if behind:
+            self._rank()
         while behind := [p for p in behind if p.backlog and self.inner.speculates(p.row.slot)]:
-            missed = self._missed(behind)
+            is_heard = self._is_heard(behind[0], 0)  # all or nothing of what is shown at once
+            alike = [p for p in behind if self._is_heard(p, 0) == is_heard]
+            missed = self._missed(alike)
             self.inner.catch_up(missed)
-            for progress, new in zip(behind, missed.emitted, strict=True):
+            for progress, new in zip(alike, missed.emitted, strict=True):
                 progress.observed_len += len(new)
+
+    def _is_heard(self, progress: DraftProgress, at: int) -> bool:
+        """Whether the top-k of that position of its backlog is known."""
+        return self.needs.topk > 0 and self._rounds[at - progress.backlog].is_heard
+
+    def _count(self, progress: DraftProgress) -> int:
+        """How many positions of its backlog are read next."""
+        most = min(self.most, progress.backlog)
+        if not self.needs.topk:
+            return most
+        first = self._is_heard(progress, 0)
+        alike = (at for at in range(1, most) if self._is_heard(progress, at) != first)
+        return next(alike, most)
 
     def _missed(self, behind: Sequence[DraftProgress]) -> Outcome:
         """The next `most` positions, or as many as there are, of rows whose prompts are known."""
-        rows, counts = [p.row for p in behind], [min(self.most, p.backlog) for p in behind]
+        rows, counts = [p.row for p in behind], [self._count(p) for p in behind]
+        if self.needs.topk:  # known at every place that is fed
+            counts = [min(counts)] * len(counts)
         P, device = max(counts), self._device
         texts = [p.row.tokens[p.observed_len :] for p in behind]
         path = [[*range(n), *(-1,) * (P - n)] for n in counts]
@@ -201,26 +290,54 @@ class LazyDrafter(RoundDrafter):
             torch.tensor([new[-1] for new in emitted], device=device),
             emitted,
             (None,) * len(rows),
-            self._missed_taps(behind, counts),
+            {
+                tap: self._gathered(behind, counts, partial(_tap_at_roots, tap))
+                for tap in (self._rounds[-1].taps if self._rounds else ())
+            },
+            *self._missed_ranks(behind, counts),
         )
 
-    def _missed_taps(
+    def _missed_ranks(
         self, behind: Sequence[DraftProgress], counts: Sequence[int]
-    ) -> dict[int, Tensor]:
-        """[B, P, D] of each tap, zero behind what a row has."""
-        if not self._rounds:
-            return {}
-        found: dict[int, Tensor] = {}
-        for tap, newest in self._rounds[-1][1].items():
-            taps_BPD = newest.new_zeros(len(behind), max(counts), newest.shape[-1])
-            for b, (progress, count) in enumerate(zip(behind, counts, strict=True)):
-                first, slot = len(self._rounds) - progress.backlog, progress.row.slot
-                entries = [self._rounds[first + i] for i in range(count)]
-                taps_BPD[b, :count] = torch.stack([taps[tap][at[slot]] for at, taps in entries])
-            found[tap] = taps_BPD
-        return found
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """[B, P, C]: the target's best tokens and their log-probabilities, of rows of which they
+        are known."""
+        if not self._is_heard(behind[0], 0):
+            return None, None
+        topk = self._gathered(behind, counts, attrgetter("topk_BC"))
+        if not self.needs.topk_logp:
+            return topk, None
+        return topk, self._gathered(behind, counts, attrgetter("logp_BC"))
+
+    def _gathered(
+        self,
+        behind: Sequence[DraftProgress],
+        counts: Sequence[int],
+        value_of: Callable[[MissedRound], Tensor],
+    ) -> Tensor:
+        """[B, P, X]: what these rows miss of a value [B, X] of the kept rounds, zero behind what a
+        row has."""
+        found_BPX = []
+        for progress, count in zip(behind, counts, strict=True):
+            first, slot = len(self._rounds) - progress.backlog, progress.row.slot
+            rounds = [self._rounds[at] for at in range(first, first + count)]
+            found_BPX.append(torch.stack([value_of(each)[each.places[slot]] for each in rounds]))
+        return pad_sequence(found_BPX, batch_first=True)
 
 
-def _root(taps_BPD: Tensor) -> Tensor:
-    """[B, D]: a tap at the roots, which holds no more memory than that."""
-    return taps_BPD[:, 0] if taps_BPD.shape[1] == 1 else taps_BPD[:, 0].clone()
+def ranked(logits_RV: Tensor, needs: Needs) -> tuple[Tensor, Tensor | None]:
+    """[..., C]: the best tokens that a drafter needs, and their log-probabilities if it does."""
+    best_RC, topk_RC = logits_RV.topk(needs.topk, dim=-1)
+    if not needs.topk_logp:
+        return topk_RC, None
+    return topk_RC, best_RC.float() - logits_RV.float().logsumexp(-1, keepdim=True)
+
+
+def _tap_at_roots(tap: int, missed: MissedRound) -> Tensor:
+    """[B, D]"""
+    return missed.taps[tap][:, 0]
+
+
+def _roots(taps: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """[B, 1, D]: taps at the roots, which hold no more memory than that."""
+    return {tap: value_BPD[:, :1].clone() for tap, value_BPD in taps.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed
+from specctl.core.language_model import Feed, LmOut
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.target.target import Target
@@ -68,6 +68,18 @@ class PrefillProgress:
     def prompt_taps(self) -> dict[int, Tensor]:
         """[kept_len, D] of each tap."""
         return self._taps_of(0, self.row.kept_len)
+
+    def root_taps(self) -> dict[int, Tensor]:
+        """[1, D] of each tap at the last token, where it was read."""
+        return self._taps_of(self.row.kept_len, self.row.kept_len + 1)
+
+
+def roots_of(readings: Sequence[PrefillProgress]) -> LmOut:
+    """What the target had at the last tokens of prompts, [B, 1, ...]: a round of their roots."""
+    logits = [each.root_1V for each in readings if each.root_1V is not None]
+    taps = [each.root_taps() for each in readings]
+    stacked = {tap: torch.stack([each[tap] for each in taps]) for tap in taps[0]}
+    return LmOut(torch.stack(logits), stacked)
 
 
 def prefill(target: Target, kv: SlotKV, row: Row, taps: tuple[int, ...] = ()) -> dict[int, Tensor]:

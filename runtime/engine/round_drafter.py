@@ -13,11 +13,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Drafter, DraftState, Outcome, RoundSeconds, SharedNoise, Space
+from specctl.core.drafter import (
+    Drafter,
+    DraftState,
+    Outcome,
+    RoundSeconds,
+    RoundView,
+    SharedNoise,
+    Space,
+)
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
-from specctl.runtime.policies.base import GrowRequest, Learner, Policy
+from specctl.runtime.policies.base import GrowRequest, Learner, Policy, Resting
 
 
 class RoundDrafter:
@@ -40,6 +48,10 @@ class RoundDrafter:
 
     def speculates(self, slot: int) -> bool:
         """Whether the row in that slot may be drafted for."""
+        return False
+
+    def rests(self, view: RoundView) -> bool:
+        """Asked once before a round: whether nothing is to be drafted in it."""
         return False
 
     def backlog(self, row: Row) -> int:
@@ -81,6 +93,7 @@ class PolicyDrafter(RoundDrafter):
         self.is_coupled, self.is_shown = rule == "target-only", rule == "inverse-cdf"
         self._state: DraftState | None = None
         self._started: set[int] = set()
+        self._resting = policy if isinstance(policy, Resting) else None
 
     @property
     def state(self) -> DraftState:
@@ -93,6 +106,9 @@ class PolicyDrafter(RoundDrafter):
 
     def speculates(self, slot: int) -> bool:
         return True
+
+    def rests(self, view: RoundView) -> bool:
+        return self._resting is not None and self._resting.rests(self.state, view)
 
     def prefill(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
         self.state.prefill(row.slot, row.tokens, taps, first, last)

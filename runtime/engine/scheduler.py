@@ -15,19 +15,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from specctl.core.drafter import Budget
+from specctl.core.drafter import Budget, RoundView
 from specctl.core.errors import SpecctlError
 from specctl.core.language_model import LmOut
 from specctl.runtime.batching.base import Batching, Choosing, RowView
-from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read
+from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read, roots_of
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.engine.round import Round, RoundPlan, noise_of, view_of
 from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.engine.target_reader import TargetReader
-from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.base import Policy, Resting
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import SamplingBatch
@@ -64,13 +63,19 @@ class RoundPlanner:
     drafting: RoundDrafter
     follows_drafts: bool
 
-    def plan(self, rows: Sequence[Row]) -> RoundPlan:
+    def plan(self, rows: Sequence[Row], view: RoundView) -> RoundPlan:
         """No row drafts what it has no room for: its last token is the bonus."""
         rooms = self._rooms(rows)
         most, lengths = max(*rooms, 0), None
         depth = self.policy.depth
         if self.chooser is not None:
+            able = (
+                row for row in rows if row.request.drafts and self.drafting.speculates(row.slot)
+            )
+            self.chooser.missed = sum(map(self.drafting.backlog, able))
             depth = min(depth, self.chooser.length(len(rows)))
+        if depth and most > 0 and self.drafting.rests(view):
+            depth = 0
         if self.batching is not None:
             lengths = self.batching.lengths(self._views(rows, rooms))
             depth = min(depth, max(lengths))
@@ -80,6 +85,20 @@ class RoundPlanner:
             depth = min(depth, most)
         budget = Budget(nodes=self.policy.nodes, depth=depth)
         return RoundPlan(budget, lengths, isinstance(self.batching, Choosing))
+
+    @property
+    def first_is_free(self) -> bool:
+        """Whether rows that join alone take their first token from the prompt, undrafted: a round
+        without a forward of its own. So it is wherever costs decide."""
+        if self.drafting.state is None:
+            return True
+        if self.batching is not None:
+            return False
+        chooser = self.chooser
+        return isinstance(self.policy, Resting) if chooser is None else chooser.first_is_free
+
+    def undrafted(self) -> RoundPlan:
+        return RoundPlan(Budget(nodes=self.policy.nodes, depth=0))
 
     def _is_cut(self, rows: Sequence[Row]) -> bool:
         """Whether every row is cut to its own room."""
@@ -193,7 +212,7 @@ class Scheduler:
         rows, (roots, self._roots) = tuple(self.rows), (self._roots, None)
         view, sampling = view_of(rows, device), self._batch_sampling()
         noise = self._noise(sampling)
-        plan = self.planner.plan(rows)
+        plan = self.planner.plan(rows, view) if roots is None else self.planner.undrafted()
         return Round(rows, view, sampling, noise, plan, began, roots)
 
     def extend_rows(self, done: Sequence[Emission]) -> None:
@@ -236,15 +255,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Rows join whose prompts are read, up to the last token: the root of the first round. If
-        nothing can be drafted, the forward of that round is part of the reading."""
+        nothing is drafted in it, the forward of that round is part of the reading."""
         began = time.perf_counter()
-        with_roots = self.drafting.state is None and not self.rows and self.chunk is None
+        with_roots = not self.rows and self.chunk is None and self.planner.first_is_free
         while self.waiting and self.free:
             self.prefilling.append(self._take_slot(*self.waiting.popleft(), with_roots))
         done = self._prefill(with_roots)
         if with_roots:
-            logits = [each.root_1V for each in done if each.root_1V is not None]
-            self._roots = LmOut(torch.stack(logits))
+            self._roots = roots_of(done)
         self.prefilling = [progress for progress in self.prefilling if progress not in done]
         for progress in done:
             row, taps = progress.row, progress.prompt_taps()

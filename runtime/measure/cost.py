@@ -1,4 +1,4 @@
-"""What a round costs on this device: medians measured in the real engine, host time included.
+"""What a round costs on this device, measured in the real engine, host time included.
 
 Letters: B rows, N nodes, R flat rows.
 """
@@ -41,9 +41,10 @@ def measure_costs(
     rounds: int = 24,
     sampling: Sampling | None = None,
 ) -> CostTable:
-    """Medians over `rounds` rounds per length in the real engine, lengths interleaved twice. Of a
-    switch, what is measured is how dear verification is: with a drafter that is never silent. Of a
-    tree that is fitted to the device, chains of its drafter: steps and nodes have their prices."""
+    """Lower quartiles over `rounds` rounds per length in the real engine, lengths interleaved
+    twice. Of a switch, what is measured is how dear verification is: with a drafter that is never
+    silent. Of a tree that is fitted to the device, chains of its drafter: steps and nodes have
+    their prices."""
     if isinstance(policy, Switch):
         size = max(policy.nodes, policy.depth)
         drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
@@ -63,11 +64,12 @@ def measure_costs(
             requests = [Request(tuple(p), wanted) for p in list(prompts)[:batch]]
             Engine(target, drafter, policy, "auto", num_slots=batch, chooser=probe).run(requests)
     return CostTable(
-        {k: _median(p.draft_seconds) for k, p in probes.items()},
-        {k: _median(p.verify_seconds) for k, p in probes.items()},
+        {k: _usual(p.draft_seconds) for k, p in probes.items()},
+        {k: _usual(p.verify_seconds) for k, p in probes.items()},
         str(target.device),
         target.dtype_name,
         batch,
+        _read_seconds([each for k, probe in probes.items() if k for each in probe.reads]),
     )
 
 
@@ -179,5 +181,11 @@ def _counting(target: Target, rows: int, length: int) -> list[list[int]]:
     return found
 
 
-def _median(values: Sequence[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).median()) if values else inf
+def _read_seconds(reads: Sequence[tuple[int, float]]) -> float:
+    """Per position, of so many that were read in that time each; 0 where nothing had to be read."""
+    return _usual([seconds / missed for missed, seconds in reads]) if reads else 0.0
+
+
+def _usual(values: Sequence[float]) -> float:
+    """The lower quartile: what else runs on the machine makes rounds dearer, never cheaper."""
+    return sorted(values)[len(values) // 4] if values else inf

@@ -26,13 +26,15 @@ def on_line(known: Mapping[int, float], at: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Seconds per round by draft length: `draft[k]`, `verify[k]`; k = 0 is plain decoding."""
+    """Seconds per round by draft length: `draft[k]`, `verify[k]`; k = 0 is plain decoding. `read`:
+    seconds in which the drafter reads one position of what it has missed, a prompt for example."""
 
     draft: Mapping[int, float]
     verify: Mapping[int, float]
     device: str
     dtype: str
     batch: int
+    read: float = 0.0
 
     def round_seconds(self, length: int) -> float:
         return self.draft[length] + self.verify[length]

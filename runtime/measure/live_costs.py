@@ -41,6 +41,7 @@ class Ratios:
     """Measured over tabled seconds by the size of a round's draft, 0 = plain. One writer: who
     chooses by the table."""
 
+    first_wait: int = FIRST_WAIT
     round: int = 0
     seen: dict[int, Recent] = field(default_factory=dict)
     drafted: Recent = field(default_factory=Recent)  # of any size but 0
@@ -77,8 +78,10 @@ class Ratios:
         return not before / SHIFT < median_low(newest) < before * SHIFT
 
     def wants_plain(self, is_safe: bool) -> bool:
-        """Whether a plain round should be measured instead of the coming draft."""
+        """Whether a plain round should be measured instead of the coming draft; the first behind
+        `first_wait` drafts, since what they lost is only known then."""
         wait = self.wait if is_safe else min(self.wait, NARROW_WAIT)
+        wait = wait if 0 in self.seen else min(wait, self.first_wait)
         if self.burst == 0 and self.since >= wait:
             self.burst = BURST
         return self.burst > 0

@@ -122,6 +122,15 @@ class Learner(Protocol):
 
 
 @runtime_checkable
+class Resting(Protocol):
+    """A policy that does not draft in every round."""
+
+    def rests(self, state: DraftState, view: RoundView) -> bool:
+        """Asked once before a round: whether nothing is to be drafted in it. Then `grow` is not
+        called, and the rows cost their drafter nothing."""
+
+
+@runtime_checkable
 class Pruning(Protocol):
     """A policy whose nodes the target may drop behind its first `early_layer` layers (None: never)
     unless they are among the `early_top` best there, by the early head of the drafter, or with

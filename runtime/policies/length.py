@@ -8,11 +8,14 @@ staircase, so the global argmax is taken, never a local step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.live_costs import Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
+
+HORIZON = 64  # rounds in which the reading of what was missed must pay
 
 
 @dataclass(slots=True)
@@ -21,10 +24,13 @@ class LengthChooser:
     running acceptance.
 
     One writer: the engine. `memory` rounds are remembered (exponentially). A length must promise
-    `margin` over plain decoding, and the account must bear that all of it is rejected. While
-    speculation is off, a probe of `probe_length` tokens comes after `probe_first` rounds, then
-    after twice as many up to `probe_last`, and at once behind a probe that was accepted whole.
+    `margin` over plain decoding, and the account must bear that all of it is rejected; what the
+    drafter has `missed`, which it must read first, is part of the cost. While speculation is off, a
+    probe of `probe_length` tokens comes after `probe_first` rounds, then after twice as many up to
+    `probe_last`, and at once behind a probe that was accepted whole.
     """
+
+    first_is_free: ClassVar[bool] = True  # a text's first token comes with its prompt, undrafted
 
     costs: CostTable
     alpha: float = 0.6
@@ -35,8 +41,10 @@ class LengthChooser:
     probe_length: int = 2
     rounds: int = 0
     rounds_off: int = 0
-    ratios: Ratios = field(default_factory=Ratios)
+    missed: int = 0  # positions, of the rows of this round
+    ratios: Ratios = field(default_factory=lambda: Ratios(first_wait=1))
     account: Account = field(default_factory=Account)
+    _read: float = field(default=0.0, init=False)  # seconds of a missed position
     _accepted: float = field(default=0.0, init=False)
     _tested: float = field(default=0.0, init=False)
     _asked: int = field(default=0, init=False)
@@ -46,6 +54,7 @@ class LengthChooser:
 
     def __post_init__(self) -> None:
         self._accepted, self._tested, self._wait = 2.0 * self.alpha, 2.0, self.probe_first
+        self._read = self.costs.read
 
     def length(self, batch: int) -> int:
         self.rounds += 1
@@ -73,11 +82,12 @@ class LengthChooser:
     def _best(self) -> int:
         """The length with most expected tokens per second; 0 where speculation loses."""
         plain, alpha = self.seconds(0), self.estimate()
+        reading = self.missed * self._read / plain
         best, most = 0, 1.0 + self.margin
         for length in self.costs.verify:
-            cost = self.seconds(length) / plain
-            gain = expected_tau(alpha, length) / cost
-            if length and gain > most and self.account.affords(cost - 1.0):
+            cost = max(self.seconds(length) / plain, 1.0)  # nothing drafted is cheaper than nothing
+            gain = expected_tau(alpha, length) / (cost + reading / HORIZON)
+            if length and gain > most and self.account.affords(cost - 1.0 + reading):
                 best, most = length, gain
         return best
 
@@ -85,7 +95,7 @@ class LengthChooser:
         """The length of a round in which nothing is worth drafting."""
         self._since += 1
         length = min(self.probe_length, max(self.costs.verify))
-        loss = self.seconds(length) / self.seconds(0) - 1.0
+        loss = (self.seconds(length) + self.missed * self._read) / self.seconds(0) - 1.0
         if self._since < self._wait or not self.account.affords(loss):
             return 0
         self._since, self._wait = 0, min(2 * self._wait, self.probe_last)
@@ -113,28 +123,39 @@ class LengthChooser:
         """What the round cost: a lesson about its size, and a debt. A drafter that had nothing to
         say has cost time as well, but is no plain round. Of a slow moment three times what such
         rounds cost is booked."""
+        if seconds.is_free:
+            return
         asked, depth, spent = self._asked, outcome.tree.depth, seconds.draft + seconds.verify
+        if asked and self.missed:
+            self._read += 0.5 * (seconds.wake / self.missed - self._read)
         if depth > 0 or asked == 0:
             self.ratios.observe(depth, spent / self._tabled(depth))
         if asked == 0:
             return
         plain, usual = self.seconds(0), max(self.seconds(depth), self.seconds(asked))
         tokens = 1.0 + sum(outcome.num_accepted) / max(len(outcome.num_accepted), 1)
-        self.account.book(tokens, (min(spent, 3.0 * usual) + seconds.wake) / plain)
+        cost = (min(spent, 3.0 * usual) + seconds.wake) / plain
+        self.account.book(tokens, max(cost, 1.0))  # a slow plain round makes no gain of nothing
 
 
 @dataclass(slots=True)
 class FixedLength(LengthChooser):
-    """Always the same draft length, with per-round times kept: the probe that fills a table."""
+    """Always the same draft length, with per-round times kept, and how long it took to read so many
+    positions: the probe that fills a table."""
+
+    first_is_free: ClassVar[bool] = False
 
     fixed: int = 0
     draft_seconds: list[float] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
+    reads: list[tuple[int, float]] = field(default_factory=list)
 
     def length(self, batch: int) -> int:
         return self.fixed
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
+        if self.missed and seconds.wake:
+            self.reads.append((self.missed, seconds.wake))
         is_full = len(outcome.emitted) == self.costs.batch  # rows may have left already
         if outcome.tree.depth == self.fixed and is_full:
             self.draft_seconds.append(seconds.draft)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specctl.core.drafter import Budget, Outcome, RoundSeconds, StepState
+from specctl.core.drafter import Budget, DraftState, Outcome, RoundSeconds, RoundView, StepState
 from specctl.core.errors import unknown
 from specctl.core.tree import DraftTree, NodeKind, empty_tree, fitted
 from specctl.drafters.team import TeamState
@@ -24,6 +24,8 @@ from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
+
+MEASURED = 4  # rounds of a rest of which one is measured
 
 
 @dataclass(slots=True)
@@ -40,12 +42,15 @@ class Switch:
     costs: CostTable | None = field(default=None, repr=False)
     brain: Controller = field(init=False, repr=False)
     counts: dict[str, ArmCount] = field(default_factory=dict, init=False, repr=False)
+    unasked: ArmCount = field(default_factory=ArmCount, init=False, repr=False)
     prices: Prices = field(init=False, repr=False)
     matches: Matches = field(default_factory=Matches, init=False, repr=False)
     shadows: Shadows = field(default_factory=Shadows, init=False, repr=False)
     played: int = field(default=0, init=False, repr=False)
     idle: float = field(default=0.0, init=False, repr=False)  # seconds of drafts not played
     contexts: list[int] = field(default_factory=list, init=False, repr=False)
+    order: Sequence[int] = field(default=(), init=False, repr=False)  # of this round's arms
+    looks: bool = field(default=False, init=False, repr=False)
     is_open: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,23 +75,34 @@ class Switch:
 
     # -- a round --------------------------------------------------------------------------------
 
-    def grow(self, growth: GrowRequest) -> DraftTree:
-        state = growth.state
+    def rests(self, state: DraftState, view: RoundView) -> bool:
+        """The controller orders the arms of the coming round; the first may be plain decoding."""
         assert isinstance(state, TeamState), "arms are configurations of a team's members"
         if not self.is_open:
             self._open(state)
-        view, tree = growth.view, empty_tree(len(growth.view.slots), growth.view.slot_B.device)
+        self.contexts = []
         if self.brain.needs_contexts:
             self.contexts = self.matches.contexts(view.slots, view.tokens)
-        self.idle = 0.0
-        for index in self.brain.order(self.contexts):
+        self.order, self.idle = self.brain.order(self.contexts), 0.0
+        self.played, self.looks = self.order[0], self.brain.looks()
+        state.is_listening = self.brain.is_listening
+        return self.arms[self.played].is_off and not self.looks
+
+    def grow(self, growth: GrowRequest) -> DraftTree:
+        """The first of the arms that has a draft."""
+        state = growth.state
+        assert isinstance(state, TeamState), "arms are configurations of a team's members"
+        tree = empty_tree(len(growth.view.slots), growth.view.slot_B.device)
+        if not self.order:
+            self.rests(state, growth.view)
+        order, self.order = self.order, ()
+        for index in order:
             self.played, began = index, time.perf_counter()
             tree = self._draft(self.arms[index], growth, state)
             if tree.num_nodes or self.arms[index].is_off:
                 break
             self.idle += time.perf_counter() - began
-        state.is_listening = self.brain.is_listening
-        if self.brain.looks():
+        if self.looks:
             began = time.perf_counter()
             self._look(growth, state)
             self.idle += time.perf_counter() - began
@@ -115,24 +131,30 @@ class Switch:
             self.shadows.add(member, tree, growth.view.tokens, self.contexts)
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
-        if not self.is_open:
-            return  # every round so far was too short to draft in
-        arm, spent = self.arms[self.played], seconds.draft + seconds.verify
-        if self.idle or seconds.wake:
-            self.brain.lost(self.idle + seconds.wake)
-        tokens = sum(len(new) for new in outcome.emitted)
+        tokens, spent = sum(map(len, outcome.emitted)), seconds.draft + seconds.verify
+        if seconds.is_free or not self.is_open:  # nobody was asked, or too short to draft in
+            self.unasked.add(tokens, spent)
+            return
+        arm = self.arms[self.played]
+        lost, learned = self.idle, 0.0
+        if arm.is_off and self.brain.is_listening:
+            learned = seconds.commit
+            lost += learned + seconds.wake
+        if lost:
+            self.brain.lost(lost)
         count = self.counts[arm.name]
-        count.rounds += 1
-        count.tokens += tokens
-        count.seconds += spent
+        count.add(tokens, spent)
+        if arm.is_off and not self.brain.is_listening and count.rounds % MEASURED:
+            return  # a rest costs next to nothing
         for score in self.shadows.ripe():
             self.brain.scored(score)
         if any(outcome.finished):
             return  # cut rounds tell nothing about an arm
-        played = max(spent - self.idle, 0.0)
+        played = max(spent - self.idle - learned, 0.0)
         self.prices.observe(outcome.tree.num_nodes, played)
-        self.brain.reward(self.played, tokens / len(outcome.emitted), played)
+        self.brain.reward(self.played, tokens / len(outcome.emitted), played + seconds.wake)
         if arm.member is not None:
+            self.prices.wake += 0.2 * (seconds.wake - self.prices.wake)
             self._score_played(arm.member, outcome)
 
     def _score_played(self, member: int, outcome: Outcome) -> None:
@@ -159,6 +181,7 @@ class Switch:
             self.arms = (Arm(OFF), *self.arms)
         self.counts = {arm.name: ArmCount() for arm in self.arms}
         self.brain.open(self.arms, self.prices)
+        self.counts[self.arms[self.brain.off].name] = self.unasked
 
     def _default_arms(self, state: TeamState) -> Sequence[Arm]:
         found = []

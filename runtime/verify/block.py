@@ -34,9 +34,9 @@ _TINY = 1e-30
 
 def block(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     """The longest passing prefix and its correction or bonus token."""
-    p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
-        return bonus_only(p_BTV, noise)
+        return bonus_only(scores_BTV, noise)
+    p_BTV = scores_BTV.softmax(-1)
     N = tree.num_nodes
     distribution = DraftDistribution.of(tree, p_BTV)
     weight_BT = _weights(

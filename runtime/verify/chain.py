@@ -8,6 +8,7 @@ Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree
@@ -19,6 +20,7 @@ from specctl.runtime.verify.walk import (
     Rule,
     Verdict,
     at_token,
+    best_token,
     chain_verdict,
     draw,
     row,
@@ -27,9 +29,9 @@ from specctl.runtime.verify.walk import (
 
 def chain(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     """The accepted prefix and its correction or bonus token."""
-    p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
-        return bonus_only(p_BTV, noise)
+        return bonus_only(scores_BTV, noise)
+    p_BTV = scores_BTV.softmax(-1)
     distribution = DraftDistribution.of(tree, p_BTV)
     p_BN = at_token(p_BTV[:, :-1], tree.token_BN.clamp(min=0))
     q_BN = distribution.of_token()
@@ -42,10 +44,11 @@ def chain(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     return chain_verdict(num_accepted_B, next_B, tree.depth)
 
 
-def bonus_only(p_BTV: Tensor, noise: Noise) -> Verdict:
-    """Nothing was drafted: draw the next token from p."""
-    none_B = p_BTV.new_zeros(p_BTV.shape[0]).long()
-    return chain_verdict(none_B, draw(p_BTV[:, 0], p_BTV[:, 0], noise), 0)
+def bonus_only(scores_BTV: Tensor, noise: Noise) -> Verdict:
+    """Nothing was drafted: draw the next token from p. It is the draw of log p, which differs from
+    the scores by a number for each row."""
+    next_B = best_token(scores_BTV[:, 0] + noise.final_BV(scores_BTV.shape[-1]))
+    return chain_verdict(torch.zeros_like(next_B), next_B, 0)
 
 
 RULE = Rule(

@@ -32,7 +32,7 @@ def multi_path(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     """Choose the path, tell block verification its distribution, and name the path's nodes
     again."""
     if not tree.num_nodes:
-        return bonus_only(scores_BTV.softmax(-1), noise)
+        return bonus_only(scores_BTV, noise)
     fed_BP, prob_BPK = _choose(tree, scores_BTV.softmax(-1))
     node_BP = (fed_BP[:, 1:] - 1).clamp(min=0)
     token_BP, is_on_BP = tree.token_BN.gather(1, node_BP), fed_BP[:, 1:] > 0

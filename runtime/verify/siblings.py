@@ -50,9 +50,9 @@ AfterMiss = Callable[[Missed], tuple[Tensor, Tensor]]
 def walk_down(tree: DraftTree, scores_BTV: Tensor, noise: Noise, after_miss: AfterMiss) -> Verdict:
     """One pass over the nodes, by depth and draw order; a node matters if its parent is where the
     walk stands."""
-    p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
-        return bonus_only(p_BTV, noise)
+        return bonus_only(scores_BTV, noise)
+    p_BTV = scores_BTV.softmax(-1)
     distribution = DraftDistribution.of(tree, p_BTV)
     u_BT = noise.accept_BT(tree.num_nodes + 1).to(p_BTV.dtype)
     token_BN = tree.token_BN.clamp(min=0)

@@ -34,9 +34,9 @@ _TINY = 1e-30
 
 def spectr(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     """Down the tree, level by level; a row that stopped repeats its last, failed selection."""
-    p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
-        return bonus_only(p_BTV, noise)
+        return bonus_only(scores_BTV, noise)
+    p_BTV = scores_BTV.softmax(-1)
     distribution = DraftDistribution.of(tree, p_BTV)
     u_BN = noise.accept_BT(tree.num_nodes + 1)[:, 1:].to(p_BTV.dtype)
     fed_BN, token_BN = tree.parent_BN + 1, tree.token_BN.clamp(min=0)

@@ -52,9 +52,9 @@ def traversal(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
 
 def traverse(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     """`traversal` without the short cut for chains."""
-    p_BTV = scores_BTV.softmax(-1)
     if not tree.num_nodes:
-        return bonus_only(p_BTV, noise)
+        return bonus_only(scores_BTV, noise)
+    p_BTV = scores_BTV.softmax(-1)
     distribution = DraftDistribution.of(tree, p_BTV)
     ancestor_BTT = tree.ancestor_BTT()
     plan = _plan(tree, ancestor_BTT)

@@ -97,6 +97,7 @@ def new_drafter(target: Target, name: str, trimmed: bool = False) -> Drafter:
 class Recorder(LengthChooser):
     """Drafts as long as the policy allows and keeps every round's outcome."""
 
+    first_is_free = False
     outcomes: list[Outcome] = field(default_factory=list)
 
     def length(self, batch: int) -> int:

@@ -36,7 +36,7 @@ def test_zero_additions_change_nothing(make_target: Any, kind: str) -> None:
     assert torch.equal(logits(changed, rows()), logits(target, rows()))
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "glide", "dflash"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "glide", "dflash", "pass"])
 def test_only_drafter_and_additions_move(target: Target, name: str) -> None:
     before = small.digest(dict(target.lm.module.named_parameters()))
     joint = JointModel(make(target, name), target, AT_ONCE)

@@ -233,7 +233,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(where: str, value: str) -> 
 
 
 def test_a_drafter_that_cannot_learn_beside_its_target_is_refused(target: Target) -> None:
-    for name, why in (("distill", "reads no states"), ("pass", "runs layers of the target")):
+    for name, why in (("distill", "reads no states"), ("eesd", "runs layers of the target")):
         with pytest.raises(RecipeError, match=why):
             plan(load_recipe(name, sets=["train.joint={rank: 2}"]))
     check_joint(load_recipe("medusa-2"), make(target))

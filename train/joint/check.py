@@ -70,13 +70,13 @@ def check_joint(recipe: Recipe, drafter: Drafter) -> None:
     if recipe.train.joint.alone is not None:
         _check_alone(recipe, recipe.train.joint, recipe.train.joint.alone)
         return
-    if drafter.runs_target:
+    if drafter.runs_target and not drafter.teaches_target:
         raise RecipeError(
             f"a {recipe.drafter.family} drafter runs layers of the target while it learns, and "
             "would run those of before",
             where="train.joint",
             found=f"drafter.family: {recipe.drafter.family}",
-            expected="a family with layers of its own, such as medusa, hydra or eagle3",
+            expected="a family with layers of its own, such as medusa or eagle3, or pass",
             do="--set train.joint=null, or --set drafter.family=medusa",
         )
     if not drafter.needs().taps:

@@ -7,6 +7,11 @@ models), or cross-entropy with the text. The additions learn slower than the dra
 while it learns alone in the beginning. The drafter's own gradient is not weighted: `weight` scales
 what crosses the border, the taps. Works for every family that reads taps of the target.
 
+SDSAT (arXiv 2403.18647): a family whose places the target itself reads (`pass`) runs the changed
+target, so that the additions learn at the places, too, by `weight` times its loss. Places see the
+text and each other, the text sees no place and stands where it stood, so that what the places learn
+reaches the text through the additions alone. Keys and values of the text carry no gradient there.
+
 `JointModel` stands in the loop in the drafter's place, so that checkpoints, resuming and the guards
 of the loop hold for the additions as for all that trains. R flat rows, V target vocabulary.
 """
@@ -110,7 +115,10 @@ class JointModel(Drafter):
             return self._consistent(to_device(batch, self.target.device), self.part.trajectory)
         if self.part.early_exit is not None:
             return self._early(to_device(batch, self.target.device), self.part.early_exit)
-        if batch.progress < self.part.warmup:
+        is_alone = batch.progress < self.part.warmup
+        if self._drafter.runs_target:
+            self._drafter.bind((self._original if is_alone else self.target).borrowed())
+        if is_alone:
             return self._drafter.loss(capture(self._original, batch, self.needs()))
         batch = to_device(batch, self.target.device)
         taps = tuple(sorted({*self.needs().taps, self.spec.num_layers}))
@@ -119,6 +127,9 @@ class JointModel(Drafter):
             own = self._own_term(seen)
             shown = self._shown(seen)
         out = self._drafter.loss(shown)
+        if self._drafter.runs_target:
+            weight = weight_at(seen.progress, self.part)
+            out = replace(out, sum=weight * out.sum)
         return out if own is None else with_term(out, own)
 
     def _noised_term(self, batch: TrainBatch, noise: NoisePart) -> LossOut:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specctl.models.kernels import kept_scalar
+from specctl.models.sliced_head import only_shapes
 
 aten = torch.ops.aten
 
@@ -48,6 +49,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out: Any
+        if func is torch.ops.prim.device.default and self._is_fake:  # more than half of all calls
+            return args[0].fake_device
         if self._is_fake and func is aten._local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 1
         if self._is_fake and func is aten.nonzero.default:
@@ -101,7 +104,8 @@ def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 def traced() -> Iterator[LiveBytes]:
     """Everything inside runs on fake tensors and is counted."""
     live = LiveBytes()
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), live:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), fake, only_shapes(), live:
         warnings.simplefilter("ignore")  # of speed, which is not that of the run
         try:
             yield live

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,7 @@ class _Known:
 def _asked(asked: _Known) -> StepBytes:
     *_, is_elsewhere, kept, dtype, is_gpu, rows, parts = asked.key
     recipe, train = asked.recipe, asked.recipe.train
+    known = _known_peaks((*asked.key[:-2], train.sequence_parallel > 1))
     config = copy.deepcopy(asked.config)  # building a model writes into it
     with traced() as live:
         if is_elsewhere:
@@ -161,7 +162,7 @@ def _asked(asked: _Known) -> StepBytes:
         needs = drafter.needs()
         if train.sequence_parallel > 1:
             needs = replace(needs, teacher_rows=needs.teacher)
-        step = TracedStep(live, target, drafter, train.precision == "bf16", update, needs)
+        step = TracedStep(live, target, drafter, train.precision == "bf16", update, needs, known)
         update()  # the optimizer's state is made by its first step
         optimizer = live.now - after
         phases, untraced = dict[str, int](), ""
@@ -179,6 +180,12 @@ def _asked(asked: _Known) -> StepBytes:
         untraced=untraced,
         states=_states(drafter, target, rows * train.seq_len) if is_elsewhere else 0,
     )
+
+
+@lru_cache(maxsize=16)
+def _known_peaks(key: tuple[Any, ...]) -> dict[tuple[int, int], dict[str, int]]:
+    """Those traced so far of what differs in its rows alone, by rows and length."""
+    return {}
 
 
 def _states(drafter: Drafter, target: Target, tokens: int) -> int:
@@ -204,6 +211,7 @@ class TracedStep:
     is_autocast: bool
     update: Any
     needs: Needs | None = None  # None: the drafter's
+    known: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
 
     def shared(self, rows: int, seq_len: int, parts: int, is_gpu: bool) -> dict[str, int]:
         """The peaks of a process that computes one of `parts` stretches of each row: the target
@@ -223,11 +231,16 @@ class TracedStep:
         """The same of any number of rows: `peaks`, or in a straight line from those of at most
         `most` rows."""
         if rows <= most:
-            return self.peaks(rows, seq_len)
+            return self._once(rows, seq_len)
         half = most // 2
-        low, high = self.peaks(half, seq_len), self.peaks(most, seq_len)
+        low, high = self._once(half, seq_len), self._once(most, seq_len)
         share = (rows - most) / (most - half)
         return {name: round(high[name] + share * (high[name] - low[name])) for name in high}
+
+    def _once(self, rows: int, seq_len: int) -> dict[str, int]:
+        if (rows, seq_len) not in self.known:
+            self.known[rows, seq_len] = self.peaks(rows, seq_len)
+        return self.known[rows, seq_len]
 
     def peaks(self, rows: int, seq_len: int) -> dict[str, int]:
         """Bytes above those that stay, at most, by phase. Each phase grows by itself: the highest

@@ -12,10 +12,12 @@ import torch
 from specctl.core.drafter import RoundView
 from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters.team import Team, TeamOptions
+from specctl.drafters.token_recycling import TokenRecyclingState
 from specctl.runtime.controllers.auto import Auto, Survival
 from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
 from specctl.runtime.controllers.match import Matches
 from specctl.runtime.controllers.shadow import Shadows
+from specctl.runtime.engine import commit, lazy_drafter
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.measure.cost_table import CostTable
@@ -183,3 +185,39 @@ def test_views_of_other_texts_in_the_same_slot_begin_anew() -> None:
     view = RoundView((0,), torch.zeros(1), torch.zeros(1), torch.zeros(1), ([1, 2, 1, 2],))
     assert matches.contexts(view.slots, view.tokens) == [2]
     assert matches.contexts((0,), ([1, 2],)) == [0]
+
+
+def test_what_rests_costs_its_drafter_nothing(target: Any, monkeypatch: Any) -> None:
+    """Neither the target's top-k nor a call of a member; what was missed is read before a draft."""
+    calls = {"told": 0, "ranked": 0, "grown": 0}
+
+    def counting(name: str, inner: Any, size: Any = lambda given: 1) -> Any:
+        def counted(*given: Any) -> Any:
+            calls[name] += size(given)
+            return inner(*given)
+
+        return counted
+
+    told = counting("told", TokenRecyclingState.observe, lambda given: len(given[1].emitted[0]))
+    monkeypatch.setattr(TokenRecyclingState, "observe", told)
+    monkeypatch.setattr(Switch, "grow", counting("grown", Switch.grow))
+    for module in (lazy_drafter, commit):
+        monkeypatch.setattr(module, "ranked", counting("ranked", lazy_drafter.ranked))
+    coins = random.Random(0)
+    prompts = [[coins.randrange(96) for _ in range(24)] for _ in range(2)]
+    made = run(target, prompts, Sampling(temperature=4.0, max_new_tokens=150, ignore_eos=True))
+    assert made.stats.rounds > 250
+    assert calls["grown"] < 0.15 * made.stats.rounds
+    assert calls["told"] < 0.4 * made.stats.tokens
+    assert calls["ranked"] < 0.15 * made.stats.rounds
+
+
+def test_who_cannot_afford_a_look_rests() -> None:
+    auto = opened()
+    auto.order([0])
+    assert auto.looks()
+    auto.lost(1.0)  # as dear as a plain round
+    auto.order([0])
+    assert not auto.looks()
+    assert auto.resting > 0
+    assert not auto.is_listening

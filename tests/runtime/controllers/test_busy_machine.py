@@ -209,3 +209,30 @@ def test_plain_rounds_are_measured_seldom_and_at_once_when_drafts_change_their_p
     assert ratios.of(4) == 2.0
     assert ratios.of(0) == 1.0
     assert Ratios().of(3) == 1.0, "nothing is known yet but the table"
+
+
+def test_what_must_be_read_first_is_part_of_a_trial() -> None:
+    costs = CostTable({0: 0.0, 4: 0.2}, {0: 1.0, 4: 1.0}, "cpu", "float32", 1, read=0.1)
+    chooser = LengthChooser(costs)
+    chooser.missed = 100
+    assert chooser.length(1) == 0, "ten plain rounds for a first draft"
+    chooser.missed = 1
+    assert chooser.length(1) == 4
+
+
+def test_a_rejected_draft_is_no_gain_on_however_slow_a_machine() -> None:
+    machine = Machine((QUIET,))
+    chooser = LengthChooser(machine.table())
+    for _ in range(4):
+        chooser.length(1)
+        chooser.observe(outcome(0, 0), RoundSeconds(0.0, 5.0, 0.0))  # plain rounds of a slow moment
+    before = chooser.account.balance
+    chooser._asked = 4
+    chooser.observe(outcome(4, 0), RoundSeconds(0.2, 1.0, 0.0))
+    assert chooser.account.balance <= before
+
+
+def test_a_round_whose_root_came_with_the_prompt_is_no_price() -> None:
+    chooser = LengthChooser(Machine((QUIET,)).table())
+    chooser.observe(outcome(0, 0), RoundSeconds(0.0, 1e-6, 0.0, is_free=True))
+    assert 0 not in chooser.ratios.seen

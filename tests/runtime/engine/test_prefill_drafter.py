@@ -31,6 +31,7 @@ PROMPTS = (LONG, (4,), LONG[:17], (5, 6), LONG[:CHUNK], LONG[: CHUNK + 1], LONG[
 class Seen(LengthChooser):
     """Drafts as long as the policy allows and keeps every round's tree."""
 
+    first_is_free = False
     trees: list = field(default_factory=list)
 
     def length(self, batch: int) -> int:

@@ -25,6 +25,7 @@ PROMPTS = ((3, 1, 4, 1, 5), (20, 2, 20, 2))
 class Recorder(LengthChooser):
     """Never limits the draft; keeps what every round did."""
 
+    first_is_free = False
     outcomes: list[Outcome] = field(default_factory=list)
 
     def length(self, batch: int) -> int:

@@ -110,6 +110,7 @@ class Silent(MarkovDrafter):
 class Recorder(LengthChooser):
     """As deep as the policy allows; keeps every whole round."""
 
+    first_is_free = False
     outcomes: list[Outcome] = field(default_factory=list)
 
     def length(self, batch: int) -> int:

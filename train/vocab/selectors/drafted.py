@@ -30,6 +30,8 @@ def count(evidence: Evidence) -> Iterator[Counted]:
 class _Recorder(LengthChooser):
     """Keeps the drafted tokens of a run, or only the accepted ones. One writer: the engine."""
 
+    first_is_free = False
+
     def __init__(self, depth: int, accepted: bool) -> None:
         super().__init__(CostTable({}, {}, "", "", 1))
         self.depth, self.accepted = depth, accepted
