@@ -129,8 +129,6 @@ def k_forcing() -> Iterator[Arm]:
     yield arm("all slots at once", "kf-once", heat=1.0, sets=once)
     yield arm("noise not shared (rule target-only)", rule="target-only", heat=1.0)
     yield arm("greedy", heat=0.0)
-    chain = {"policy": "chain", "length": 3}
-    yield Arm("pass", "pass", {"num_heads": 3}, None, "pass", None, chain, heat=1.0)
 
 
 def sdsat() -> Iterator[Arm]:
@@ -261,7 +259,7 @@ def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any
     requests = [Request(one, replace(sampling, seed=i)) for i, one in enumerate(prompts)]
     done = engine.run(requests)
     tau = [row.stats.tokens / row.stats.rounds for row in done]
-    if arm.family == "k-forcing" or arm.heat > 0:
+    if arm.family == "k-forcing":
         tested = add_counts(row.stats.tested_at for row in done)
         alpha = shares(add_counts(row.stats.accepted_at for row in done), tested)
         by_place = " ".join(f"{one:.2f}" for one in alpha)

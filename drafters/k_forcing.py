@@ -20,8 +20,9 @@ The paper copies the target and trains all of it, with a new last layer, and emi
 say. Here the target stays as it is, to the bit: trained are the slots' embeddings, the encoder of
 the noise, and low-rank additions h + U gelu(D h / rms(h) + C e(noise)) in front of every `every`
 layers and of the LM head, which the rows of slots alone go through.
-Letters: A anchors, B rows, D hidden width, F frequencies, K draft vocabulary, M rows fed, N slots,
-R flat anchors, S sequence, T rows of a group, V target vocabulary, W noise code, X any axes.
+Letters: A anchors, B rows, D hidden width, F figures (sinusoids), I input width (code of the
+noise), K draft vocabulary, M new nodes (rows fed), N nodes (slots), R flat rows, S sequence, T fed
+tokens (of a group), V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class NoiseEncoder(nn.Module):
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, uniform_X: Tensor, heat_X: Tensor) -> Tensor:
-        """[X, W]"""
+        """[X, I]"""
         both = torch.cat([waves(uniform_X), waves(heat_X)], dim=-1).to(self.join.weight.dtype)
         code: Tensor = self.join(both)
         found: Tensor = code + self.narrow(F.gelu(self.wide(self.norm(code))))
@@ -109,10 +110,10 @@ class Addition(nn.Module):
         self.up = nn.Linear(rank, width, bias=False)
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, state_XD: Tensor, code_XW: Tensor) -> Tensor:
+    def forward(self, state_XD: Tensor, code_XI: Tensor) -> Tensor:
         own_XD = state_XD.to(self.up.weight.dtype)
         normed_XD = F.rms_norm(own_XD, own_XD.shape[-1:], eps=1e-6)
-        added_XD: Tensor = self.up(F.gelu(self.down(normed_XD) + self.noise(code_XW)))
+        added_XD: Tensor = self.up(F.gelu(self.down(normed_XD) + self.noise(code_XI)))
         return state_XD + added_XD.to(state_XD.dtype)
 
 
@@ -131,15 +132,15 @@ class SlotNet(nn.Module):
         self.additions = nn.ModuleList(additions)
 
     def codes(self, uniform_XN: Tensor, heat_X: Tensor) -> Tensor:
-        """[X, N - 1, 2 W]: of each slot the code of its own noise and of that before it."""
+        """[X, N - 1, 2 I]: of each slot the code of its own noise and of that before it."""
         heat_XN = heat_X[..., None].expand_as(uniform_XN)
         middle_XN = torch.where(heat_XN > 0, uniform_XN, MIDDLE)
-        code_XNW = self.encoder(middle_XN, heat_XN)
-        return torch.cat([code_XNW[..., 1:, :], code_XNW[..., :-1, :]], dim=-1)
+        code_XNI = self.encoder(middle_XN, heat_XN)
+        return torch.cat([code_XNI[..., 1:, :], code_XNI[..., :-1, :]], dim=-1)
 
-    def slots(self, code_XNW: Tensor) -> Tensor:
+    def slots(self, code_XNI: Tensor) -> Tensor:
         """[X, N, D]"""
-        slots: Tensor = self.tokens[: code_XNW.shape[-2]] * LOUD + self.enter(code_XNW)
+        slots: Tensor = self.tokens[: code_XNI.shape[-2]] * LOUD + self.enter(code_XNI)
         return slots
 
 
@@ -191,7 +192,7 @@ class KForcing(PlacesDrafter):
         raise AssertionError("slots are made of noise, not of states")
 
     def codes(self, uniform_XN: Tensor, heat_X: Tensor) -> Tensor:
-        """[X, N - 1, 2 W], as the slots read noise; `noise: constant` hides it."""
+        """[X, N - 1, 2 I], as the slots read noise; `noise: constant` hides it."""
         if self.options.noise == "constant":
             uniform_XN = torch.full_like(uniform_XN, MIDDLE)
         return self.module.codes(uniform_XN, heat_X)
@@ -199,32 +200,32 @@ class KForcing(PlacesDrafter):
     # -- a forward ------------------------------------------------------------------------------
 
     def behind_tokens(
-        self, feed: Feed, token_XTD: Tensor, code_XNW: Tensor, kv: SlotKV, lm: LanguageModel
+        self, feed: Feed, token_XTD: Tensor, code_XNI: Tensor, kv: SlotKV, lm: LanguageModel
     ) -> Tensor:
         """[X, T + N, D]: what the LM head reads at groups of T tokens [X, T, D] (their embeddings)
         and N slots behind them; `feed` holds all groups of a row one after another."""
         X, T, last = token_XTD.shape[:-2], token_XTD.shape[-2], self.spec.num_layers
-        slot_XND = self.module.slots(code_XNW).to(token_XTD.dtype)
+        slot_XND = self.module.slots(code_XNI).to(token_XTD.dtype)
         shape = (*X, T + slot_XND.shape[-2], token_XTD.shape[-1])
         state_BMD = torch.cat([token_XTD, slot_XND], dim=-2).reshape(*feed.position_BT.shape, -1)
         step = self.options.every if len(self.module.additions) and shape[-2] > T else last
         for place, first in enumerate(range(0, last, step)):
             until = min(first + step, last)
-            state_BMD = self._added(state_BMD, place, shape, code_XNW)
+            state_BMD = self._added(state_BMD, place, shape, code_XNI)
             part = replace(feed, logits=False, taps=(until,), parts=SubLayers.span(first, until))
             state_BMD = lm.run(replace(part, residual_BTD=state_BMD), kv).taps[until]
-        return self._added(state_BMD, -1, shape, code_XNW).view(shape)
+        return self._added(state_BMD, -1, shape, code_XNI).view(shape)
 
     def _added(
-        self, state_BMD: Tensor, place: int, shape: tuple[int, ...], code_XNW: Tensor
+        self, state_BMD: Tensor, place: int, shape: tuple[int, ...], code_XNI: Tensor
     ) -> Tensor:
         """The residuals, with addition number `place` at the slots of each group."""
-        N = code_XNW.shape[-2]
+        N = code_XNI.shape[-2]
         if not N or not len(self.module.additions):
             return state_BMD
         state_XTD = state_BMD.view(shape)
         told_XTD, slot_XND = state_XTD[..., :-N, :], state_XTD[..., -N:, :]
-        slot_XND = self.module.additions[place](slot_XND, code_XNW)
+        slot_XND = self.module.additions[place](slot_XND, code_XNI)
         return torch.cat([told_XTD, slot_XND], dim=-2).view_as(state_BMD)
 
     # -- training -------------------------------------------------------------------------------
@@ -298,10 +299,10 @@ class KForcing(PlacesDrafter):
             at_BM = position_BAT[:, :, 1 : 1 + known].flatten(1)
             more_BMD = embedded(lm, ids_BAT.flatten(1), at_BM, batch.ids_BS.shape[1] + size)
             token_BATD = torch.cat([token_BATD, more_BMD.view(*ids_BAT.shape, -1)], dim=2)
-        code_BANW = self.codes(rollout.uniform_BAN[..., known : known + slots + 1], rollout.heat_BA)
+        code_BANI = self.codes(rollout.uniform_BAN[..., known : known + slots + 1], rollout.heat_BA)
         none_BM = torch.zeros_like(groups.position_BM)
         feed = Feed(none_BM, groups.position_BM, groups.masks, logits=False)
-        return self.behind_tokens(feed, token_BATD, code_BANW, groups.kv, lm)
+        return self.behind_tokens(feed, token_BATD, code_BANI, groups.kv, lm)
 
     def open(self, space: Space) -> KForcingState:
         return KForcingState(self, space)
@@ -340,8 +341,8 @@ class KForcingState(KnownTokensState):
             heat_B = torch.zeros(len(at_B1), device=at_B1.device)
         else:
             uniform_BN, heat_B = view.shared.uniform(T), view.shared.temperature_B
-        code_BNW = drafter.codes(uniform_BN, heat_B)
-        self._ready_BMD = drafter.behind_tokens(feed, token_B1D, code_BNW, self.kv, self.lm)
+        code_BNI = drafter.codes(uniform_BN, heat_B)
+        self._ready_BMD = drafter.behind_tokens(feed, token_B1D, code_BNI, self.kv, self.lm)
         self._depth = 0
         return linear(self._ready_BMD[:, 0], self._head)
 

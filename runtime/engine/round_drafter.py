@@ -2,7 +2,7 @@
 
 The engine holds one: a PolicyDrafter (a drafter's state, grown by a policy) inside whatever wraps
 it, such as LazyDrafter and Guard. The base class drafts nothing: plain decoding.
-Letters: B rows, N nodes.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes, T fed tokens.
 """
 
 from __future__ import annotations
