@@ -380,8 +380,8 @@ FAMILY = Family(
     summary=(
         "The target reads slots with uniform noise and says several tokens in one forward, those "
         "that the same noise makes the target draw; a second forward verifies at the same noise "
-        "(rule inverse-cdf), without a loss. The target itself stays as it is. Made for sampling: "
-        "agreement does not end where the next token is uncertain."
+        "(rule inverse-cdf), which is lossless. The target itself stays as it is. Made for sampled "
+        "text and long training; after a short one `pass` accepts as much for fewer weights."
     ),
     paper="https://arxiv.org/abs/2606.10820",
     options=KForcingOptions,

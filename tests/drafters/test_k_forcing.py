@@ -16,6 +16,7 @@ from specctl.drafters.k_forcing import KForcing, KForcingOptions, Rollout
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
+from specctl.runtime.proof.exact_distribution import ExactDistribution
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode
@@ -81,6 +82,18 @@ def test_greedy_and_sampled_rows_join_and_leave_under_one_rule(make_target: Any)
         assert done[0] == done[1]
         for heat, ours, greedy in zip(heats, done[0], done[2], strict=True):
             assert heat > 0 or ours == greedy
+
+
+def test_texts_follow_the_targets_distribution(make_target: Any) -> None:
+    """All texts of three tokens, drafts of slots that read the very numbers."""
+    target = make_target(num_layers=2, vocab=6, hidden=32)
+    drafter, sampling = stirred(made(target, num_heads=3)), Sampling(1.3, max_new_tokens=3)
+    sampling = replace(sampling, ignore_eos=True)
+    requests = [Request((1, 2, 3), replace(sampling, seed=seed)) for seed in range(800)]
+    policy = make_policy({"policy": "direct", "length": 3})
+    done = Engine(target, drafter, policy, "inverse-cdf", num_slots=200).run(requests)
+    exact = ExactDistribution.of(target, (1, 2, 3), sampling)
+    assert exact.test([row.tokens for row in done]).p_value > 1e-3
 
 
 def test_stages_double_the_slots_and_at_once_there_is_one(make_target: Any) -> None:
