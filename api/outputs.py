@@ -45,7 +45,7 @@ def check_plot(path: Path | None) -> None:
     check_file(path)
     if path.suffix.lower() not in PICTURES:
         raise FileError(
-            f"{path} is no kind of picture that can be drawn",
+            f"{path} is not a picture format that can be drawn",
             where="--plot",
             found=path.suffix or "no suffix",
             expected="one of " + ", ".join(PICTURES),

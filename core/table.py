@@ -81,7 +81,7 @@ def format_table(
         widths, gap = found
     numeric = [_looks_numeric(cells, i) for i in range(len(columns))]
     lines = _row(columns, widths, numeric, gap)
-    lines.append((" " * gap).join("-" * min(w, 40) for w in widths))
+    lines.append((" " * gap).join("-" * w for w in (*widths[:-1], min(widths[-1], 40))))
     for row in cells:
         lines += _row(row, widths, numeric, gap)
     return lines

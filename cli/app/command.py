@@ -122,11 +122,13 @@ class Command(TyperCommand):
 
 
 FEW = 8  # flags that need no help screen of their own
-RARE_PANELS = ("Drafting", "Sampling", "Target", "Hardware", "Everywhere", "Run")
+RARE_PANELS = (
+    "Drafting", "Sampling", "Target", "Hardware", "Everywhere", "Run", "Access", "Load"
+)  # fmt: skip
 USUAL = {
     "--draft", "--length", "--adaptive", "--temperature", "--max-new-tokens", "--target", "--dtype",
     "--device", "--inflate", "--json", "--quiet", "--gpus", "--steps", "--dry-run", "--resume",
-    "--help-all",
+    "--help-all", "--host", "--port", "--api-key-file", "--max-batch", "--max-len",
 }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -31,17 +32,34 @@ ALIKE = 0.75  # a flag less alike than this is not suggested
 # What other tools call our commands.
 MEANT = {
     "train": "train-draft", "train-head": "train-draft", "finetune": "train-draft",
-    "fit": "train-draft", "distil": "distill", "tune": "adapt", "lora": "adapt",
-    "refresh": "adapt", "trim": "vocab-trim", "benchmark": "bench", "eval": "bench",
-    "evaluate": "bench", "compare": "bench", "families": "bench-families", "convert": "export",
-    "push": "export", "load": "import", "server": "serve", "start": "serve", "run": "generate",
-    "complete": "generate", "prove": "verify", "check": "verify", "test": "verify",
-    "inspect": "show", "info": "show", "list": "recipes", "ls": "recipes", "help": "quickstart",
-    "init": "quickstart", "demo": "quickstart", "env": "doctor", "estimate": "plan",
+    "fine-tune": "train-draft", "fit": "train-draft", "distil": "distill", "tune": "adapt",
+    "lora": "adapt", "refresh": "adapt", "trim": "vocab-trim", "benchmark": "bench",
+    "eval": "bench", "evaluate": "bench", "compare": "bench", "measure": "bench",
+    "profile": "bench", "time": "bench", "families": "bench-families", "convert": "export",
+    "push": "export", "upload": "export", "publish": "export", "load": "import",
+    "download": "import", "server": "serve", "start": "serve", "api": "serve", "run": "generate",
+    "complete": "generate", "infer": "generate", "inference": "generate", "predict": "generate",
+    "sample": "generate", "prove": "verify", "check": "verify", "test": "verify",
+    "validate": "recipes validate", "rules": "recipes rules", "schema": "recipes schema",
+    "inspect": "show", "info": "show", "list": "recipes", "ls": "recipes", "status": "runs",
+    "resume": "runs resume", "tail": "runs tail", "logs": "runs tail", "clean": "runs clean",
+    "init": "quickstart", "demo": "quickstart", "env": "doctor", "setup": "doctor",
+    "install": "doctor", "estimate": "plan", "help": "", "version": "--version",
+}  # fmt: skip
+NEAR = 0.65  # a command less alike than this is not suggested
+
+# What other tools call our flags. The first that the command has is suggested.
+MEANT_FLAGS = {
+    "--model": ("--target",), "--model-path": ("--target",), "--base-model": ("--target",),
+    "--learning-rate": ("--lr",), "--bs": ("--batch-size", "--batch"), "--format": ("--to",),
+    "--output": ("--out",), "--output-dir": ("--out",), "--gpu": ("--device",),
+    "--cuda": ("--device",), "--max-length": ("--max-new-tokens",),
+    "--num-samples": ("--num-prompts", "--prompts"), "-n": ("--num-prompts", "--max-new-tokens"),
 }  # fmt: skip
 
 # Flags of some commands whose value is a plain word of others.
 WORD_FLAGS = {"--draft", "-d", "--drafter", "--package", "--path", "--run", "--model", "--name"}
+PROMPT_FLAGS = {"--prompt", "-p", "--text"}
 
 _HEARD: list[int] = []  # the signal that unwinds this command
 
@@ -136,21 +154,21 @@ def _usage(error: Exception) -> SpecctlError:
     """A mistake on the command line, in four parts."""
     message = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "specctl"
-    usage = context.get_usage().removeprefix("Usage: ") if context is not None else "specctl CMD"
+    path = context.command_path if context is not None else _typed()
+    usage = context.get_usage().removeprefix("Usage: ") if context is not None else f"{path} ..."
     config = context.meta.get(META) if context is not None else None
     close = ""
     if context is not None and message.startswith("No such command"):
         wanted = message.split("'")[1] if "'" in message else ""
-        near = difflib.get_close_matches(wanted, context.command.list_commands(context), 1, 0.5)
-        meant = MEANT.get(wanted, "") if context.parent is None else ""
-        close = meant or "".join(near)
+        near = difflib.get_close_matches(wanted, context.command.list_commands(context), 1, NEAR)
+        meant = MEANT if context.parent is None else {}
+        close = meant.get(wanted, "".join(near))
         message = f"unknown command {wanted!r}"
     option = getattr(error, "option_name", None)
     as_word = ""
     if option is not None and context is not None and message.startswith("No such option"):
         as_word = _as_word(option, path, context.command.params)
-        close = near_flag(option, context.command.params)
+        close = meant_flag(option, context.command.params)
         message = f"unknown flag {option}"
     if context is not None and message.startswith("Got unexpected extra argument"):
         close = _meant_recipe(message, context.command.params)
@@ -166,15 +184,44 @@ def _usage(error: Exception) -> SpecctlError:
     )
 
 
+def _typed() -> str:
+    """The command that was typed, where the error does not say."""
+    words = ["specctl", *sys.argv[1:3], "", ""]
+    is_group = words[1] in ("runs", "recipes")
+    return " ".join(w for w in words[: 3 if is_group else 2] if w and not w.startswith("-"))
+
+
 def _as_word(flag: str, path: str, params: Iterable[Any]) -> str:
     """The command with the flag's value as a word of its own, where that is how it is given."""
-    takes_word = any(p.param_type_name == "argument" and p.nargs == 1 for p in params)
-    if flag not in WORD_FLAGS or not takes_word:
-        return ""
+    params = list(params)
     words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
     value = [*words, flag, ""][[*words, flag].index(flag) + 1]
-    given = shlex.quote(value) if value and not value.startswith("-") else "FOLDER"
-    return f"{path} {given}  (without {flag})"
+    value = "" if value.startswith("-") else value
+    arguments = {p.name: p for p in params if p.param_type_name == "argument"}
+    if flag in PROMPT_FLAGS and "words" in arguments:
+        return f"{path} {shlex.quote(value or 'TEXT')}  (without {flag})"
+    takes_word = any(p.nargs == 1 for p in arguments.values())
+    has_target = any("--target" in p.opts for p in params)
+    if flag not in WORD_FLAGS or not takes_word:
+        return ""
+    if flag == "--model" and has_target and _names_target(value):
+        return ""
+    return f"{path} {shlex.quote(value or 'FOLDER')}  (without {flag})"
+
+
+def _names_target(word: str) -> bool:
+    """Whether a target is meant: an alias, or a hub id that is no place on this machine."""
+    from specctl.recipes.targets import HUB_ID, aliases
+
+    is_hub_id = HUB_ID.fullmatch(word) is not None and not word.startswith("runs/")
+    return word in aliases() or (is_hub_id and not Path(word).parent.is_dir())
+
+
+def meant_flag(wanted: str, params: Sequence[Any]) -> str:
+    """The command's own flag for what other tools call `wanted`, else the nearest, or nothing."""
+    flags = {flag for parameter in params for flag in parameter.opts}
+    known = [flag for flag in MEANT_FLAGS.get(wanted, ()) if flag in flags]
+    return known[0] if known else near_flag(wanted, params)
 
 
 def _meant_recipe(message: str, params: Iterable[Any]) -> str:
@@ -191,9 +238,10 @@ def near_flag(wanted: str, params: Iterable[Any]) -> str:
     words (--prompt-file is --file rather than --profile)."""
 
     def likeness(flag: str) -> float:
-        words, own = ({*name.strip("-").split("-")} - {"no"} for name in (wanted, flag))
+        names = wanted.strip("-"), flag.strip("-")
+        words, own = ({*name.split("-")} - {"no"} for name in names)
         shared = len(words & own) / max(1, len(words | own))
-        return difflib.SequenceMatcher(None, wanted, flag).ratio() + shared
+        return difflib.SequenceMatcher(None, *names).ratio() + shared
 
     flags = {f for p in params for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
     likely = max(sorted(flags), key=likeness, default="")

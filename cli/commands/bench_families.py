@@ -230,10 +230,10 @@ def chosen(words: str) -> list[str]:
         if name not in known:
             raise RecipeError(
                 f"no trained family {name!r} with a recipe for target {HOME}",
-                where="--families",
+                where="FAMILY",
                 found=words,
-                expected="all, or families of `specctl recipes ls` with commas between",
-                do=did_you_mean(name, known, "--families all"),
+                expected="families that `specctl recipes ls` lists as trained",
+                do=did_you_mean(name, known, "specctl bench-families, for all of them"),
             )
     return list(dict.fromkeys(wanted))
 
@@ -264,7 +264,7 @@ def family_recipe(family: str, budget: TrainingBudget) -> Recipe:
     }
     fields |= {"stages": {}, "target.name": budget.target.name}
     fields["train.steps"] = budget.steps or tree["train"]["steps"]
-    named = dict.fromkeys(fields, "--families") | {
+    named = dict.fromkeys(fields, "bench-families") | {
         "target.name": "--target", "train.steps": "--budget-steps"
     }  # fmt: skip
     name = recipes_of(family)[0]
@@ -442,7 +442,7 @@ def refuse_failed(rows: Sequence[dict[str, Any]]) -> None:
         raise GateError(
             f"{counted(len(failed), 'family', 'families')} could not be compared: "
             + ", ".join(failed),
-            where="--families",
+            where="FAMILY",
             found="; ".join(f"{name}: {why}" for name, why in failed.items())[:600],
             expected="figures for every family",
             do="mend or leave out what failed, then: specctl " + " ".join(sys.argv[1:]),

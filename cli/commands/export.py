@@ -87,7 +87,7 @@ def export(
     package: Word = None,
     draft: DraftFlag = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write; else only --push.")
+        Path | None, typer.Option("--out", "-o", help="Folder to write; not needed with --push.")
     ] = None,
     to: Annotated[
         str | None,
@@ -111,7 +111,7 @@ def export(
     engine_python: Annotated[
         str | None,
         typer.Option(
-            "--engine-python", help="Python that has the engine or its converter, else this."
+            "--engine-python", help="Python with the engine or its converter; else this one."
         ),
     ] = None,
     push: Push = None,

@@ -40,8 +40,8 @@ def generate(
         list[str] | None,
         typer.Argument(
             metavar="[DRAFTER] [PROMPT]",
-            help="What drafts (a package or run folder, or a name; the same as --draft), and the "
-            "text to continue (- reads standard input). One word alone is the text.",
+            help="The drafter (a package or run folder, or a name; the same as --draft), and the "
+            "text to continue (- reads standard input). A single argument is the text.",
             show_default=False,
         ),
     ] = None,

@@ -69,10 +69,10 @@ def plan(
 ) -> None:
     """Show parameters, memory, disk and time of a training run. Nothing is written.
 
-    Memory comes from a step traced on tensors without content. A plan that does not fit this
-    machine, or the GPUs named by --gpu, ends with exit code 6 and says what to change. Time is
-    calibrated here with a few steps and rounds of the run, in some seconds; for GPUs that are not
-    here it is an estimate.
+    Memory is computed by tracing one training step on tensors that hold no data. A plan that does
+    not fit this machine, or the GPUs named by --gpu, ends with exit code 6 and says what to change.
+    Time is calibrated in some seconds, with a few steps and rounds of the run on this machine; for
+    GPUs that this machine does not have it is an estimate.
 
     --rehearse makes a small run in a process and a folder of its own, so that memory is measured
     too. Once a run in OUT has made twenty steps, its time is measured there.

@@ -23,7 +23,7 @@ def pretrain(
         bool, typer.Option("--resume/--no-resume", help="Continue what OUT holds.")
     ] = True,
 ) -> None:
-    """Train the embedded target from nothing on Python text that this machine has.
+    """Train the embedded target from scratch on Python text found on this machine.
 
     About an hour and a half on two CPU cores. The same command continues a stopped run.
 

@@ -52,8 +52,9 @@ def ls(
         typer.Option("--search", "-s", help="Only those with this word in name, summary or paper."),
     ] = None,
 ) -> None:
-    """List the recipes that come with specctl: first those to begin with, then those for the
-    embedded target, trained and without training, then those for real targets.
+    """List the recipes that come with specctl, by purpose.
+
+    The groups: recommended, trained (for the embedded target), no training, for real targets.
 
     Examples:
 
@@ -130,9 +131,10 @@ def show(
         bool, typer.Option("--all", help="Also show values at their defaults.")
     ] = False,
 ) -> None:
-    """Explain a recipe: what it does, the paper, and what differs from the defaults, with where
-    each value comes from: which recipe or flag and, in recipes for real targets, which paper or
-    trainer.
+    """Explain a recipe: what it does, its paper, and what differs from the defaults.
+
+    Beside each value stands where it comes from: a recipe or a flag and, in recipes for real
+    targets, the paper or trainer that it was taken from.
 
     Examples:
 
@@ -193,8 +195,9 @@ def cp(
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="File to write, or a folder.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Copy a recipe, to be changed and used by its path. The copy is whole: what the recipe has
-    from those that it is based on is written into it.
+    """Copy a recipe to a file that you can change and use by its path.
+
+    The copy is complete: what the recipe inherits from others is written into it.
 
     Example:
 
@@ -270,8 +273,8 @@ def schema(
 def rules(console: Console) -> None:
     """List the verification rules and the trees for which each one is lossless.
 
-    A pair that is not in the table is refused when it is configured. Relaxed acceptance is no rule:
-    it is a family of its own, marked approximate in every output.
+    A pair that is not in the table is refused when it is configured. Relaxed acceptance is
+    not a rule but a family of its own, marked approximate in every output.
 
     Example:
 

@@ -29,7 +29,7 @@ class AnswerFlags:
         int | None, typer.Option("--prompts", min=1, help="Number of prompts to answer.")
     ] = None
     new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Most tokens of an answer.")
+        int | None, typer.Option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")
     ] = None
     temperature: Annotated[
         float | None, typer.Option("--temperature", min=0.0, help="Temperature of sampled answers.")
@@ -38,7 +38,7 @@ class AnswerFlags:
         None
     )
     top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Likeliest tokens to sample from.")
+        int | None, typer.Option("--top-k", min=1, help="Sample from the k likeliest tokens.")
     ] = None
     greedy_share: Annotated[
         float | None,

@@ -64,7 +64,7 @@ def show(
         bool, typer.Option("--hashes/--sizes", help="Check every byte of the checkpoints.")
     ] = True,
 ) -> None:
-    """Show a run: how it stands, its figures, its checkpoints and whether they are whole.
+    """Show a run: its state, its figures, its checkpoints and whether they are intact.
 
     Example:
 
@@ -168,8 +168,9 @@ def resume(
         typer.Option("--allow", metavar="FIELD", help="As in the training command."),
     ] = None,
 ) -> None:
-    """Continue an interrupted run as it was started, from wherever you are. A finished one is left
-    as it is.
+    """Continue an interrupted run as it was started, from any folder.
+
+    A finished run is left as it is.
 
     Examples:
 

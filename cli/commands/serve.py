@@ -52,18 +52,18 @@ class LimitFlags:
         int, load_option("--max-queue", min=0, help="Requests that may wait; more get 429.")
     ] = 64
     queue_timeout: Annotated[
-        float, load_option("--queue-timeout", min=0.1, help="Longest wait, in seconds.")
+        float, load_option("--queue-timeout", min=0.1, help="Maximum wait, in seconds.")
     ] = 60.0
     max_len: Annotated[
         int | None,
         load_option(
             "--max-len",
             min=2,
-            help="Tokens of prompt and answer together; else the context, at most 4,096.",
+            help="Maximum tokens of prompt and answer; else the context, at most 4,096.",
         ),
     ] = None
     max_new_tokens: Annotated[
-        int | None, load_option("--max-new-tokens", min=1, help="Most tokens of an answer.")
+        int | None, load_option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")
     ] = None
     memory: Annotated[
         float | None,

@@ -66,7 +66,7 @@ class SearchFlags:
             min=1,
             max=10**15,
             metavar="INTEGER",
-            help="Most parameters of the layers.",
+            help="Maximum parameters of the layers.",
             rich_help_panel=SEARCH,
         ),
     ] = None

@@ -12,7 +12,7 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.names import complete_target
-from specctl.core.errors import FileError, IntegrityError, no_folder
+from specctl.core.errors import FileError, IntegrityError, did_you_mean, no_folder
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
@@ -46,10 +46,12 @@ def show(
         return
     if not path.is_dir():
         from specctl.recipes.files import recipe_names
+        from specctl.recipes.targets import aliases
 
         kinds = "a package, a run folder, a model folder or a target's name"
-        named = str(path) in recipe_names()
-        do = f"specctl recipes show {path}" if named else "specctl show runs/NAME/package"
+        do = did_you_mean(str(path), aliases(), "specctl show runs/NAME/package")
+        if str(path) in recipe_names():
+            do = f"specctl recipes show {path}"
         raise no_folder(path, kinds, do)
     from specctl.export.package.manifest import MANIFEST
 

@@ -52,7 +52,7 @@ def vocab_trim(
     ] = None,
     min_coverage: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Least share of tokens kept, with --size auto (0.95)."),
+        typer.Option(min=0.0, max=1.0, help="Minimum coverage, with --size auto (0.95)."),
     ] = None,
     search: Annotated[
         str | None,
@@ -78,8 +78,9 @@ def vocab_trim(
 ) -> None:
     """Trim the vocabulary of any drafter with an LM head. Verification stays lossless.
 
-    Shows coverage, acceptance, tau, MBSU and speed-up by domain, before and after, and the prompts
-    that became slower. OUT gets the trimmed package, trim.json and (with matplotlib) trim.png.
+    Shows coverage, acceptance, tau, memory-bound speed-up (MBSU) and speed-up by domain, before and
+    after, and the prompts that became slower. OUT gets the trimmed package, trim.json and (with
+    matplotlib) trim.png.
 
     Examples:
 

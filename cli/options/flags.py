@@ -85,7 +85,7 @@ TranslateFlag = Annotated[
     str,
     drafting_option(
         "--translate",
-        help="A draft model of another tokenizer: tli (shared tokens), slem (strings), slrs "
+        help="For a draft model with another tokenizer: tli (shared tokens), slem (strings), slrs "
         "(strings by probability, small vocabularies), auto, or none to refuse it.",
     ),
 ]
@@ -94,7 +94,7 @@ StopRuleFlag = Annotated[
     drafting_option(
         "--stop-rule",
         metavar="NAME|FILE",
-        help="End chains early: svip, confidence, heuristic, ..., or a file of train-stop.",
+        help="End chains early: svip, confidence, heuristic, ..., or a file from train-stop.",
     ),
 ]
 ControllerFlag = Annotated[
@@ -117,8 +117,8 @@ AdaptiveFlag = Annotated[
     bool | None,
     drafting_option(
         "--adaptive/--no-adaptive",
-        help="Choose each round's draft length (or none) from measured costs. Left out: where "
-        "specctl bench has measured them here.",
+        help="Choose each round's draft length (or none) from measured costs. Default: if "
+        "specctl bench has measured them on this machine.",
     ),
 ]
 Sets = Annotated[

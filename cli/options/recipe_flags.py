@@ -150,8 +150,8 @@ class TrainingFlags(RecipeFlags):
             "--allow",
             metavar="FIELD",
             help="Continue although this changed: config, target, data, vocab, init, world-size. "
-            "restart: begin again where no checkpoint is whole. memory: although it does not fit. "
-            "recipe: although that was made for another target.",
+            "Also: restart (begin again if no checkpoint is intact), memory (run although it does "
+            "not fit), recipe (use one made for another target).",
         ),
     ] = None
     offline: Offline = False

@@ -24,8 +24,8 @@ GenerationConfigFlag = Annotated[
     sampling_option(
         "--generation-config",
         metavar="model|none",
-        help="model: sample as the target's generation_config.json says where no flag does; none: "
-        "say nothing of it.",
+        help="model: where no flag says otherwise, sample as in the target's "
+        "generation_config.json; none: leave out the note about that file.",
     ),
 ]
 
@@ -35,7 +35,7 @@ class SamplingFlags:
     """How tokens are chosen, and where a text ends."""
 
     max_new_tokens: Annotated[
-        int, sampling_option("--max-new-tokens", min=1, help="Most tokens to generate.")
+        int, sampling_option("--max-new-tokens", min=1, help="Maximum tokens to generate.")
     ] = 128
     temperature: Annotated[
         float | None, sampling_option("--temperature", min=0.0, help="0 = greedy (default).")
@@ -50,7 +50,7 @@ class SamplingFlags:
     min_p: Annotated[
         float | None,
         sampling_option(
-            "--min-p", min=0.0, max=1.0, help="Least probability, as a share of the top one."
+            "--min-p", min=0.0, max=1.0, help="Minimum probability, relative to the likeliest."
         ),
     ] = None
     repetition_penalty: Annotated[

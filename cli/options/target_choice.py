@@ -65,7 +65,7 @@ class TargetChoice:
     ] = None
     tensor_parallel: Annotated[
         bool,
-        target_option("--tp", help="Spread every matrix over the processes of torchrun."),
+        target_option("--tp", help="Tensor parallel over the processes of torchrun."),
     ] = False
 
     def or_own(self, *drafts: str) -> TargetChoice:

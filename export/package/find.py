@@ -217,9 +217,10 @@ def _hub(repo: str, revision: str | None) -> Found:
     try:
         path = snapshot_download(repo, revision=revision, allow_patterns=_WANTED)
     except (*problems, HFValidationError) as error:
+        found = (str(error).splitlines() or [type(error).__name__])[0]
         raise NetworkError(
             f"no folder {repo} here, and the hub did not give a repository of that name",
-            found=str(error).splitlines()[0][:200] if str(error) else type(error).__name__,
+            found=found.removeprefix("Got: ")[:200],
             expected="an existing folder, or a hub id that can be reached",
             do="check the path; for the hub check the name, the network and `hf auth login`",
         ) from error

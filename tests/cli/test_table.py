@@ -27,6 +27,12 @@ def test_without_a_limit_every_row_is_one_line() -> None:
     assert len(format_table(COLUMNS, ROWS)) == 2 + len(ROWS)
 
 
+def test_the_line_below_the_names_is_as_wide_as_its_columns() -> None:
+    names, line, row = format_table(("a", "b", "c"), [("x", "y" * 60, "z" * 60)])
+    assert [len(part) for part in line.split()] == [1, 60, 40]
+    assert names.index("c") == row.index("z") == line.rindex(" ") + 1
+
+
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 200])
 def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(width: int) -> None:
     lines = format_table(COLUMNS, ROWS, width)

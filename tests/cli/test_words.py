@@ -39,6 +39,13 @@ def test_two_words_are_drafter_and_prompt_and_one_is_the_prompt(tmp_path: Path) 
         (("show", "--path=runs/a"), "specctl show runs/a  (without --path)"),
         (("verify", "--package"), "specctl verify FOLDER  (without --package)"),
         (("verify", "--levle", "files"), "use --level  (specctl verify --help)"),
+        (("serve", "--model", "tiny"), "use --target  (specctl serve --help)"),
+        (("serve", "--model", "runs/a"), "specctl serve runs/a  (without --model)"),
+        (("generate", "--prompt", "a b"), "specctl generate 'a b'  (without --prompt)"),
+        (("train-draft", "--learning-rate", "1"), "use --lr  (specctl train-draft --help)"),
+        (("generate", "--steps", "3", "x"), "specctl generate --help"),
+        (("chat", "--seed"), "specctl chat --help"),
+        (("runs", "tail", "--lines"), "specctl runs tail --help"),
     ],
 )
 def test_a_flag_in_the_place_of_a_word_is_answered_with_the_word(
@@ -134,8 +141,18 @@ def test_wrong_names_are_refused_before_torch(words: tuple[str, ...], flag: str)
 
 
 def test_another_tools_word_leads_to_our_command(run: Any) -> None:
-    for word, ours in (("train", "train-draft"), ("benchmark", "bench"), ("distil", "distill")):
-        assert run(word, "--json").json["error"]["do"] == f"specctl {ours} --help"
+    meant = {
+        "train": "specctl train-draft --help",
+        "benchmark": "specctl bench --help",
+        "distil": "specctl distill --help",
+        "resume": "specctl runs resume --help",
+        "upload": "specctl export --help",
+        "version": "use --version  (specctl --help)",
+        "help": "specctl --help",
+        "quantize": "specctl --help",  # like no command of ours
+    }
+    for word, do in meant.items():
+        assert run(word, "--json").json["error"]["do"] == do, word
 
 
 def test_help_is_short_and_help_all_is_whole(
@@ -151,6 +168,10 @@ def test_help_is_short_and_help_all_is_whole(
     assert "--presence-penalty" not in short
     assert "--presence-penalty" in whole
     assert len(short.splitlines()) < 0.75 * len(whole.splitlines())
+    assert main(["serve", "--help"]) == 0
+    served = capfd.readouterr().out
+    assert "--api-key-file" in served
+    assert "--queue-timeout" not in served
 
 
 def test_help_writes_arguments_plainly_and_keeps_the_examples_indented(
@@ -212,6 +233,7 @@ def test_a_targets_name_can_be_shown(run: Any) -> None:
     big = run("show", "qwen3-8b", "--json").json["result"]
     assert big["repo"] == "Qwen/Qwen3-8B"
     assert big["shape"]["layers"] == 36
+    assert "qwen3-8b" in run("show", "qwen3-8", "--json").json["error"]["do"]
 
 
 def test_the_shell_completes_names(tmp_path: Path) -> None:

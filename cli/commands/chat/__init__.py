@@ -35,7 +35,7 @@ def chat(
     ] = False,
     compiled: Compile = False,
 ) -> None:
-    """Talk with a target. A conversation is read once: each turn adds only its own words.
+    """Chat with a target in the terminal. Each turn is read once and stays in the cache.
 
     In a terminal, lines are turns and Ctrl-C stops an answer; /help lists the commands. Through a
     pipe, every line is a turn and the answers go to stdout.
