@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.errors import RecipeError
+from specctl.core.exit_states import ExitStates
+from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import BestChain, Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
 from specctl.core.tree import DraftTree
@@ -34,7 +36,9 @@ class Needs:
     """What a drafter wants from the target: taps at every fed token, its top-k ids (`topk_logp`:
     their log-probabilities at temperature 1, too), teacher logits while training, and whether it
     borrows the embedding and the LM head. `teacher_rows`: its one loss asks for teacher logits row
-    by row, so they need not exist all at once."""
+    by row, so they need not exist all at once. `copied`: those taps that serve only to keep a copy
+    of what the target caches in these layers; a state that is given the target's cache
+    (`Space.target_kv`) does without."""
 
     taps: tuple[int, ...] = ()
     topk: int = 0
@@ -42,12 +46,20 @@ class Needs:
     teacher: bool = False
     borrow: bool = False
     teacher_rows: bool = False
+    copied: tuple[int, ...] = ()
+
+    def without_copy(self) -> Needs:
+        """What a state needs that drafts in the target's own cache."""
+        taps = tuple(tap for tap in self.taps if tap not in self.copied)
+        return replace(self, taps=taps, copied=())
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
     """What a DraftState must reserve: slots, context length, nodes of the widest tree; and
-    which target it drafts for (None: unknown, nothing stored is shared with a known one)."""
+    which target it drafts for (None: unknown, nothing stored is shared with a known one).
+    `target_kv`: the cache of the target, given to those whose `Needs.copied` names layers. What
+    they draft they write behind the kept tokens, where the verification writes in any case."""
 
     num_slots: int
     max_len: int
@@ -55,6 +67,7 @@ class Space:
     device: torch.device
     dtype: torch.dtype
     identity: Identity | None = None
+    target_kv: SlotKV | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +210,11 @@ class StepState(DraftState):
     def best_chain(self, view: RoundView, length: int) -> BestChain | None:
         """What `root` and `length - 1` calls of `expand` with the likeliest tokens give, in one
         call in their place; None where there is no such call, and nothing has been done."""
+        return None
+
+    def exit_states(self) -> ExitStates | None:
+        """What this round's growth has computed of the target's forward of root and nodes, in the
+        target's cache, if it was a chain; None: nothing."""
         return None
 
     def hidden(self) -> Tensor:

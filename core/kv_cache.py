@@ -136,6 +136,14 @@ class SlotKV:
         fixed._span, fixed._whole, fixed._contiguous = aim.span, aim.is_whole, -1
         return fixed
 
+    def behind(self, num_fed: int) -> SlotKV:
+        """The same store, aimed at the fed tokens behind the first `num_fed`."""
+        rest = copy.copy(self)
+        rest._start_B1, rest._at_BT = self._start_B1 + num_fed, self._at_BT[:, num_fed:]
+        if self._contiguous >= 0:
+            rest._contiguous = self._contiguous + num_fed
+        return rest
+
     def reserve(self, max_len: int) -> None:
         """Be at least so long; what is stored stays."""
         if (extra := max_len - self.max_len) > 0:

@@ -3,25 +3,28 @@
 Both the target and an independent small-LM drafter are a LanguageModel. Two implementations:
 `fast_llama.FastLlama` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
 transformers causal LM; the reference of the first).
-Letters: B rows, D hidden width, K draft vocabulary, L positions, N nodes, S sequence, T fed tokens,
-V target vocabulary, X any axes.
+Letters: B rows, D hidden width, K draft vocabulary, L positions, M new nodes, N nodes, S sequence,
+T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.masks import chain_mask, document_mask, tree_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree
+
+LEAST_SAVED = 2e7  # multiplications that take as long as a second call of the layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class Masks:
 
     full: Tensor
     windows: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def behind(self, num_fed: int) -> Masks:
+        """Those of the fed tokens behind the first `num_fed`."""
+        windows = {size: mask[:, :, num_fed:] for size, mask in self.windows.items()}
+        return Masks(self.full[:, :, num_fed:], windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,42 @@ class LanguageModel(ABC):
         """One forward of whole sequences without a cache (training, capture, prefill oracle)."""
         feed = Feed(ids_BS, position_BS, masks, taps, logits, None, parts, residual_BSD)
         return self.run(feed, None)
+
+    @torch.no_grad()
+    def resume(self, feed: Feed, exits: ExitStates, kv: SlotKV) -> LmOut | None:
+        """The forward of `feed` against the aimed `kv`, begun by drafting: the layers below
+        `exits.layer` run at the tokens that drafting has not read, the others at all tokens. None
+        where a whole forward is as fast, or is asked for taps below that layer."""
+        layer, num_fed = exits.layer, feed.ids_BT.shape[1]
+        num_read = min(exits.residual_BMD.shape[1], num_fed)
+        if min(feed.taps, default=layer) < layer or feed.residual_BTD is not None:
+            return None
+        if self._saved(layer, len(feed.ids_BT) * num_read) < self.least_saved:
+            return None
+        residual_BTD = exits.residual_BMD[:, :num_read]
+        if num_read < num_fed:
+            ids_BT, position_BT = feed.ids_BT[:, num_read:], feed.position_BT[:, num_read:]
+            masks, parts = feed.masks.behind(num_read), SubLayers.span(0, layer)
+            rest = Feed(ids_BT, position_BT, masks, (layer,), False, parts=parts)
+            found = self.run(rest, kv.behind(num_read)).taps[layer]
+            residual_BTD = torch.cat([residual_BTD, found.to(residual_BTD.dtype)], dim=1)
+        parts = SubLayers.span(layer, self.spec.num_layers)
+        return self.run(replace(feed, parts=parts, residual_BTD=residual_BTD), kv)
+
+    @property
+    def least_saved(self) -> float:
+        """Multiplications from which it pays to run the layers in two calls."""
+        return LEAST_SAVED
+
+    def _saved(self, layers: int, num_rows: int) -> float:
+        """Multiplications that so many rows need not go through in so many layers. On other devices
+        than CPUs few rows cost what one costs."""
+        if self.device.type != "cpu":
+            return 0.0
+        spec = self.spec
+        attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        weights = spec.hidden_size * (attention + 3 * spec.intermediate_size)
+        return float(layers * num_rows * weights)
 
     def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
         """`length` tokens behind the root in one call, against the aimed `kv`, which has room for

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.core.exit_states import ExitStates
+
 
 class NodeKind(StrEnum):
     """How the children of a node were chosen; decides which verification rules are legal."""
@@ -76,6 +78,7 @@ class DraftTree:
                  of their tokens (None: those)
     forced_BN    nodes taken without asking the target, one below a parent at most; only from
                  drafters that call themselves approximate
+    exits        of a chain: what drafting has computed of the target's own lower layers
     """
 
     token_BN: Tensor
@@ -92,6 +95,7 @@ class DraftTree:
     probe_depth: int = 0
     probe_BMD: Tensor | None = None
     forced_BN: Tensor | None = None
+    exits: ExitStates | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -146,13 +150,13 @@ class DraftTree:
         return replace(self, valid_BN=self.valid_BN & (depth_BN <= length_B[:, None]))
 
     def of_rows(self, at_B: Tensor) -> DraftTree:
-        """The tree whose row b is this one's row at_B[b]."""
+        """The tree whose row b is this one's row at_B[b]; what drafting computed is left behind."""
         rows: dict[str, Any] = {
             name: None if (value := getattr(self, name)) is None else value[at_B]
             for name in _BY_ROW
         }
         q = None if self.q is None else QRows(self.q.prob_BTK[at_B], self.q.ids_K)
-        return replace(self, q=q, **rows)
+        return replace(self, q=q, exits=None, **rows)
 
 
 _BY_ROW = (

@@ -83,6 +83,7 @@ class Calm(SelfDrafter):
     """Layers up to the deepest exit."""
 
     family = "calm"
+    shares_kv = True
     learns_states = False
     options: CalmOptions
 

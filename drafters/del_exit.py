@@ -74,6 +74,7 @@ class Del(SelfDrafter):
     """Every exit's layers may run."""
 
     family = "del"
+    shares_kv = True
     options: DelOptions
 
     def __init__(self, options: DelOptions, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
@@ -87,7 +88,9 @@ class Del(SelfDrafter):
         return tuple(range(self.layers[-1]))
 
     def needs(self) -> Needs:
-        return Needs(taps=tuple(range(self.layers[-1] + 1)), borrow=True)
+        taps = range(self.layers[-1] + 1)
+        copied = tuple(tap for tap in taps if tap not in self.layers)
+        return Needs(taps=tuple(taps), borrow=True, copied=copied)
 
     def open(self, space: Space) -> DelState:
         return DelState(self, self.lm, space)

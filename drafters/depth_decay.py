@@ -67,6 +67,7 @@ class DepthDecay(SelfDrafter):
     """What runs for the first drafted token may run for any."""
 
     family = "depth-decay"
+    shares_kv = True
     options: DepthDecayOptions
 
     @property

@@ -4,7 +4,8 @@ The first `layers` layers read a token, the final norm and the LM head say what 
 whole target verifies. Nothing is added to the target and nothing is trained here: targets that were
 trained to be read early (LayerSkip's layer dropout and early-exit loss) draft well, others little.
 The keys and values of the layers that drafted are exactly those of the target, whose inputs they
-share.
+share: they are written to the target's own cache, and where it is faster the verification runs the
+upper layers alone at tokens that were read while drafting.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class LayerSkip(SelfDrafter):
     """The lower layers."""
 
     family = "layer-skip"
+    shares_kv = True
 
     def __init__(
         self, options: LayerSkipOptions, spec: ModelSpec, vocab: VocabMap | None = None

@@ -191,6 +191,7 @@ class M2R2State(LowerLayersState):
     def read(self, feed: Feed, rows: Sequence[int]) -> Tensor:
         drafter, taps = self.drafter, (*self.drafter.attention, self.drafter.exit)
         out = self.lm.run(replace(feed, taps=taps, logits=False), self.kv)
+        self._left(out.taps[drafter.exit])
         slow = {tap: out.taps[tap].to(drafter.dtype) for tap in taps}
         seen = [self.kv.read(layer) for layer in drafter.attention]
         seen = [(key.to(drafter.dtype), value.to(drafter.dtype)) for key, value in seen]

@@ -59,6 +59,7 @@ class SkipLayers(SelfDrafter):
     """A set that was searched for becomes part of the options, and so of the package."""
 
     family = "skip-layers"
+    shares_kv = True
     learns_states = False
     options: SkipLayersOptions
 

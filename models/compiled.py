@@ -20,6 +20,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
+from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import Aim, KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 
@@ -75,6 +76,10 @@ class CompiledLM(LanguageModel):
         if recorded is None:
             recorded = self._recorded[shape] = Recorded(self.lm, kv, shape, self.backend)
         return recorded(feed, kv.aim)
+
+    def resume(self, feed: Feed, exits: ExitStates, kv: SlotKV) -> LmOut | None:
+        """What is recorded are whole forwards, faster than a part of one that is not."""
+        return None
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
         """A cache with space for padding. One store at a time is recorded upon: the last engine's

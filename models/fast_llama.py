@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import (
     BestChain,
@@ -86,6 +87,13 @@ class FastLlama(LanguageModel):
         kv, slots = self.new_kv(B, T), torch.arange(B)
         kv.begin(tuple(range(B)), slots, torch.zeros_like(slots), T, T, 0)
         return kv
+
+    @torch.no_grad()
+    def resume(self, feed: Feed, exits: ExitStates, kv: SlotKV) -> LmOut | None:
+        """The compiled step does not round its residuals to bfloat16, as taps are."""
+        if self.dtype != torch.float32 and self.module.native(self.is_int8) is not None:
+            return None
+        return super().resume(feed, exits, kv)
 
     def is_native(self, feed: Feed) -> bool:
         """Whether the compiled step reads a round of this size."""

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
+from specctl.core import language_model
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
@@ -276,6 +277,11 @@ class HfLM(LanguageModel):
             )
         taps = self._taps(out, feed) if feed.taps else {}
         return LmOut(feed.asked(out.logits, first) if feed.logits else None, taps)
+
+    @property
+    def least_saved(self) -> float:
+        """What is left out of a layer costs little, not nothing, in either call."""
+        return language_model.LEAST_SAVED * self.spec.num_layers / 2
 
     # -- borrowed layers ------------------------------------------------------------------------
 

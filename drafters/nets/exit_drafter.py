@@ -70,6 +70,7 @@ class ExitDrafter(SelfDrafter):
 
     module: ExitNet
     options: ExitOptions
+    shares_kv = True
 
     def __init__(
         self, options: ExitOptions, spec: ModelSpec, vocab: VocabMap | None = None
@@ -108,7 +109,8 @@ class ExitDrafter(SelfDrafter):
 
     def needs(self) -> Needs:
         taps = (*self.attention, self.exit)
-        return Needs(taps, teacher=self.options.loss != "ce", teacher_rows=True, borrow=True)
+        teacher = self.options.loss != "ce"
+        return Needs(taps, teacher=teacher, teacher_rows=True, borrow=True, copied=self.copied)
 
     def bind(self, borrowed: Borrowed) -> None:
         super().bind(borrowed)
@@ -169,7 +171,7 @@ class LowerLayersState(BorrowedState):
     """The lower layers' cache, and the LM head as serving reads it."""
 
     def __init__(self, drafter: ExitDrafter, space: Space) -> None:
-        super().__init__(drafter.lm, drafter.attention, space)
+        super().__init__(drafter.lm, drafter.attention, space, exit_layer=drafter.exit)
         self._exit = drafter
         self._version, self._head = drafter.version(), self._packed()
 
@@ -191,8 +193,8 @@ class ExitAdapterState(LowerLayersState):
     def __init__(self, drafter: LayerExit, space: Space) -> None:
         super().__init__(drafter, space)
         self.drafter, shape = drafter, drafter.shape
-        max_len, dtype = self.kv.max_len, drafter.dtype
-        self.own = SlotKV.of([shape.kv], space.num_slots, max_len, dtype, space.device)
+        slots, device = space.num_slots, space.device
+        self.own = SlotKV.of([shape.kv], slots, self.max_len, drafter.dtype, device)
 
     def _beside(self, num_fed: int) -> SlotKV:
         """The module's cache, aimed as the lower layers' is."""
@@ -221,6 +223,7 @@ class ExitAdapterState(LowerLayersState):
     def read(self, feed: Feed, rows: Sequence[int]) -> Tensor:
         drafter, exit_at = self.drafter, self.drafter.exit
         out = self.lm.run(replace(feed, taps=(exit_at,), logits=False), self.kv)
+        self._left(out.taps[exit_at])
         state_BMD = out.taps[exit_at].to(drafter.dtype)
         look = attending(feed.masks.full, self._beside(feed.ids_BT.shape[1]), 0)
         rope = drafter.shape.rope(feed.position_BT)

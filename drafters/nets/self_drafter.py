@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
@@ -11,8 +12,10 @@ from specctl.core.language_model import Borrowed, LanguageModel
 
 
 class SelfDrafter(Drafter):
-    """Runs layers of the target, whose states at all of `attention` it reads."""
+    """Runs layers of the target, whose states at all of `attention` it reads. `shares_kv`: what it
+    keeps of known tokens is what the target caches, so that its states can do without a copy."""
 
+    shares_kv: ClassVar[bool] = False
     runs_target = True
     _lm: LanguageModel | None = None
 
@@ -22,7 +25,12 @@ class SelfDrafter(Drafter):
         """Layers whose attention may run."""
 
     def needs(self) -> Needs:
-        return Needs(taps=self.attention, borrow=True)
+        return Needs(taps=self.attention, borrow=True, copied=self.copied)
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """`Needs.copied`."""
+        return self.attention if self.shares_kv else ()
 
     def bind(self, borrowed: Borrowed) -> None:
         self._lm = borrowed.layers()

@@ -1,10 +1,11 @@
 """BorrowedState: the memory of a drafter that runs some of the target's own layers.
 
-It has a cache of its own for the layers it may run. What it holds of known tokens is what the
-target itself holds: keys and values are made of the residuals that the target's layers read (taps),
-never of what the drafter made of those tokens. Drafted tokens are written behind them, and
-forgotten when the round is over. So a draft begins from the target's true context whatever was left
-out while drafting, as where both share one cache.
+What its cache holds of known tokens is what the target itself holds, never what the drafter made of
+those tokens. Drafted tokens are written behind them, and forgotten when the round is over. So a
+draft begins from the target's true context whatever was left out while drafting. The cache is the
+target's own where the engine gives it (`Space.target_kv`), else a copy for the layers that may run,
+made of the residuals that the target's layers read (taps). In the target's own, the keys and values
+of drafts by whole first layers are those that the verification would write, and stay.
 Letters: A anchors, B rows, D hidden width, L positions, M new nodes, S sequence, T fed tokens,
 V target vocabulary, W window, X any axes.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
+from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
 from specctl.core.masks import document_mask
@@ -39,7 +41,9 @@ class KnownTokensState(StepState):
         self, lm: LanguageModel, attention: tuple[int, ...], space: Space, extra: int = 0
     ) -> None:
         self.lm, self.attention = lm, attention
-        self.kv = self._new_kv(space, space.max_len + space.max_nodes + 3 + extra)
+        self.max_len = space.max_len + space.max_nodes + 3 + extra
+        self.shares_kv = space.target_kv is not None
+        self.kv = space.target_kv or self._new_kv(space, self.max_len)
         self.num_known = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots
 
@@ -90,6 +94,8 @@ class KnownTokensState(StepState):
         """W known tokens of each row."""
         same = starts[0] if min(starts) == max(starts) else None
         self.kv.begin(slots, slot_B, start_B, W, max(starts) + W, same)
+        if self.shares_kv:  # the target has written them
+            return
         position_BW = self.within(start_B[:, None] + torch.arange(W, device=slot_B.device))
         state = {layer: taps[layer].to(self.lm.dtype) for layer in self.attention}
         self.lm.write_kv(state, position_BW, self.kv)
@@ -101,17 +107,25 @@ class KnownTokensState(StepState):
 
 
 class BorrowedState(KnownTokensState):
-    """Drafts tree by tree with some of the borrowed layers."""
+    """Drafts tree by tree with some of the borrowed layers. `exit_layer`: every node runs exactly
+    the layers below it (0: others), of which the residuals are kept for the verification."""
 
     def __init__(
-        self, lm: LanguageModel, attention: tuple[int, ...], space: Space, extra: int = 0
+        self,
+        lm: LanguageModel,
+        attention: tuple[int, ...],
+        space: Space,
+        extra: int = 0,
+        exit_layer: int = 0,
     ) -> None:
         super().__init__(lm, attention, space, extra)
+        self.exit_layer = exit_layer if self.shares_kv else 0
         self._growth: TreeLayout | None = None
         self._ready_BMD = torch.empty(0)
+        self._exits: list[Tensor] = []
 
     def observe(self, outcome: Outcome) -> None:
-        self._growth = None
+        self._growth, self._exits = None, []
         super().observe(outcome)
 
     # -- what a family decides --------------------------------------------------------------------
@@ -124,10 +138,23 @@ class BorrowedState(KnownTokensState):
         """[B, M, V]: logits behind nodes. The cache is aimed at them; `rows` are the rows of the
         round that are fed."""
         last = self.lm.spec.num_layers
-        out = self.runner.run(replace(feed, taps=(last,)), self.kv)
+        taps = (self.exit_layer, last) if self.exit_layer else (last,)
+        out = self.runner.run(replace(feed, taps=taps), self.kv)
+        if self.exit_layer:
+            self._left(out.taps[self.exit_layer])
         assert out.logits_BTV is not None
         self._ready_BMD = out.taps[last]
         return out.logits_BTV
+
+    def _left(self, residual_BMD: Tensor) -> None:
+        """New nodes have left the lower layers."""
+        if self.exit_layer:
+            self._exits.append(residual_BMD)
+
+    def exit_states(self) -> ExitStates | None:
+        if not self._exits:
+            return None
+        return ExitStates(self.exit_layer, torch.cat(self._exits, dim=1))
 
     @property
     def runner(self) -> LanguageModel:
@@ -139,6 +166,7 @@ class BorrowedState(KnownTokensState):
     @torch.no_grad()
     def root(self, view: RoundView) -> Tensor:
         kept = [self.num_known[slot] for slot in view.slots]
+        self._exits = []
         self._growth = TreeLayout(view, self.kv, kept, view.kept_len_B)
         root_B1 = view.root_B[:, None]
         return self._nodes(root_B1, torch.full_like(root_B1, -1))[:, 0]
@@ -195,7 +223,9 @@ class FixedState(BorrowedState):
     """The same layers for every row at every depth."""
 
     def __init__(self, lm: LanguageModel, parts: SubLayers, space: Space) -> None:
-        super().__init__(lm, parts.attention, space)
+        count = len(parts.attention)
+        lower = parts == SubLayers.span(0, count)
+        super().__init__(lm, parts.attention, space, exit_layer=count if lower else 0)
         self.parts = parts
 
     def parts_of(self, slot: int, first: int) -> SubLayers:

@@ -25,7 +25,7 @@ from specctl.runtime.engine.request import Completion, Emission, Request, Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.round_drafter import PolicyDrafter, RoundDrafter
 from specctl.runtime.engine.scheduler import RoundPlanner, Scheduler
-from specctl.runtime.engine.target_reader import TargetReader
+from specctl.runtime.engine.target_reader import TargetReader, shares_kv
 from specctl.runtime.policies.base import Learner, Policy, fresh
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
@@ -62,7 +62,10 @@ class Engine:
         self.context, self.num_slots, self.max_len = target.spec.max_positions, num_slots, max_len
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
         self._usual_rule = sampling_rule(rule, drafter, self.policy)
-        self.needs = drafter.needs() if drafter is not None else Needs()
+        self.needs, self._shares_kv = Needs(), False
+        if drafter is not None:
+            needs, self._shares_kv = drafter.needs(), shares_kv(drafter, self.policy)
+            self.needs = needs.without_copy() if self._shares_kv else needs
         self.reader = TargetReader(target, self.policy, self.needs.taps, drafter)
         check_rule(rule, drafter, self.policy)
         if drafter is not None and self.needs.borrow:
@@ -108,7 +111,8 @@ class Engine:
         self.reader.open(self.num_slots, self.max_len)
         self.scheduler.forget_prefixes()
         size = (self.num_slots, self.max_len, self.policy.nodes, self.target.device)
-        self.drafting.open(Space(*size, self.target.dtype, self.target.identity))
+        shared = self.reader.kv if self._shares_kv else None
+        self.drafting.open(Space(*size, self.target.dtype, self.target.identity, shared))
 
     def submit(self, index: int, request: Request) -> None:
         """Put a request in the queue; `index` names it for as long as it lives."""

@@ -21,6 +21,7 @@ from specctl.core.drafter import (
     RoundView,
     SharedNoise,
     Space,
+    StepState,
 )
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.engine.request import Row
@@ -129,7 +130,10 @@ class PolicyDrafter(RoundDrafter):
         given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
         tree = self.policy.grow(GrowRequest(self.state, *given, estimates=plan.estimates))
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
-        return fitted(plan.cut(tree))
+        tree = fitted(plan.cut(tree))
+        if tree.is_chain and tree.num_nodes and isinstance(self.state, StepState):
+            tree = replace(tree, exits=self.state.exit_states())
+        return tree
 
     def _shared(self, round: Round) -> SharedNoise:
         device, rows = round.view.slot_B.device, len(round.rows)

@@ -22,6 +22,12 @@ from specctl.runtime.verify import Verdict
 TreeForward = Callable[[Feed, DraftTree, SlotKV], tuple[DraftTree, LmOut]]
 
 
+def shares_kv(drafter: Drafter, policy: Policy) -> bool:
+    """Whether it drafts in the target's cache. Trees may expand more nodes than they keep, and for
+    these it has no room."""
+    return policy.is_chain and bool(drafter.needs().copied)
+
+
 class TargetReader:
     """Reads what a round drafted and keeps what it accepted; with the `taps` that the drafter wants
     of every position. One writer of the cache."""
@@ -72,6 +78,10 @@ class TargetReader:
         return self._forward(feed, tree, self.kv)
 
     def _whole(self, feed: Feed, tree: DraftTree, kv: SlotKV) -> tuple[DraftTree, LmOut]:
+        if tree.exits is not None:
+            out = self.target.lm.resume(feed, tree.exits, kv)
+            if out is not None:
+                return tree, out
         if self._unpadded is not None:
             return tree, self._unpadded.run(feed, tree, kv)
         return tree, self.target.lm.run(feed, kv)

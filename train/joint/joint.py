@@ -60,6 +60,7 @@ class JointModel(Drafter):
         self.target = changing(target, part)
         self._drafter, self._original, self.part = drafter, target, part
         self._additions = dict(additions(self.target.lm.module))
+        self._runs = target
         moving = {n for n, p in self.target.lm.module.named_parameters() if p.requires_grad}
         assert len(moving) == 2 * len(self._additions), f"more than additions would move: {moving}"
 
@@ -72,7 +73,14 @@ class JointModel(Drafter):
     @contextmanager
     def whole(self) -> Iterator[Drafter]:
         """The drafter alone, which drafts for `target`."""
+        self._run_layers_of(self.target)
         yield self._drafter
+
+    def _run_layers_of(self, target: Target) -> None:
+        """Where the drafter runs layers of its target, let them be those."""
+        if self._drafter.runs_target and self._runs is not target:
+            self._drafter.bind(target.borrowed())
+            self._runs = target
 
     def slow(self) -> list[str]:
         """What of `trainable` learns at the target's own rate."""
@@ -116,8 +124,7 @@ class JointModel(Drafter):
         if self.part.early_exit is not None:
             return self._early(to_device(batch, self.target.device), self.part.early_exit)
         is_alone = batch.progress < self.part.warmup
-        if self._drafter.runs_target:
-            self._drafter.bind((self._original if is_alone else self.target).borrowed())
+        self._run_layers_of(self._original if is_alone else self.target)
         if is_alone:
             return self._drafter.loss(capture(self._original, batch, self.needs()))
         batch = to_device(batch, self.target.device)
@@ -126,11 +133,15 @@ class JointModel(Drafter):
             seen = read(self.target, batch, replace(TEACHER, taps=taps))
             own = self._own_term(seen)
             shown = self._shown(seen)
-        out = self._drafter.loss(shown)
-        if self._drafter.runs_target:
-            weight = weight_at(seen.progress, self.part)
-            out = replace(out, sum=weight * out.sum)
+        out = self._with_layers(shown) if self._drafter.runs_target else self._drafter.loss(shown)
         return out if own is None else with_term(out, own)
+
+    def _with_layers(self, shown: TrainBatch) -> LossOut:
+        """The loss of a drafter that runs the layers that learn, in the target's own precision and
+        weighted as a whole."""
+        with torch.autocast(self.target.device.type, enabled=False):
+            out = self._drafter.loss(shown)
+        return replace(out, sum=weight_at(shown.progress, self.part) * out.sum)
 
     def _noised_term(self, batch: TrainBatch, noise: NoisePart) -> LossOut:
         """What the target says of noised text, compared with the text or with what the original

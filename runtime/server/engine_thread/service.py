@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 
 from specctl.core.drafter import Drafter, Space
 from specctl.core.errors import ResourceError, SpecctlError
+from specctl.core.kv_cache import SlotKV
 from specctl.runtime.batching.base import Batching
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.request import TokenLogprob
+from specctl.runtime.engine.target_reader import shares_kv
 from specctl.runtime.generate import default_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.sampling import SamplingBatch
@@ -72,7 +74,7 @@ def room_for(
     cache, kept = entry * length, 0
     if drafter is not None:
         try:
-            kept = drafter_bytes(target, drafter, length, policy.nodes)
+            kept = drafter_bytes(target, drafter, policy, length)
         except Exception as error:  # the engine goes on without a drafter that cannot be opened
             LOG.warning("the drafter's memory was not measured: %s", place_of(error))
     memory = limits.memory
@@ -92,13 +94,16 @@ def room_for(
     return Capacity(int(slots), context, slot, kept)
 
 
-def drafter_bytes(target: Target, drafter: Drafter, length: int, nodes: int) -> int:
+def drafter_bytes(target: Target, drafter: Drafter, policy: Policy, length: int) -> int:
     """What one row of `length` positions takes for the drafter: its own memory, and the taps of the
     prompt, which wait for it and stay where a conversation may go on."""
     needs = drafter.needs()
     if needs.borrow:
         drafter.bind(target.borrowed())
-    space = Space(1, length, nodes, target.device, target.dtype, target.identity)
+    space = Space(1, length, policy.nodes, target.device, target.dtype, target.identity)
+    if shares_kv(drafter, policy):
+        nothing = SlotKV.of((), 1, length, target.dtype, target.device)
+        needs, space = needs.without_copy(), replace(space, target_kv=nothing)
     taps = len(needs.taps) * target.spec.hidden_size * target.dtype.itemsize
     return drafter.slot_bytes(space) + taps * length
 

@@ -22,6 +22,7 @@ SLICE = [
     ("two paths, multi-path", "penalties"),
     ("distinct tree, traversal", "end of text"),
     ("other tokenizer, tli tree", "end of context"),
+    ("layer-skip", "T=1"),
 ]
 
 
