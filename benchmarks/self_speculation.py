@@ -36,7 +36,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
-TRAINED = ("kangaroo", "eesd", "pass", "ppd", "s3d", "hidden-transfer", "eagle3")
+TRAINED = ("kangaroo", "eesd", "m2r2", "pass", "ppd", "s3d", "hidden-transfer", "eagle3")
 SEARCHED = ("draft-verify", "calm")
 METHODS = (
     *TRAINED,

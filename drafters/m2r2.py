@@ -150,10 +150,10 @@ class M2R2(ExitDrafter):
         return small
 
     def needs(self) -> Needs:
+        """While drafting in the target's own cache nothing: the rest is for training and copies."""
         needs = super().needs()
-        if not self.options.feature_weight:
-            return needs
-        return replace(needs, taps=(*needs.taps, self.spec.num_layers))
+        taps = (*needs.taps, *([self.spec.num_layers] if self.options.feature_weight else []))
+        return replace(needs, taps=taps, copied=taps if needs.copied else ())
 
     def ready(self, batch: TrainBatch) -> Tensor:
         position_BS, dtype = batch.position_BS, self.dtype
