@@ -23,7 +23,7 @@ def eighths(rng: np.random.Generator) -> np.ndarray:
     return np.diff([0, *cuts, CELLS]) / CELLS
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_rounds_are_exact_for_every_draft_that_is_any_function_of_the_noise(seed: int) -> None:
     """Every cell of the noise of three positions, drafts a random table of all of them. Rounds
     follow until three tokens are there; a later round sees the same number at the same position."""
