@@ -1,7 +1,8 @@
 """What the idea of a self-speculating system is worth: its drafter with and without it.
 
 A study is a list of arms, drafters in greedy chains of five tokens without a stop rule (PPD: as its
-recipe serves, or with other rows a round), on the same held-out prompts of the embedded target.
+recipe serves, or with other rows a round; K-Forcing: at temperature 1, beside other ways to train
+it), on the same held-out prompts of the embedded target.
 Printed of each arm: acceptance of the first token and tokens per round with their standard errors
 over prompts, tokens per round less those of the study's first arm (prompt by prompt), and what the
 system says of itself (layers run, bytes kept).
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -31,6 +33,7 @@ from specctl.drafters.calm import CalmState
 from specctl.drafters.quantspec import QuantSpecState
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
+from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -42,8 +45,9 @@ CHAIN = {"policy": "chain", "length": 5}
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A drafter. `context`: every prompt follows so many held-out tokens in all; `trained`: its
-    weights are those of OUT/runs/TRAINED/package, which is trained now if it is not there;
-    `changed`: it drafts for that run's target, which learned, too."""
+    weights are those of OUT/runs/TRAINED/package, which is trained now if it is not there (by
+    RECIPE with `sets` in it; None: by the recipe of that name); `changed`: it drafts for that run's
+    target, which learned, too. Sampled at `heat` under `rule`."""
 
     name: str
     family: str
@@ -52,6 +56,10 @@ class Arm:
     trained: str | None = None
     changed: str | None = None
     serve: dict[str, Any] = field(default_factory=lambda: CHAIN)
+    recipe: str | None = None
+    sets: tuple[str, ...] = ()
+    heat: float = 0.0
+    rule: str = "auto"
 
 
 def calm() -> Iterator[Arm]:
@@ -106,6 +114,23 @@ def ppd() -> Iterator[Arm]:
     yield Arm("untrained, 24 rows", "ppd", {}, serve=rows(24))
 
 
+def k_forcing() -> Iterator[Arm]:
+    """Temperature 1: the noise shared, hidden, or kept from the slots; another way to train."""
+    name, serve = "k-forcing", {"policy": "direct", "length": 5}
+
+    def arm(title: str, run: str = name, rule: str = "inverse-cdf", **more: Any) -> Arm:
+        options = {"noise": "constant"} if run == "kf-still" else {}
+        return Arm(title, name, options, None, run, None, serve, name, rule=rule, **more)
+
+    yield arm("noise shared", heat=1.0)
+    never = ("drafter.options.noise=constant",)
+    yield arm("trained without noise", "kf-still", heat=1.0, sets=never)
+    once = ("drafter.options.progressive=false",)
+    yield arm("all slots at once", "kf-once", heat=1.0, sets=once)
+    yield arm("noise not shared (rule target-only)", rule="target-only", heat=1.0)
+    yield arm("greedy", heat=0.0)
+
+
 def sdsat() -> Iterator[Arm]:
     """Look-ahead tokens and target, each as it learned with the other and without."""
     serve = {"policy": "chain", "length": 3}
@@ -125,6 +150,7 @@ STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "quantspec": quantspec,
     "easyspec": easyspec,
     "ppd": ppd,
+    "k-forcing": k_forcing,
     "sdsat": sdsat,
 }
 
@@ -175,7 +201,7 @@ def drafter_of(
     method, states = family(arm.family), list[DraftState]()
     drafter = method.build(method.options(**arm.options), target.spec, None)
     if arm.trained is not None:
-        folder = package(arm.trained, out)
+        folder = package_of(arm, out)
         drafter.load_tensors(load_drafter(folder, own_target(folder.parent)).tensors())
     opened = drafter.open
 
@@ -186,6 +212,19 @@ def drafter_of(
 
     drafter.open = recorded  # type: ignore[method-assign]
     return drafter, states
+
+
+def package_of(arm: Arm, out: Path) -> Path:
+    """The package of an arm with weights, trained now if it is not there."""
+    assert arm.trained is not None
+    folder = out / "runs" / arm.trained
+    if arm.recipe is None:
+        return package(arm.trained, out)
+    if not (folder / "package" / "manifest.json").exists():
+        sets = [word for one in arm.sets for word in ("--set", one)]
+        words = ["train-draft", "--recipe", arm.recipe, "--out", str(folder), *sets]
+        subprocess.run([sys.executable, "-m", "specctl", *words], check=True, stdout=sys.stderr)
+    return folder / "package"
 
 
 def own_target(run: Path) -> Target:
@@ -214,12 +253,23 @@ def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any
     if arm.changed is not None:
         target = own_target(package(arm.changed, args.out).parent)
     drafter, states = drafter_of(target, arm, rounds, args.out)
-    engine = Engine(target, drafter, make_policy(arm.serve), num_slots=8)
-    sampling = Sampling(0.0, max_new_tokens=args.tokens, ignore_eos=True)
+    engine = Engine(target, drafter, make_policy(arm.serve), arm.rule, num_slots=8)
+    sampling = Sampling(arm.heat, max_new_tokens=args.tokens, ignore_eos=True)
     prompts = prompts_of(target, args.prompts, arm.context)
-    done = engine.run([Request(prompt, sampling) for prompt in prompts])
+    requests = [Request(one, replace(sampling, seed=i)) for i, one in enumerate(prompts)]
+    done = engine.run(requests)
+    tau = [row.stats.tokens / row.stats.rounds for row in done]
+    if arm.family == "k-forcing":
+        tested = add_counts(row.stats.tested_at for row in done)
+        alpha = shares(add_counts(row.stats.accepted_at for row in done), tested)
+        by_place = " ".join(f"{one:.2f}" for one in alpha)
+        return {
+            "tau": tau,
+            "alpha": [row.stats.accepted_at[0] / row.stats.tested_at[0] for row in done],
+            "said": f"alpha by place {by_place}; {mean(tau) / 2:.2f} tokens a forward",
+        }
     return {
-        "tau": [row.stats.tokens / row.stats.rounds for row in done],
+        "tau": tau,
         "alpha": [row.stats.accepted_at[0] / row.stats.tested_at[0] for row in done],
         "said": said(states[-1]) or rounds.by_third(args.tokens),
     }

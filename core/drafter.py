@@ -79,10 +79,22 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedNoise:
+    """What the verifier of a round will draw with (rule `inverse-cdf`), for drafters that read it.
+    `uniform(n)` [B, n] float64: of the first n positions behind the root; `temperature_B` of the
+    rows, 0 = greedy; `distribution` turns logits [B, M, K] into what a row would draw from."""
+
+    uniform: Callable[[int], Tensor]
+    temperature_B: Tensor
+    distribution: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class RoundView:
     """The active rows at the start of a round. `tokens[b]` is prompt + emitted text on the host;
     its last entry equals root_B[b], whose position is kept_len_B[b]. `prompt_lens[b]` is where the
-    emitted text begins (empty where nobody asks for it). `watch` is shown a drafter's logits."""
+    emitted text begins (empty where nobody asks for it). `watch` is shown a drafter's logits.
+    `shared`: what the verifier will draw with, where a rule is exact whatever drafts saw."""
 
     slots: tuple[int, ...]
     slot_B: Tensor
@@ -91,6 +103,7 @@ class RoundView:
     tokens: tuple[Sequence[int], ...]
     prompt_lens: tuple[int, ...] = ()
     watch: Callable[[Tensor], None] | None = None
+    shared: SharedNoise | None = None
 
     def shown(self, logits: Tensor) -> Tensor:
         """These logits [B, ...]. All that become tokens pass here, on the device, before they do:

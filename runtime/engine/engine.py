@@ -73,7 +73,7 @@ class Engine:
         inner = RoundDrafter()
         if drafter is not None:
             learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
-            inner = PolicyDrafter(drafter, self.policy, learners, rule == "target-only")
+            inner = PolicyDrafter(drafter, self.policy, learners, rule)
             inner = wrap_drafter(inner) if wrap_drafter is not None else inner
         self.drafting = LazyDrafter(inner, self.policy.nodes + 1, self.needs)
         who = (self.policy, chooser, batching, self.drafting)

@@ -2,7 +2,7 @@
 
 The engine holds one: a PolicyDrafter (a drafter's state, grown by a policy) inside whatever wraps
 it, such as LazyDrafter and Guard. The base class drafts nothing: plain decoding.
-Letters: B rows, N nodes.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes, T fed tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from specctl.core.drafter import (
@@ -18,6 +19,7 @@ from specctl.core.drafter import (
     Outcome,
     RoundSeconds,
     RoundView,
+    SharedNoise,
     Space,
     StepState,
 )
@@ -82,13 +84,14 @@ class RoundDrafter:
 
 class PolicyDrafter(RoundDrafter):
     """A drafter's state, grown into trees by a policy. `learners` adapt to what rounds did;
-    with `is_coupled`, drafts are drawn with the target's own noise."""
+    under `rule` target-only drafts are drawn with the target's own noise, under inverse-cdf the
+    drafter is shown it."""
 
     def __init__(
-        self, drafter: Drafter, policy: Policy, learners: Sequence[Learner], is_coupled: bool
+        self, drafter: Drafter, policy: Policy, learners: Sequence[Learner], rule: str
     ) -> None:
         self.drafter, self.policy, self.learners = drafter, policy, learners
-        self.is_coupled = is_coupled
+        self.is_coupled, self.is_shown = rule == "target-only", rule == "inverse-cdf"
         self._state: DraftState | None = None
         self._started: set[int] = set()
         self._resting = policy if isinstance(policy, Resting) else None
@@ -121,6 +124,8 @@ class PolicyDrafter(RoundDrafter):
 
     def draft(self, round: Round) -> DraftTree:
         view, plan, sampling = round.view, round.plan, round.sampling
+        if self.is_shown and not sampling.all_greedy:  # such a round has no noise of its own
+            view = replace(view, shared=self._shared(round))
         vocab, guide = self.drafter.vocab, sampling.guide(view)
         given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
         tree = self.policy.grow(GrowRequest(self.state, *given, estimates=plan.estimates))
@@ -129,6 +134,18 @@ class PolicyDrafter(RoundDrafter):
         if tree.is_chain and tree.num_nodes and isinstance(self.state, StepState):
             tree = replace(tree, exits=self.state.exit_states())
         return tree
+
+    def _shared(self, round: Round) -> SharedNoise:
+        device, rows = round.view.slot_B.device, len(round.rows)
+        heats = [row.request.sampling.temperature for row in round.rows]
+        ids_K = None if self.drafter.vocab is None else self.drafter.vocab.ids_K
+        return SharedNoise(
+            lambda count: round.noise.position_BT(
+                torch.arange(count, device=device).expand(rows, count)
+            ),
+            torch.tensor(heats, device=device),
+            lambda logits_BMK: round.sampling.draft_distribution(logits_BMK, ids_K),
+        )
 
     def observe(self, outcome: Outcome) -> None:
         self.state.observe(outcome)

@@ -36,6 +36,9 @@ class FixedNoise:
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
         return self.target[:, :, :vocab_size]
 
+    def position_BT(self, depth_BT: Tensor) -> Tensor:
+        return self.uniform_BT[:, : depth_BT.shape[1]]
+
 
 @dataclass(frozen=True, slots=True)
 class RandomRound:

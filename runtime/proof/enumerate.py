@@ -49,6 +49,9 @@ class ReplayChooser:
     def pick(self, fed: int, distribution: Distribution) -> int:
         return self._choose(list(distribution))
 
+    def invert(self, fed: int, distribution: Distribution) -> int:
+        return self._choose(list(distribution))
+
     def _choose(self, weights: list[float]) -> int:
         live = [i for i, weight in enumerate(weights) if weight > 0]
         if len(self.taken) < len(self.script):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ACCEPT, FINAL, TARGET, DRAFT = 1, 2, 3, 4  # streams
+ACCEPT, FINAL, TARGET, DRAFT, POSITION = 1, 2, 3, 4, 5  # streams
 _M64 = (1 << 64) - 1
 
 
@@ -55,6 +55,8 @@ class Noise(Protocol):
 
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor: ...
 
+    def position_BT(self, depth_BT: Tensor) -> Tensor: ...
+
 
 def _mix(x: Array) -> Array:
     """A bijection of int64 in which every output bit depends on every input bit. Not in place."""
@@ -79,14 +81,20 @@ def _codes(num: int, device: torch.device) -> Array:
     return _mix((_count(num, device) + 1) * _STEP)
 
 
-def _uniform(key: Array, code: Array) -> Array:
-    """float32 in (0, 1) from well mixed keys and codes of broadcastable shape."""
+def _bits(key: Array, code: Array) -> Array:
+    """40 random bits from well mixed keys and codes of broadcastable shape."""
     x = key ^ code
     x *= _MUL_1
     x ^= (x >> 32) & _LOW_32
     x *= _MUL_2
     x >>= 24
     x &= _LOW_40
+    return x
+
+
+def _uniform(key: Array, code: Array) -> Array:
+    """float32 in (0, 1) from well mixed keys and codes of broadcastable shape."""
+    x = _bits(key, code)
     u = x.to(torch.float32) if isinstance(x, Tensor) else x.astype(np.float32)
     u += 0.5
     u *= 2.0**-40
@@ -120,9 +128,9 @@ class RoundNoise:
     def _round_key_B1(self, stream: int) -> Array:
         return _mix((self._seed_B ^ stream) + self._round_B * _STEP)[:, None]
 
-    def _target_key_BT(self, depth_BT: Array) -> Array:
+    def _target_key_BT(self, depth_BT: Array, stream: int = TARGET) -> Array:
         at_BT = self._position_B[:, None] + depth_BT + 1
-        return _mix((self._seed_B ^ TARGET)[:, None] + at_BT * _STEP)
+        return _mix((self._seed_B ^ stream)[:, None] + at_BT * _STEP)
 
     def accept_BT(self, num_fed: int) -> Tensor:
         """Uniforms for acceptance tests, keyed (seed, round, fed index)."""
@@ -145,6 +153,12 @@ class RoundNoise:
         level_1L = np.arange(num_levels)[None]
         gumbel_BLV = _gumbel(_uniform(self._target_key_BT(level_1L)[:, :, None], codes_V))
         return gumbel_BLV[torch.arange(len(depth))[:, None], depth_BT]
+
+    def position_BT(self, depth_BT: Tensor) -> Tensor:
+        """float64 uniforms keyed (seed, absolute position of the token drawn)."""
+        depth = depth_BT.numpy() if self.device == _CPU else depth_BT
+        bits_BT = _bits(self._target_key_BT(depth, POSITION), _codes(1, self.device))
+        return (torch.as_tensor(bits_BT).double() + 0.5) * 2.0**-40
 
     def coupled_BK(self, depth: int, ids_K: Tensor | int) -> Tensor:
         """The target stream at that depth, restricted to the draft's ids (a tensor of target ids,
@@ -188,3 +202,6 @@ class OwnNodes:
 
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
         return self.of.target_BTV(depth_BT, vocab_size)
+
+    def position_BT(self, depth_BT: Tensor) -> Tensor:
+        return self.of.position_BT(depth_BT)

@@ -34,6 +34,11 @@ def target_only(tree: ScalarTree, chooser: Chooser) -> Ended:
     return _follow(tree, lambda at: chooser.pick(at, tree.p[at]))
 
 
+def inverse_cdf(tree: ScalarTree, chooser: Chooser) -> Ended:
+    """Follow the target's own draws, each at one uniform."""
+    return _follow(tree, lambda at: chooser.invert(at, tree.p[at]))
+
+
 def _follow(tree: ScalarTree, choose: Callable[[int], int]) -> Ended:
     """A token may have been drafted twice: whatever hangs below either copy is walked."""
     alive = [0]

@@ -25,6 +25,8 @@ class Chooser(Protocol):
 
     def pick(self, fed: int, distribution: Distribution) -> int: ...
 
+    def invert(self, fed: int, distribution: Distribution) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ScalarTree:
@@ -85,6 +87,10 @@ class NoiseChooser:
 
     def pick(self, fed: int, distribution: Distribution) -> int:
         return draw(distribution, self.gumbel_TV[fed])
+
+    def invert(self, fed: int, distribution: Distribution) -> int:
+        cdf = np.cumsum(distribution)
+        return int(np.argmax(cdf > self.uniform_T[fed] * cdf[-1]))
 
 
 def draw(distribution: Distribution, gumbel_V: Distribution) -> int:

@@ -24,7 +24,10 @@ from specctl.train.lora import additions, attach, merge, save_adapter, unnameabl
 from specctl.train.planning.plan import plan
 
 # What no module of its own holds, so that an adapter has no name for it.
-NAMELESS = {"falcon": {"lstm"}, "pass": {"tokens"}, "ppd": {"tokens"}, "s3d": {"tokens"}}
+NAMELESS = {
+    "falcon": {"lstm"},
+    **{name: {"tokens"} for name in ("k-forcing", "pass", "ppd", "s3d")},
+}
 FAMILIES = [name for name, family in families().items() if family.trainable]
 
 

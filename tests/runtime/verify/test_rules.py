@@ -242,7 +242,7 @@ def test_a_row_decides_alone_whatever_batch_it_is_in():
 
 
 def test_illegal_pairs_are_refused_and_the_legal_rules_named():
-    with pytest.raises(RecipeError, match="one of greedy, one-hot, target-only"):
+    with pytest.raises(RecipeError, match="one of greedy, inverse-cdf, one-hot, target-only"):
         check_legal("block", NodeKind.POINT, True)
     with pytest.raises(RecipeError, match="not lossless for trees of kind 'iid'"):
         check_legal("block", NodeKind.IID, False)
