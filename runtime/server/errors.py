@@ -19,6 +19,12 @@ RETRY_SECONDS = 5  # told with a 503: the server loads, or another one takes ove
 UNSUPPORTED = {
     "echo": "echo is not supported: the prompt's own log-probabilities are not computed",
     "suffix": "suffix is not supported: the target continues a prompt, it does not fill a gap",
+    "use_beam_search": "use_beam_search is not supported: beams are not samples of the target; "
+    "leave it out",
+    "truncate_prompt_tokens": "truncate_prompt_tokens is not supported: a prompt that does not fit "
+    "is refused, never cut",
+    "add_generation_prompt": "add_generation_prompt is not supported: the template always opens "
+    "the answer; leave it out",
     "best_of": "best_of is not supported: ask for n choices and choose among them",
     "functions": "functions are not supported: send them as tools",
     "function_call": "functions are not supported: send tools and tool_choice",

@@ -49,6 +49,7 @@ INVALID: list[tuple[str, Any, str]] = [
     ("echo", True, "echo"),
     ("suffix", "end", "suffix"),
     ("best_of", 3, "best_of"),
+    ("use_beam_search", True, "use_beam_search"),
     ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
     ("temperatur", 1, "temperatur"),
     ("model", "gpt", "model"),
@@ -96,6 +97,12 @@ def test_an_unknown_field_is_told_the_known_one_that_is_nearest() -> None:
     error = error_of(post(plain(), CHAT, {**HELLO, "max_token": 3}))
     assert error["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
     assert error["code"] == "unknown_parameter"
+
+
+def test_a_field_of_vllm_that_is_not_served_is_not_taken_for_another_one() -> None:
+    error = error_of(post(plain(), CHAT, {**HELLO, "truncate_prompt_tokens": 3}))
+    assert error["message"].endswith("a prompt that does not fit is refused, never cut")
+    assert error["code"] == "unsupported_parameter"
 
 
 def test_fields_that_clients_send_out_of_habit_are_accepted() -> None:
