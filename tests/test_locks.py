@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
 ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)((?: \\\n {4}--hash=sha256:[0-9a-f]{64})+)$", re.M)
 # What `make install` and `make dev` install; torch is a file of its own, see the Makefile.
-EXTRAS = {"run": ("plots", "data", "tracking"), "dev": ("plots", "data", "tracking", "tune", "dev")}
+RUN = ("plots", "data", "tracking", "serve")
+EXTRAS = {"run": RUN, "dev": (*RUN, "tune", "dev")}
 BUILT_WITH = {"setuptools"}
 
 
@@ -85,8 +86,9 @@ def test_the_makefile_installs_by_hash_before_anything_may_resolve() -> None:
     [by_hash] = re.findall(r"^HASHED := (.*)$", text, re.M)
     assert {"--require-hashes", "--no-deps"} <= set(by_hash.split())
     places = [text.index(f"$(HASHED) -r locks/{name}.lock") for name in ("run", "torch", "dev")]
-    assert places[0] < places[1] < text.index('-e ".[plots,data,tracking]"')
-    assert places[2] < text.index('-e ".[plots,data,tracking,tune,dev]"')
+    installs = {name: text.index(f'-e ".[{",".join(EXTRAS[name])}]"') for name in EXTRAS}
+    assert places[0] < places[1] < installs["run"]
+    assert places[2] < installs["dev"]
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     [least] = [Requirement(line).specifier for line in build]
     assert least.contains(Version(locked("run")["setuptools"]))
