@@ -39,6 +39,7 @@ from specctl.runtime.target.target import Target
 
 CARRIED = "mtp"  # the family whose drafter a target may carry in its own checkpoint
 CARRIED_SERVE = {"policy": "chain", "length": 3}
+USUAL_LENGTH = 5  # of a member that says nothing
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
 
@@ -116,6 +117,19 @@ def load_found(
             drafter = load_pretrained(found.folder, target, allow)
         is_package = (found.folder / MANIFEST).is_file()
         return _served(drafter, read_manifest(found.folder).serve if is_package else {})
+
+
+def load_team(found: Sequence[Found], target: Target, allow: Sequence[str]) -> Drafter:
+    """The drafters behind several names, one of which drafts in each round: those without weights
+    where the text repeats itself, up to twice as far as the others draft elsewhere."""
+    from specctl.drafters.team import Team
+
+    members = [load_found(each, target, allow) for each in found]
+    members.sort(key=lambda member: member.module is not None)
+    usual = int(members[-1].serve.get("length", USUAL_LENGTH))
+    lengths = (usual, 3 * usual // 2, 2 * usual)
+    sizes = {"length": lengths[-1], "nodes": lengths[-1], "lengths": lengths}
+    return _served(Team.of(members), {"policy": "switch", "controller": "cascade", **sizes})
 
 
 def _served(drafter: Drafter, serve: Mapping[str, Any]) -> Drafter:
