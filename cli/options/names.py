@@ -38,11 +38,16 @@ def check_drafter(name: str) -> None:
             check_drafter(part)
         return
     from specctl.api.families import family_infos
+    from specctl.export.package.files import open_folder
     from specctl.recipes.files import recipe_names
-    from specctl.recipes.targets import aliases
+    from specctl.recipes.targets import aliases, is_hub_id
 
-    if not name or re.search(r"[/\\]", name) or Path(name).expanduser().exists():
-        return  # a place, or a hub id: whether there is one is seen where it is read
+    if not name or Path(name).expanduser().exists():
+        return
+    if re.search(r"[/\\]", name):
+        if not is_hub_id(name.partition("@")[0]):
+            open_folder(Path(name).expanduser())
+        return
     known = {NONE, *family_infos(), *recipe_names(), *aliases()}
     if name not in known:
         raise FileError(

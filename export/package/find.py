@@ -34,13 +34,12 @@ from specctl.export.package.manifest import (
 from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.recipes.targets import resolve
+from specctl.recipes.targets import is_hub_id, resolve
 from specctl.runtime.target.target import Target
 
 CARRIED = "mtp"  # the family whose drafter a target may carry in its own checkpoint
 CARRIED_SERVE = {"policy": "chain", "length": 3}
 USUAL_LENGTH = 5  # of a member that says nothing
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
 
 
@@ -75,16 +74,10 @@ def locate(path_or_name: str | Path) -> Found:
         if path.exists():
             return _folder(path)
         return _hub(*_alias(name))
-    if not is_hub_id(name):
-        return _folder(path)
     repo, _, revision = name.partition("@")
+    if path.exists() or not is_hub_id(repo):
+        return _folder(path)
     return _hub(repo, revision or None)
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether the hub is asked for that name, which no folder here has."""
-    path = Path(name).expanduser()
-    return bool(_HUB_ID.fullmatch(name)) and not (path.exists() or path.parent.is_dir())
 
 
 def load_found(
