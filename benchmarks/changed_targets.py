@@ -19,12 +19,10 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from ablations import compare
 from quality import write
-from self_ablations import spread
+from self_ablations import above, pooled, spread
 
 from specctl.drafters import family
 from specctl.recipes.load import load_recipe
@@ -134,13 +132,11 @@ def measured(arm: str, seed: int, args: Any) -> dict[str, Any]:
 def line(drafter: str, found: Sequence[dict[str, Any]], others: Mapping[str, Any]) -> str:
     """tau of a drafter, seeds averaged, and what it is above the same of other targets."""
     own = [one[drafter] for one in found]
-    words = [f"  {drafter:26} {spread([mean(each) for each in zip(*own, strict=True)])}"]
+    words = [f"  {drafter:26} {spread(pooled(own))}"]
     for name, rows in others.items():
         pairs = [(one, rows[min(i, len(rows) - 1)][drafter]) for i, one in enumerate(own)]
-        more = compare(pairs)
-        word = {"reproduced": "more", "opposite": "less"}.get(more["verdict"], "level")
-        words.append(f"than {name} {more['difference']:+.2f} +- {more['error']:.2f} ({word})")
-    return "  ".join(words)
+        words.append(f"than {name} {above(pairs)}")
+    return "; ".join(words)
 
 
 def main() -> None:

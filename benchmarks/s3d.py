@@ -27,9 +27,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from ablations import compare
 from quality import write
-from self_ablations import spread
+from self_ablations import above, pooled, spread
 from self_speculation import decode, package
 
 from specctl import load_drafter, load_target
@@ -71,19 +70,14 @@ def measured(arm: str, seed: int, target: Target, args: Any) -> dict[str, Any]:
 
 def line(arm: str, found: Sequence[dict[str, Any]], firsts: Sequence[dict[str, Any]]) -> str:
     """The row of an arm beside FIRST's figures, seed by seed."""
-    alpha = [mean(place) for place in zip(*(one["alpha"][:3] for one in found), strict=True)]
-    tau = [mean(each) for each in zip(*(one["tau"] for one in found), strict=True)]
+    alpha = " ".join(f"{one:.2f}" for one in pooled([one["alpha"][:3] for one in found]))
+    tau, cost = pooled([one["tau"] for one in found]), ARMS[arm][0]
     gains, first_gains = (
         [[each / (1 + ARMS[name][0]) for each in one["tau"]] for one in rows]
         for name, rows in ((arm, found), (FIRST, firsts))
     )
-    less = compare(list(zip(gains, first_gains, strict=True)))
-    word = {"reproduced": "more", "opposite": "less"}.get(less["verdict"], "level")
-    by_place = " ".join(f"{one:.2f}" for one in alpha)
-    return (
-        f"| {arm} | {by_place} | {spread(tau)} | {ARMS[arm][0]} | {less['with']:.2f} "
-        f"| {less['difference']:+.3f} +- {less['error']:.3f} | {word} |"
-    )
+    less = above(list(zip(gains, first_gains, strict=True)), 3)
+    return f"| {arm} | {alpha} | {spread(tau)} | {cost} | {mean(tau) / (1 + cost):.2f} | {less} |"
 
 
 def main() -> None:
@@ -95,8 +89,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
     target = load_target("tiny", dtype="float32")
-    print("| arm | alpha at 1 2 3 | tau | cost | tokens a forward | less those of s3d | |")
-    print("|---|---|---|---|---|---|---|")
+    print("| arm | alpha at 1 2 3 | tau | cost | tokens a forward | less those of s3d |")
+    print("|---|---|---|---|---|---|")
     found: dict[str, list[dict[str, Any]]] = {}
     for arm in dict.fromkeys((FIRST, *args.arms)):
         files = [args.out / f"{arm.replace(' ', '-')}-{seed}.json" for seed in range(args.seeds)]

@@ -157,15 +157,6 @@ def sdsat() -> Iterator[Arm]:
     yield arm("tokens of sdsat, target as it was", "sdsat", None)
 
 
-def mtp() -> Iterator[Arm]:
-    """Steps unrolled, the target's states, and EAGLE's layer; all learn from the same rows."""
-    yield Arm("three steps", "mtp", trained="mtp")
-    one = ("drafter.options.ttt_steps=1",)
-    yield Arm("one step", "mtp", trained="mtp-once", recipe="mtp", sets=one)
-    yield Arm("three steps, states hidden", "mtp", {"read_states": False}, trained="mtp")
-    yield Arm("eagle", "eagle", trained="eagle", sets=("train.steps=160",))
-
-
 STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "calm": calm,
     "quantspec": quantspec,
@@ -173,7 +164,6 @@ STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "ppd": ppd,
     "k-forcing": k_forcing,
     "sdsat": sdsat,
-    "mtp": mtp,
 }
 
 
@@ -311,18 +301,25 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.2f} +- {stdev(values) / len(values) ** 0.5:.2f}"
 
 
+def pooled(seeds: Sequence[Sequence[float]]) -> list[float]:
+    """Means over seeds, prompt by prompt or place by place."""
+    return [mean(each) for each in zip(*seeds, strict=True)]
+
+
+def above(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], digits: int = 2) -> str:
+    """What the first of each seed's pair has above the second, with its standard error over
+    prompts: more, less, or level."""
+    found = compare(pairs)
+    word = {"reproduced": "more", "opposite": "less"}.get(found["verdict"], "level")
+    return f"{found['difference']:+.{digits}f} +- {found['error']:.{digits}f}, {word}"
+
+
 def line(name: str, arms: Sequence[dict[str, Any]], firsts: Sequence[dict[str, Any]]) -> str:
     """The row of an arm, its seeds averaged prompt by prompt; `firsts` are the first arm's."""
-    alpha, tau = (
-        spread([mean(each) for each in zip(*(one[key] for one in arms), strict=True)])
-        for key in ("alpha", "tau")
-    )
-    found = compare([(a["tau"], b["tau"]) for a, b in zip(arms, firsts, strict=True)])
-    less = f"{found['difference']:+.2f} +- {found['error']:.2f}"
-    words = {"reproduced": "more", "opposite": "less"}
-    verdict = words.get(found["verdict"], "level")
+    alpha, tau = (spread(pooled([one[key] for one in arms])) for key in ("alpha", "tau"))
+    less = above([(a["tau"], b["tau"]) for a, b in zip(arms, firsts, strict=True)])
     own = "; ".join(dict.fromkeys(one["said"] for one in arms))
-    return f"| {name} | {alpha} | {tau} | {less} | {verdict} | {own} |"
+    return f"| {name} | {alpha} | {tau} | {less} | {own} |"
 
 
 def seeds_of(arms: Sequence[Arm], seeds: int) -> range:
@@ -354,8 +351,8 @@ def main() -> None:
     args = parser.parse_args()
     target, arms = load_target("tiny", dtype="float32"), list(STUDIES[args.study]())
     seeds = [measured(target, arms, seed, args) for seed in seeds_of(arms, args.seeds)]
-    print("| arm | alpha of the first token | tau | less the first arm's | | |")
-    print("|---|---|---|---|---|---|")
+    print("| arm | alpha of the first token | tau | less the first arm's | |")
+    print("|---|---|---|---|---|")
     for arm in arms:
         of_seeds = [[found[name] for found in seeds] for name in (arm.name, arms[0].name)]
         print(line(arm.name, *of_seeds))
