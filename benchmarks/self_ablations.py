@@ -3,12 +3,12 @@
 A study is a list of arms, drafters in greedy chains of five tokens without a stop rule (PPD: as its
 recipe serves, or with other rows a round; K-Forcing: at temperature 1, beside other ways to train
 it), on the same held-out prompts of the embedded target.
-Where an arm is trained, the study is run for several seeds, which make the same rows other batches.
-Printed of each arm: acceptance of the first token and tokens per round with their standard errors
-over prompts, tokens per round less those of the study's first arm, and what the system says of
-itself (layers run, bytes kept), seed by seed. Differences are paired over prompts, each prompt's
-figures being means over seeds; they are `level` within two standard errors, or where seeds disagree
-about the sign.
+Where an arm is trained, the study is run for several seeds, which make other batches of the same
+rows. Printed of each arm: acceptance of the first token and tokens per round with their standard
+errors over prompts, tokens per round less those of the study's first arm (or of the arm that is
+named), and what the system says of itself (layers run, bytes kept), seed by seed. Differences are
+paired over prompts, each prompt's figures being means over seeds; they are `level` within two
+standard errors, or where seeds disagree about the sign.
 Arms are written to OUT/STUDY-SEED.json as they are measured; run again, it goes on with what is
 missing.
 
@@ -54,7 +54,7 @@ class Arm:
     weights and options, but for those given here, are those of OUT/runs/TRAINED-SEED/package, which
     is trained now if it is not there (by RECIPE with `sets` in it; None: by the recipe of that
     name); `changed`: it drafts for that run's target, which learned, too. Sampled at `heat` under
-    `rule`."""
+    `rule`. `beside`: the arm that it is compared with (None: the study's first)."""
 
     name: str
     family: str
@@ -67,6 +67,7 @@ class Arm:
     sets: tuple[str, ...] = ()
     heat: float = 0.0
     rule: str = "auto"
+    beside: str | None = None
 
 
 def calm() -> Iterator[Arm]:
@@ -120,7 +121,8 @@ def ppd() -> Iterator[Arm]:
     for nodes in (24, 12, 48):
         for behind in (1, 2, 3):
             name, even = f"{behind} behind each, {nodes} rows", {"behind_each": behind}
-            yield Arm(name, "ppd", even, trained="ppd", serve=rows(nodes))
+            planned, serve = f"{nodes} rows", rows(nodes)
+            yield Arm(name, "ppd", even, trained="ppd", serve=serve, beside=planned)
     chain = {"chances": ((0.3,), (0.2,), (0.15,))}
     yield Arm("one guess a place, 24 rows", "ppd", chain, trained="ppd", serve=rows(24))
     yield Arm("untrained, 24 rows", "ppd", {}, serve=rows(24))
@@ -314,12 +316,13 @@ def above(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], digits: int 
     return f"{found['difference']:+.{digits}f} +- {found['error']:.{digits}f}, {word}"
 
 
-def line(name: str, arms: Sequence[dict[str, Any]], firsts: Sequence[dict[str, Any]]) -> str:
-    """The row of an arm, its seeds averaged prompt by prompt; `firsts` are the first arm's."""
+def line(arm: Arm, arms: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
+    """The row of an arm, its seeds averaged prompt by prompt; `others` are those of `beside`."""
     alpha, tau = (spread(pooled([one[key] for one in arms])) for key in ("alpha", "tau"))
-    less = above([(a["tau"], b["tau"]) for a, b in zip(arms, firsts, strict=True)])
+    less = above([(a["tau"], b["tau"]) for a, b in zip(arms, others, strict=True)])
+    less += f" ({arm.beside})" if arm.beside else ""
     own = "; ".join(dict.fromkeys(one["said"] for one in arms))
-    return f"| {name} | {alpha} | {tau} | {less} | {own} |"
+    return f"| {arm.name} | {alpha} | {tau} | {less} | {own} |"
 
 
 def seeds_of(arms: Sequence[Arm], seeds: int) -> range:
@@ -354,8 +357,8 @@ def main() -> None:
     print("| arm | alpha of the first token | tau | less the first arm's | |")
     print("|---|---|---|---|---|")
     for arm in arms:
-        of_seeds = [[found[name] for found in seeds] for name in (arm.name, arms[0].name)]
-        print(line(arm.name, *of_seeds))
+        other = arm.beside or arms[0].name
+        print(line(arm, *([found[name] for found in seeds] for name in (arm.name, other))))
 
 
 if __name__ == "__main__":
