@@ -135,7 +135,7 @@ def line(drafter: str, found: Sequence[dict[str, Any]], others: Mapping[str, Any
     words = [f"  {drafter:26} {spread(pooled(own))}"]
     for name, rows in others.items():
         pairs = [(one, rows[min(i, len(rows) - 1)][drafter]) for i, one in enumerate(own)]
-        words.append(f"than {name} {above(pairs)}")
+        words.append(f"beside {name} {above(pairs)}")
     return "; ".join(words)
 
 
