@@ -27,10 +27,8 @@ WIDTH, LAYERS, ADDED, STATE = 256, 2, 0.02, 0.3
 FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+def checkpoint(out: Path) -> int:
+    """Writes it into `out`; how many parameters its module has."""
     folder = resolve("tiny").path
     assert folder is not None
     tokens = [path for path in folder.iterdir() if path.name.startswith("tokenizer")]
@@ -68,7 +66,14 @@ def main() -> None:
     places = dict.fromkeys(stored, FIRST) | dict.fromkeys(module, SECOND)
     index = {"metadata": {}, "weight_map": places}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    print(f"{out}: {sum(x.numel() for x in module.values()):,} parameters in the module")
+    return sum(x.numel() for x in module.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    print(f"{out}: {checkpoint(out):,} parameters in the module")
 
 
 if __name__ == "__main__":

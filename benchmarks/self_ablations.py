@@ -3,19 +3,23 @@
 A study is a list of arms, drafters in greedy chains of five tokens without a stop rule (PPD: as its
 recipe serves, or with other rows a round; K-Forcing: at temperature 1, beside other ways to train
 it), on the same held-out prompts of the embedded target.
-Printed of each arm: acceptance of the first token and tokens per round with their standard errors
-over prompts, tokens per round less those of the study's first arm (prompt by prompt), and what the
-system says of itself (layers run, bytes kept).
-Arms are written to OUT/STUDY.json as they are measured; run again, it goes on with what is missing.
+Where an arm is trained, the study is run for several seeds, which make other batches of the same
+rows. Printed of each arm: acceptance of the first token and tokens per round with their standard
+errors over prompts, tokens per round less those of the study's first arm (or of the arm that is
+named), and what the system says of itself (layers run, bytes kept), seed by seed. Differences are
+paired over prompts, each prompt's figures being means over seeds; they are `level` within two
+standard errors, or where seeds disagree about the sign.
+Arms are written to OUT/STUDY-SEED.json as they are measured; run again, it goes on with what is
+missing.
 
     python benchmarks/self_ablations.py --study calm [--out runs/self] [--prompts 40] [--tokens 48]
+    python benchmarks/self_ablations.py --study ppd --seeds 2
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +27,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from ablations import compare
+from quality import write
 from self_speculation import package
 from torch import Tensor
 
@@ -45,9 +51,10 @@ CHAIN = {"policy": "chain", "length": 5}
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A drafter. `context`: every prompt follows so many held-out tokens in all; `trained`: its
-    weights are those of OUT/runs/TRAINED/package, which is trained now if it is not there (by
-    RECIPE with `sets` in it; None: by the recipe of that name); `changed`: it drafts for that run's
-    target, which learned, too. Sampled at `heat` under `rule`."""
+    weights and options, but for those given here, are those of OUT/runs/TRAINED-SEED/package, which
+    is trained now if it is not there (by RECIPE with `sets` in it; None: by the recipe of that
+    name); `changed`: it drafts for that run's target, which learned, too. Sampled at `heat` under
+    `rule`. `beside`: the arm that it is compared with (None: the study's first)."""
 
     name: str
     family: str
@@ -60,6 +67,7 @@ class Arm:
     sets: tuple[str, ...] = ()
     heat: float = 0.0
     rule: str = "auto"
+    beside: str | None = None
 
 
 def calm() -> Iterator[Arm]:
@@ -101,14 +109,20 @@ def easyspec() -> Iterator[Arm]:
 
 
 def ppd() -> Iterator[Arm]:
-    """Rows a round, one guess a place, and prompt tokens that have learned nothing."""
+    """Rows a round; as many prompt tokens behind every token as have room; one guess a place; and
+    prompt tokens that have learned nothing."""
 
     def rows(nodes: int) -> dict[str, Any]:
         return {"policy": "direct", "length": 3, "nodes": nodes}
 
     yield Arm("24 rows", "ppd", {}, trained="ppd", serve=rows(24))
-    for nodes in (4, 8, 16, 48):
+    for nodes in (4, 8, 12, 16, 48):
         yield Arm(f"{nodes} rows", "ppd", {}, trained="ppd", serve=rows(nodes))
+    for nodes in (24, 12, 48):
+        for behind in (1, 2, 3):
+            name, even = f"{behind} behind each, {nodes} rows", {"behind_each": behind}
+            planned, serve = f"{nodes} rows", rows(nodes)
+            yield Arm(name, "ppd", even, trained="ppd", serve=serve, beside=planned)
     chain = {"chances": ((0.3,), (0.2,), (0.15,))}
     yield Arm("one guess a place, 24 rows", "ppd", chain, trained="ppd", serve=rows(24))
     yield Arm("untrained, 24 rows", "ppd", {}, serve=rows(24))
@@ -134,10 +148,10 @@ def k_forcing() -> Iterator[Arm]:
 def sdsat() -> Iterator[Arm]:
     """Look-ahead tokens and target, each as it learned with the other and without."""
     serve = {"policy": "chain", "length": 3}
-    options = {"num_heads": 3}
+    alike = ("target.dtype=float32",)  # as sdsat has it: both learn from the same rows
 
     def arm(name: str, trained: str, changed: str | None) -> Arm:
-        return Arm(name, "pass", options, None, trained, changed, serve)
+        return Arm(name, "pass", {}, None, trained, changed, serve, sets=alike)
 
     yield arm("tokens and target", "sdsat", "sdsat")
     yield arm("tokens alone, as pass", "pass", None)
@@ -195,14 +209,17 @@ class Rounds:
 
 
 def drafter_of(
-    target: Target, arm: Arm, rounds: Rounds, out: Path
+    target: Target, arm: Arm, rounds: Rounds, folder: Path | None
 ) -> tuple[Drafter, list[DraftState]]:
-    """The drafter, and the states that it opens."""
+    """The drafter, with the weights of a package where its arm is trained, and the states that it
+    opens."""
     method, states = family(arm.family), list[DraftState]()
-    drafter = method.build(method.options(**arm.options), target.spec, None)
-    if arm.trained is not None:
-        folder = package_of(arm, out)
-        drafter.load_tensors(load_drafter(folder, own_target(folder.parent)).tensors())
+    if folder is None:
+        drafter = method.build(method.options(**arm.options), target.spec, None)
+    else:
+        found = load_drafter(str(folder), own_target(folder.parent))
+        drafter = method.build(replace(found.options, **arm.options), target.spec, found.vocab)
+        drafter.load_tensors(found.tensors())
     opened = drafter.open
 
     def recorded(space: Space) -> DraftState:
@@ -214,17 +231,14 @@ def drafter_of(
     return drafter, states
 
 
-def package_of(arm: Arm, out: Path) -> Path:
-    """The package of an arm with weights, trained now if it is not there."""
-    assert arm.trained is not None
-    folder = out / "runs" / arm.trained
-    if arm.recipe is None:
-        return package(arm.trained, out)
-    if not (folder / "package" / "manifest.json").exists():
-        sets = [word for one in arm.sets for word in ("--set", one)]
-        words = ["train-draft", "--recipe", arm.recipe, "--out", str(folder), *sets]
-        subprocess.run([sys.executable, "-m", "specctl", *words], check=True, stdout=sys.stderr)
-    return folder / "package"
+def package_of(arm: Arm, seed: int, args: argparse.Namespace) -> Path | None:
+    """The package of an arm with weights, trained now if it is not there, on the rows of the
+    study's first."""
+    if arm.trained is None:
+        return None
+    first = next(STUDIES[args.study]()).trained
+    name, sets = f"{arm.trained}-{seed}", (f"train.seed={seed}", *arm.sets)
+    return package(arm.recipe or arm.trained, args.out, name, sets, f"{first}-0")
 
 
 def own_target(run: Path) -> Target:
@@ -247,16 +261,18 @@ def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[in
     return found
 
 
-def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
+def measure(target: Target, arm: Arm, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per round and acceptance of the first token, by prompt."""
     rounds = Rounds()
     if arm.changed is not None:
-        target = own_target(package(arm.changed, args.out).parent)
-    drafter, states = drafter_of(target, arm, rounds, args.out)
+        target = own_target(args.out / "runs" / f"{arm.changed}-{seed}")
+    drafter, states = drafter_of(target, arm, rounds, package_of(arm, seed, args))
     engine = Engine(target, drafter, make_policy(arm.serve), arm.rule, num_slots=8)
     sampling = Sampling(arm.heat, max_new_tokens=args.tokens, ignore_eos=True)
     prompts = prompts_of(target, args.prompts, arm.context)
-    requests = [Request(one, replace(sampling, seed=i)) for i, one in enumerate(prompts)]
+    requests = [
+        Request(one, replace(sampling, seed=1000 * seed + i)) for i, one in enumerate(prompts)
+    ]
     done = engine.run(requests)
     tau = [row.stats.tokens / row.stats.rounds for row in done]
     if arm.family == "k-forcing":
@@ -283,8 +299,49 @@ def said(state: DraftState) -> str:
     return ""
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.2f} +- {stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def pooled(seeds: Sequence[Sequence[float]]) -> list[float]:
+    """Means over seeds, prompt by prompt or place by place."""
+    return [mean(each) for each in zip(*seeds, strict=True)]
+
+
+def above(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], digits: int = 2) -> str:
+    """What the first of each seed's pair has above the second, with its standard error over
+    prompts: more, less, or level."""
+    found = compare(pairs)
+    word = {"reproduced": "more", "opposite": "less"}.get(found["verdict"], "level")
+    return f"{found['difference']:+.{digits}f} +- {found['error']:.{digits}f}, {word}"
+
+
+def line(arm: Arm, arms: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
+    """The row of an arm, its seeds averaged prompt by prompt; `others` are those of `beside`."""
+    alpha, tau = (spread(pooled([one[key] for one in arms])) for key in ("alpha", "tau"))
+    less = above([(a["tau"], b["tau"]) for a, b in zip(arms, others, strict=True)])
+    less += f" ({arm.beside})" if arm.beside else ""
+    own = "; ".join(dict.fromkeys(one["said"] for one in arms))
+    return f"| {arm.name} | {alpha} | {tau} | {less} | {own} |"
+
+
+def seeds_of(arms: Sequence[Arm], seeds: int) -> range:
+    """Those of a study: one where nothing is trained."""
+    return range(seeds if any(arm.trained for arm in arms) else 1)
+
+
+def measured(
+    target: Target, arms: Sequence[Arm], seed: int, args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """The figures of every arm for a seed, those that are missing measured now."""
+    file = args.out / f"{args.study}-{seed}.json"
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+    for arm in arms:
+        if arm.name not in found:
+            found[arm.name] = measure(target, arm, seed, args)
+            write(file, found)
+            print(f"{arm.name}, seed {seed}", file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> None:
@@ -293,22 +350,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/self"))
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--seeds", type=int, default=2, help="of training; else one run")
     args = parser.parse_args()
-    target, file = load_target("tiny", dtype="float32"), args.out / f"{args.study}-study.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    for arm in STUDIES[args.study]():
-        if arm.name not in found:
-            found[arm.name] = measure(target, arm, args)
-            args.out.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found))
-            print(arm.name, file=sys.stderr, flush=True)
-    first = next(iter(found.values()))["tau"]
+    target, arms = load_target("tiny", dtype="float32"), list(STUDIES[args.study]())
+    seeds = [measured(target, arms, seed, args) for seed in seeds_of(arms, args.seeds)]
     print("| arm | alpha of the first token | tau | less the first arm's | |")
     print("|---|---|---|---|---|")
-    for name, one in found.items():
-        less = spread([a - b for a, b in zip(one["tau"], first, strict=True)])
-        alpha, tau = spread(one["alpha"]), spread(one["tau"])
-        print(f"| {name} | {alpha} | {tau} | {less} | {one['said']} |")
+    for arm in arms:
+        other = arm.beside or arms[0].name
+        print(line(arm, *([found[name] for found in seeds] for name in (arm.name, other))))
 
 
 if __name__ == "__main__":

@@ -20,21 +20,25 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from specctl import load_drafter, load_target
+from specctl.api.train import train_and_package
 from specctl.core.drafter import Drafter
 from specctl.drafters import family
 from specctl.recipes.load import load_recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
+from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
+from specctl.train.planning.scaling import share_data
 
 TRAINED = ("kangaroo", "eesd", "m2r2", "pass", "ppd", "s3d", "hidden-transfer", "eagle3")
 SEARCHED = ("draft-verify", "calm")
@@ -54,13 +58,25 @@ METHODS = (
 )
 
 
-def package(recipe: str, out: Path) -> Path:
-    """OUT/runs/RECIPE/package, made now if it is not there."""
-    folder = out / "runs" / recipe
+def package(
+    recipe: str,
+    out: Path,
+    name: str | None = None,
+    sets: Sequence[str] = (),
+    rows: str | None = None,
+) -> Path:
+    """OUT/runs/NAME/package (None: the recipe's name), made now if it is not there; on the rows of
+    OUT/runs/ROWS, where that run has been and they are those of the recipe."""
+    folder = out / "runs" / (name or recipe)
     if not (folder / "package" / "manifest.json").exists():
-        verb = "datastore" if recipe in SEARCHED else "train-draft"
-        words = [sys.executable, "-m", "specctl", verb, "--recipe", recipe, "--out", str(folder)]
-        subprocess.run(words, check=True, stdout=sys.stderr)
+        if rows is not None and (out / "runs" / rows / "data").exists():
+            share_data([out / "runs" / rows], folder)
+        if recipe in SEARCHED:
+            words = ["datastore", "--recipe", recipe, "--out", str(folder)]
+            subprocess.run([sys.executable, "-m", "specctl", *words], check=True, stdout=sys.stderr)
+        else:
+            made = load_recipe(recipe, sets=sets)
+            train_and_package(SilentReporter(), made, folder, command=sys.argv)
     return folder / "package"
 
 

@@ -37,7 +37,7 @@ from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.borrowed_state import groups_behind
 from specctl.drafters.states.probes import with_probes
-from specctl.drafters.states.prompt_tree import Chances, PromptTables, plan_trees
+from specctl.drafters.states.prompt_tree import Chances, PromptTables, even_trees, plan_trees
 from specctl.models.kernels import linear, prepared
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
@@ -49,12 +49,14 @@ FADE = 0.7  # further ones are right as much less often
 class PpdOptions(PlacesOptions):
     """`num_heads` prompt tokens of `copies` embeddings each. `chances[d][r]`: how often the guess
     of rank r, d + 1 tokens behind the root, is right; shapes the trees and sets how many ranks are
-    drafted (None: typical ones; one rank a level makes chains)."""
+    drafted (None: typical ones; one rank a level makes chains). `behind_each`: so many prompt
+    tokens stand behind the root and every drafted token alike (None: where the plan wants them)."""
 
     num_heads: Count = 3
     copies: Count = 1
     decay: Annotated[float, Within(0, 10)] = 0.8
     chances: tuple[tuple[float, ...], ...] | None = None
+    behind_each: Count | None = None
 
     def __post_init__(self) -> None:
         PlacesOptions.__post_init__(self)
@@ -172,6 +174,7 @@ class PpdState(DraftState):
         size = spec.vocab_size if vocab is None else vocab.size
         self.chances = tuple(level[:size] for level in options.levels())
         self.copies, self.device, self.vocab = options.copies, space.device, vocab
+        self.behind_each = options.behind_each
         self.num_ranks = max(len(level) for level in self.chances)
         shape = (space.num_slots, options.num_heads, spec.hidden_size)
         self.ready_ZWD = torch.zeros(shape, dtype=space.dtype, device=space.device)
@@ -220,7 +223,10 @@ class PpdState(DraftState):
 
     def _table(self, nodes: int) -> PromptTables:
         if nodes not in self._tables:
-            plan = plan_trees(self.chances, nodes, self.copies)
+            if self.behind_each is None:
+                plan = plan_trees(self.chances, nodes, self.copies)
+            else:
+                plan = even_trees(self.chances, nodes, self.behind_each, self.copies)
             self._tables[nodes] = PromptTables.of(plan, self.copies, self.device)
         return self._tables[nodes]
 

@@ -57,6 +57,16 @@ def plan_trees(chances: Chances, nodes: int, copies: int = 1) -> TreePlan:
     return max(plans, key=lambda plan: plan.tokens)
 
 
+def even_trees(chances: Chances, nodes: int, behind: int, copies: int = 1) -> TreePlan:
+    """Trees with as many prompt tokens `behind` the root as behind every candidate, and as many
+    candidates as `nodes` rows then have room for: what a plan is compared with."""
+    behind = min(behind, nodes // copies)
+    room = (nodes - behind * copies) // (1 + behind * copies)
+    found = [greedy_paths(chances[:state], room) for state in range(len(chances) + 1)]
+    trees = tuple(StateTree(paths, (behind,) * (1 + len(paths))) for paths in found)
+    return TreePlan(trees, 1.0 + sum(_worth(chances, path) for path in found[behind]))
+
+
 def _plan(chances: Chances, candidates: Sequence[Sequence[Path]], rows: int) -> TreePlan:
     """The best places for `rows` prompt tokens in the trees of those candidates."""
     most = len(chances)

@@ -12,7 +12,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.language_model import Feed, LanguageModel
 from specctl.drafters.ppd import Ppd, PpdOptions
-from specctl.drafters.states.prompt_tree import plan_trees
+from specctl.drafters.states.prompt_tree import TreePlan, even_trees, plan_trees
 from specctl.models.hf_lm import HfLM
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode
@@ -41,14 +41,15 @@ def said_behind(target: Target, drafter: Ppd, text: list[int], num_read: int) ->
 
 
 @pytest.mark.parametrize("model", ["qwen3", "gpt_neox"])
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(("copies", "behind"), [(1, None), (2, None), (2, 1)])
 def test_guesses_are_what_prompt_tokens_behind_the_text_say(
-    make_target: Any, model: str, copies: int
+    make_target: Any, model: str, copies: int, behind: int | None
 ) -> None:
     """In every round, batched and with rollbacks: the forward that verified a tree says the same
     at its prompt tokens as a plain forward of the text with those prompt tokens behind it."""
     target = make_target(model)
-    drafter = made(target, num_heads=2, copies=copies, chances=((0.4, 0.2), (0.3,)))
+    chances = ((0.4, 0.2), (0.3,))
+    drafter = made(target, num_heads=2, copies=copies, chances=chances, behind_each=behind)
     ran = decode(target, drafter, slots=2, tokens=12, length=2, nodes=14)
     assert ran.answers == decode(target, None, tokens=12).answers
     checked = 0
@@ -150,10 +151,25 @@ def test_the_plan_is_the_best_way_to_spend_the_rows() -> None:
         assert plan_trees(CHANCES, nodes, 2).tokens <= plan.tokens + 1e-9
 
 
-def test_the_long_run_is_what_the_plan_says() -> None:
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_even_trees_spend_the_same_rows_and_a_plan_is_worth_more(behind: int) -> None:
+    """The root and every candidate have as many prompt tokens; one candidate more has no room."""
+    for nodes in (4, 8, 16):
+        even, plan = even_trees(CHANCES, nodes, behind), plan_trees(CHANCES, nodes)
+        assert all(set(tree.prompts) == {behind} for tree in even.trees)
+        rows = [len(tree.paths) + sum(tree.prompts) for tree in even.trees]
+        assert nodes - 1 - behind < max(rows) <= nodes
+        assert even.tokens < plan.tokens - 0.02
+    assert even_trees(CHANCES, 2, 3).trees[1].prompts == (2,)
+
+
+@pytest.mark.parametrize(
+    "plan", [plan_trees(CHANCES, 8), even_trees(CHANCES, 8, 1), even_trees(CHANCES, 8, 2)]
+)
+def test_the_long_run_is_what_the_plan_says(plan: TreePlan) -> None:
     """Rounds drawn by those chances."""
     torch.manual_seed(0)
-    plan, state, emitted, rounds = plan_trees(CHANCES, 8), 0, 0, 20000
+    state, emitted, rounds = 0, 0, 20000
     draws = torch.rand(rounds, 3).tolist()
     for draw in draws:
         tree, path = plan.trees[state], ()
