@@ -289,7 +289,9 @@ def measure(target: Target, arm: Arm, args: argparse.Namespace) -> dict[str, Any
         }
     found = {
         "tau": tau,
-        "alpha": [row.stats.accepted_at[0] / max(1, row.stats.tested_at[0]) for row in done],
+        "alpha": [
+            sum(row.stats.accepted_at[:1]) / max(1, sum(row.stats.tested_at[:1])) for row in done
+        ],
     }
     if not drafter.lossless:
         plain = Engine(target, None, None, num_slots=8).run(requests)
