@@ -22,6 +22,11 @@
 namespace {
 
 constexpr int LINE = 64, PAGE = 4096;
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+constexpr int CACHE = 2;  // which weights are asked for into: the second, as the first is soon full
+#else
+constexpr int CACHE = 3;  // the first
+#endif
 
 inline float *aligned(float *at) {
     return reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t(63));
@@ -65,7 +70,7 @@ inline void tile(const float *x, const W *w, int K, const char *next, int lines,
         Lanes wide[O];
 #pragma GCC unroll 8
         for (int o = 0; o < O; o++) wide[o] = load(w + size_t(o) * K + k);
-        for (int line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next);
+        for (int line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next, 0, CACHE);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             Lanes row = load(x + r * apart(K) + k);
@@ -99,7 +104,7 @@ inline void tile(const bf16 *x, const W *w, int K, const char *next, int lines, 
 #pragma GCC unroll 8
         for (int o = 0; o < O; o++)
             wide[o] = __m512bh(_mm512_maskz_loadu_epi16(there, w + size_t(o) * K + k));
-        for (int line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next);
+        for (int line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next, 0, CACHE);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const __m512bh row = __m512bh(_mm512_loadu_si512(x + r * apart_narrow(K) + k));
@@ -127,7 +132,7 @@ template <int O, class X, class W, class Keep>
 inline void strip(const X *x, const W *w, int R, int K, int o, Keep keep) {
     constexpr int step = Inputs<X>::STEP;
     const int passes = (R + ROWS - 1) / ROWS;
-    const bool is_seen = R == 1 && K * sizeof(W) >= PAGE;
+    const bool is_seen = CACHE == 3 && R == 1 && K * sizeof(W) >= PAGE;
     const int lines = is_seen ? 0 : (O * step * int(sizeof(W)) + LINE * passes - 1) / (LINE * passes);
     const char *next = reinterpret_cast<const char *>(w + size_t(o + O) * K);
     for (int pass = passes, r = 0; pass; pass--)
