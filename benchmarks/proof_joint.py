@@ -174,7 +174,8 @@ EACH = 3  # sampling settings of every drafter; together they take every setting
 
 
 # Its drafts are guessed in the round before, which texts this short do not have.
-TOO_SHORT = {"ppd": {"two tokens", "end of context"}}
+GUESSED_BEFORE = {"two tokens", "end of context"}
+TOO_SHORT = {"ppd": GUESSED_BEFORE, "lexical-unit": GUESSED_BEFORE}
 
 
 def configurations() -> Iterator[tuple[str, str]]:

@@ -159,6 +159,24 @@ def sdsat() -> Iterator[Arm]:
     yield arm("tokens of sdsat, target as it was", "sdsat", None)
 
 
+def lexical_unit() -> Iterator[Arm]:
+    """Pads and target, verified and taken from a probability on; other ways to train."""
+    name, serve = "lexical-unit", {"policy": "direct", "length": 3, "nodes": 15}
+
+    def arm(title: str, run: str | None = name, keep: float | None = None) -> Arm:
+        everywhere = ("drafter.options.unit=0",) if run == "lu-everywhere" else ()
+        return Arm(title, name, {"keep": keep}, None, run, run, serve, name, everywhere)
+
+    for run, title in {
+        name: "",
+        None: ", untrained",
+        "lu-everywhere": ", learned everywhere",
+    }.items():
+        yield arm(f"verified{title}", run)
+        for keep in (0.9, 0.7, 0.5, 0.3):
+            yield arm(f"kept from {keep}{title}", run, keep)
+
+
 STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "calm": calm,
     "quantspec": quantspec,
@@ -166,6 +184,7 @@ STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "ppd": ppd,
     "k-forcing": k_forcing,
     "sdsat": sdsat,
+    "lexical-unit": lexical_unit,
 }
 
 
@@ -264,9 +283,10 @@ def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[in
 def measure(target: Target, arm: Arm, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per round and acceptance of the first token, by prompt."""
     rounds = Rounds()
+    folder = package_of(arm, seed, args)
     if arm.changed is not None:
         target = own_target(args.out / "runs" / f"{arm.changed}-{seed}")
-    drafter, states = drafter_of(target, arm, rounds, package_of(arm, seed, args))
+    drafter, states = drafter_of(target, arm, rounds, folder)
     engine = Engine(target, drafter, make_policy(arm.serve), arm.rule, num_slots=8)
     sampling = Sampling(arm.heat, max_new_tokens=args.tokens, ignore_eos=True)
     prompts = prompts_of(target, args.prompts, arm.context)
@@ -284,11 +304,28 @@ def measure(target: Target, arm: Arm, seed: int, args: argparse.Namespace) -> di
             "alpha": [row.stats.accepted_at[0] / row.stats.tested_at[0] for row in done],
             "said": f"alpha by place {by_place}; {mean(tau) / 2:.2f} tokens a forward",
         }
-    return {
+    found = {
         "tau": tau,
-        "alpha": [row.stats.accepted_at[0] / row.stats.tested_at[0] for row in done],
-        "said": said(states[-1]) or rounds.by_third(args.tokens),
+        "alpha": [
+            sum(row.stats.accepted_at[:1]) / max(1, sum(row.stats.tested_at[:1])) for row in done
+        ],
     }
+    if not drafter.lossless:
+        plain = Engine(target, None, None, num_slots=8).run(requests)
+        pairs = zip(done, plain, strict=True)
+        return {**found, "said": as_plain([(one.tokens, two.tokens) for one, two in pairs])}
+    return {**found, "said": said(states[-1]) or rounds.by_third(args.tokens)}
+
+
+def as_plain(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str:
+    """How much of approximate answers is plain decoding's, and how much before they part."""
+    same = [mean([float(a == b) for a, b in zip(*pair, strict=True)]) for pair in pairs]
+    parts = [
+        next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0]))
+        / len(pair[0])
+        for pair in pairs
+    ]
+    return f"as plain decoding: {spread(same)} of the tokens, {spread(parts)} before they part"
 
 
 def said(state: DraftState) -> str:

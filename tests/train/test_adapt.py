@@ -26,7 +26,7 @@ from specctl.train.planning.plan import plan
 # What no module of its own holds, so that an adapter has no name for it.
 NAMELESS = {
     "falcon": {"lstm"},
-    **{name: {"tokens"} for name in ("k-forcing", "pass", "ppd", "s3d")},
+    **{name: {"tokens"} for name in ("k-forcing", "lexical-unit", "pass", "ppd", "s3d")},
 }
 FAMILIES = [name for name, family in families().items() if family.trainable]
 
