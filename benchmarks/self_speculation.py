@@ -7,23 +7,35 @@ method after another on held-out prompts of the embedded target:
     tau, T = 0 and T = 0.8       as the recipe serves; mean of the prompts and its standard error
     drafting share, tokens/s     greedy, one prompt at a time, as the recipe serves
 
-Every figure is written to OUT/NAME.json when it is there; run again, it goes on with what is
-missing.
+With `--speed` it measures what depends on costs instead, on the embedded target or on the same at
+the cost of a larger one (`--inflate 300m`), with the same packages, on one thread. Every prompt is
+answered by each method in turn, with plain decoding in front of and behind every three of them:
+
+    speed-up          CPU seconds of whole greedy requests, plain over drafted; with quartiles
+    tau, drafting     of these requests
+
+Every figure is written to OUT/NAME.json (of `--speed` to OUT/speed-SIZE-DTYPE/NAME.json) when it is
+there; run again, it goes on with what is missing.
 
     python benchmarks/self_speculation.py --out runs/self [--methods kangaroo,swift] [--prompts 40]
+    python benchmarks/self_speculation.py --out runs/self --speed --inflate 300m --prompts 8
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, quantiles, stdev
 from typing import Any
+
+import torch
 
 from specctl import load_drafter, load_target
 from specctl.api.train import train_and_package
@@ -40,8 +52,9 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.planning.scaling import share_data
 
-TRAINED = ("kangaroo", "eesd", "m2r2", "pass", "ppd", "s3d", "hidden-transfer", "eagle3")
+TRAINED = ("kangaroo", "eesd", "m2r2", "pass", "ppd", "s3d", "hidden-transfer", "eagle3", "distill")
 SEARCHED = ("draft-verify", "calm")
+PLAIN_EVERY = 3
 METHODS = (
     *TRAINED,
     *SEARCHED,
@@ -137,6 +150,77 @@ def measure(recipe: str, target: Target, found: dict[str, Any], args: Any) -> di
     return {"greedy": taus(done), "share": share, "speed": speed}
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One answered request."""
+
+    tokens: tuple[int, ...]
+    rounds: int
+    cpu_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+
+    @classmethod
+    def of(cls, engine: Engine, request: Request) -> Timed:
+        drafting, verifying = engine.draft_seconds, engine.verify_seconds
+        began = time.process_time()
+        (done,) = engine.run([request])
+        spent = time.process_time() - began
+        drafting, verifying = engine.draft_seconds - drafting, engine.verify_seconds - verifying
+        return cls(done.tokens, done.stats.rounds, spent, drafting, verifying)
+
+
+def engine_of(recipe: str, target: Target, out: Path) -> Engine:
+    if recipe == "plain":
+        return Engine(target, None, None)
+    serve = load_recipe(recipe).serve.model_dump(mode="json")
+    return Engine(target, drafter_of(recipe, target, out), make_policy(serve))
+
+
+def speed(target: Target, methods: list[str], args: Any) -> None:
+    """Measures prompt by prompt, and keeps what is there."""
+    torch.set_num_threads(1)
+    folder = args.out / f"speed-{args.inflate or 'embedded'}-{args.dtype}"
+    found = {recipe: kept(folder / f"{recipe}.json") or {"prompts": []} for recipe in methods}
+    prompts = [tuple(prompt.ids) for prompt in heldout_prompts(target, args.prompts)]
+    engines = {recipe: engine_of(recipe, target, args.out) for recipe in ("plain", *methods)}
+    for engine in engines.values():
+        engine.run([Request(prompts[0], Sampling(max_new_tokens=8, ignore_eos=True))])
+    for at, prompt in enumerate(prompts):
+        request = Request(prompt, Sampling(max_new_tokens=args.tokens, ignore_eos=True))
+        order = [each for each in methods if len(found[each]["prompts"]) <= at]
+        order = order[at % len(order) :] + order[: at % len(order)] if order else []
+        before = Timed.of(engines["plain"], request) if order else None
+        for first in range(0, len(order), PLAIN_EVERY):
+            some = order[first : first + PLAIN_EVERY]
+            runs = {recipe: Timed.of(engines[recipe], request) for recipe in some}
+            after = Timed.of(engines["plain"], request)
+            assert before is not None
+            for recipe, run in runs.items():
+                plain = (before.cpu_seconds + after.cpu_seconds) / 2
+                same, load = run.tokens == before.tokens, os.getloadavg()[0]
+                figures = {**asdict(run), "plain_seconds": plain, "same": same, "load": load}
+                found[recipe]["prompts"].append(figures)
+                keep(folder / f"{recipe}.json", found[recipe])
+            before = after
+    print("| method | speed-up | tau, greedy | drafting | same texts |\n|---|---|---|---|---|")
+    for recipe in methods:
+        print(speed_line(recipe, found[recipe]["prompts"][: args.prompts]))
+
+
+def speed_line(recipe: str, runs: list[dict[str, Any]]) -> str:
+    ratios = [run["plain_seconds"] / run["cpu_seconds"] for run in runs]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive")
+    each = [len(run["tokens"]) / run["rounds"] for run in runs]
+    drafting = sum(run["draft_seconds"] for run in runs)
+    share = drafting / (drafting + sum(run["verify_seconds"] for run in runs))
+    return (
+        f"| {recipe} | {middle:.2f} [{low:.2f}, {high:.2f}] | "
+        f"{mean(each):.2f} +- {stdev(each) / len(each) ** 0.5:.2f} | {share:.0%} | "
+        f"{sum(run['same'] for run in runs)} of {len(runs)} |"
+    )
+
+
 def line(recipe: str, found: dict[str, Any]) -> str:
     alpha = " ".join(f"{a:.2f}" for a in found["alpha"][:4]) or "-"
     greedy, sampled = (
@@ -148,27 +232,46 @@ def line(recipe: str, found: dict[str, Any]) -> str:
     )
 
 
+def kept(file: Path) -> dict[str, Any]:
+    """The figures of a file; none where there is none."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def keep(file: Path, found: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found))
+
+
+def quality(target: Target, methods: list[str], args: Any) -> None:
+    lines = []
+    for recipe in methods:
+        found = kept(file := args.out / f"{recipe}.json")
+        while "speed" not in found:
+            found |= measure(recipe, target, found, args)
+            keep(file, found)
+            print(f"{recipe}: {', '.join(found)}", file=sys.stderr, flush=True)
+        lines.append(line(recipe, found))
+    print("| method | weights | alpha | tau, greedy | tau, T = 0.8 | drafting | tokens/s |")
+    print("|---|---|---|---|---|---|---|")
+    print("\n".join(lines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/self"))
     parser.add_argument("--methods", default=",".join(("plain", *METHODS)))
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--speed", action="store_true", help="seconds beside plain decoding")
+    parser.add_argument("--inflate", default=None, help="with --speed: 300m, for example")
+    parser.add_argument("--dtype", default="float32", help="with --speed")
     args = parser.parse_args()
-    target = load_target("tiny", dtype="float32")
-    lines = []
-    for recipe in args.methods.split(","):
-        file = args.out / f"{recipe}.json"
-        found = json.loads(file.read_text()) if file.exists() else {}
-        while "speed" not in found:
-            found |= measure(recipe, target, found, args)
-            args.out.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found))
-            print(f"{recipe}: {', '.join(found)}", file=sys.stderr, flush=True)
-        lines.append(line(recipe, found))
-    print("| method | weights | alpha | tau, greedy | tau, T = 0.8 | drafting | tokens/s |")
-    print("|---|---|---|---|---|---|---|")
-    print("\n".join(lines))
+    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
+    methods = args.methods.split(",")
+    if args.speed:
+        speed(target, [recipe for recipe in methods if recipe != "plain"], args)
+    else:
+        quality(target, methods, args)
 
 
 if __name__ == "__main__":

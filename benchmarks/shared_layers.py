@@ -10,7 +10,7 @@ greedy chains of five, drafted by `layer-skip` or another, as a share of the rou
     served    the same, where it saves enough (`LEAST_SAVED`): what users get
 
 One thread; the arms take turns forward by forward and prompt by prompt, and the medians of their
-ratios are printed. The inflated target is run as a model of its own, whose layers may be borrowed.
+ratios are printed. The inflated target is run in its own numbering: exits count its own layers.
 
     python benchmarks/shared_layers.py                       # the embedded target, compiled step
     python benchmarks/shared_layers.py --inflate 300m --tokens 16 --prompts 4
@@ -51,6 +51,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.inflate import InflatedLM
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
@@ -63,12 +64,8 @@ ARMS = {"own": NEVER, "shared": NEVER, "resumed": ALWAYS, "served": language_mod
 
 def target_of(args: argparse.Namespace) -> Target:
     target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
-    if args.inflate is not None:
-        assert isinstance(target.lm, FastLlama)
-        shape = target.lm.module.shape
-        names = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size")
-        spec = replace(target.lm.spec, **{name: getattr(shape, name) for name in names})
-        target = replace(target, lm=FastLlama(target.lm.module, spec))
+    if isinstance(target.lm, InflatedLM):
+        target = replace(target, lm=target.lm.large)
     if args.way == "transformers":
         with TemporaryDirectory() as folder:
             write_target(target, Path(folder))

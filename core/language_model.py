@@ -124,29 +124,22 @@ class BestChain:
 class Borrowed:
     """Frozen pieces of the target that a drafter may share; never saved with it. `lm` is the model
     itself, whose layers a drafter runs through `Feed.parts` against a cache of its own; None where
-    a model does not lend them. `cached` says what its cache holds, where that is another's matter
-    (None: `lm`'s)."""
+    a model does not lend them."""
 
     embedding_VD: Tensor
     head_VD: Tensor
     embed_scale: float = 1.0
     head_bias_V: Tensor | None = None
     lm: LanguageModel | None = None
-    cached: LanguageModel | None = None
-
-    def cache_of(self) -> LanguageModel:
-        """The model whose `key_value` are those of the target's cache; an error where there is
-        none."""
-        return self.layers() if self.cached is None else self.cached
 
     def layers(self) -> LanguageModel:
         """The model whose layers may be run; an error where they may not."""
         if self.lm is None:
             raise IncompatibleError(
                 "this target does not lend its layers",
-                found="an inflated target, or one behind a wrapper of its own",
-                expected="a target loaded as it was published",
-                do="leave --inflate out, or choose a drafter with weights of its own",
+                found="layers in another process, or behind a wrapper of their own",
+                expected="a target loaded here as it was published",
+                do="load the target here, or choose a drafter with weights of its own",
             )
         self.lm.check_lending()
         return self.lm
@@ -269,6 +262,10 @@ class LanguageModel(ABC):
         for layer, pair in self.key_value(state, position_BT).items():
             kv.update(layer, *pair)
 
+    def read_kv(self, layer: int, kv: SlotKV) -> tuple[Tensor, Tensor]:
+        """`key_value` of that layer at all positions that the aimed `kv` reads, out of it."""
+        return kv.read(layer)
+
     def chain_masks(self, kept_len_B: Tensor, num_fed: int, span: int) -> Masks:
         """Masks of a causal run of `num_fed` tokens behind the kept positions."""
         windows = {w: chain_mask(kept_len_B, num_fed, span, w) for w in self.windows}
@@ -293,6 +290,10 @@ class LanguageModel(ABC):
         """What each layer of the cache keeps of a token."""
         heads, width = self.spec.num_kv_heads, self.spec.head_dim
         return (KVShape(heads, width, heads, width),) * self.spec.num_layers
+
+    def kv_shape(self, layer: int) -> KVShape:
+        """What `key_value` gives of a token for that layer."""
+        return self.kv_layers[layer]
 
     @property
     def kv_devices(self) -> tuple[torch.device, ...]:

@@ -193,7 +193,7 @@ class M2R2State(LowerLayersState):
         out = self.lm.run(replace(feed, taps=taps, logits=False), self.kv)
         self._left(out.taps[drafter.exit])
         slow = {tap: out.taps[tap].to(drafter.dtype) for tap in taps}
-        seen = [self.kv.read(layer) for layer in drafter.attention]
+        seen = [self.lm.read_kv(layer, self.kv) for layer in drafter.attention]
         seen = [(key.to(drafter.dtype), value.to(drafter.dtype)) for key, value in seen]
         rope = drafter.cache.rope(feed.position_BT)
         self._ready_BMD = drafter.module(slow, drafter.exit, rope, seen, feed.masks.full)

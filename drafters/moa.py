@@ -129,8 +129,6 @@ class Moa(CrossDrafter):
 
     def bind(self, borrowed: Borrowed) -> None:
         self._cache = TargetCache(borrowed, self.spec, self.layers, OTHERWISE)
-        if self.lent:
-            borrowed.layers()
         super().bind(borrowed)
 
     @property

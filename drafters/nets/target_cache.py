@@ -29,17 +29,17 @@ class TargetCache:
     def __init__(
         self, borrowed: Borrowed, spec: ModelSpec, layers: tuple[int, ...], instead: str
     ) -> None:
-        if borrowed.cached is None and borrowed.lm is None:
+        if borrowed.lm is None:
             raise IncompatibleError(
                 "the target's cache cannot be read",
                 found="a target whose layers are not in this process",
                 expected="a target that is loaded here",
                 do=f"load the target here, or {instead}",
             )
-        self.lm: LanguageModel = borrowed.cache_of()
+        self.lm: LanguageModel = borrowed.layers()
         self.shape, self.layers = LayerShape.of(spec), layers
         for layer in layers:
-            found = self.lm.kv_layers[layer]
+            found = self.lm.kv_shape(layer)
             if found != self.shape.kv:
                 raise IncompatibleError(
                     "the target's cache does not hold keys and values that a drafter can attend to",

@@ -16,7 +16,7 @@ Letters: B rows, T fed tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
-from specctl.core.kv_cache import SlotKV
+from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
+from specctl.core.sub_layers import SubLayers
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.device import check_memory
 
@@ -51,30 +52,64 @@ SIZES = {
 
 
 class InflatedLM(FastLlama):
-    """The large model, seen in the numbering and width of the small one: `spec`, taps and borrowed
-    pieces are the base's, so every drafter of the base serves unchanged. `tap_map` gives the
-    hidden_states index of the large model for each tap of the base."""
+    """The large model, seen in the numbering and width of the small one: `spec`, taps, borrowed
+    pieces and the layers that it lends are the base's, so every drafter of the base serves
+    unchanged. `tap_map` gives the hidden_states index of the large model for each tap of the base.
+    A layer of the base stands for the large layer that holds it and the identities behind that one,
+    up to the next real layer; only the cache is of the large shape."""
 
     def __init__(self, module: LlamaModel, base: FastLlama, real_layers: tuple[int, ...]) -> None:
         super().__init__(module, base.spec)
+        shape = module.shape
         self.real_layers = real_layers
-        inner = dict(enumerate(real_layers[1:], start=1))
-        self.tap_map = {0: 0, **inner, base.spec.num_layers: module.shape.num_layers}
+        self.tap_map = dict(enumerate((*real_layers, shape.num_layers)))
+        self._large_spec = replace(
+            base.spec,
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            intermediate_size=shape.intermediate_size,
+        )
         weight = module.head_weight
         borrowed = base.borrowed()
         self._borrowed = Borrowed(
             borrowed.embedding_VD.to(weight),
             borrowed.head_VD.to(weight),
             borrowed.embed_scale,
-            cached=self,
+            lm=self,
         )
 
+    @property
+    def large(self) -> FastLlama:
+        """The same model in its own numbering and width."""
+        lm = FastLlama(self.module, self._large_spec)
+        lm.is_int8, lm.int4 = self.is_int8, self.int4
+        return lm
+
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
-        large = tuple(self.tap_map[k] for k in feed.taps)
-        out = super().run(replace(feed, taps=large), kv)
+        given, parts = feed.residual_BTD, feed.parts
+        large = replace(
+            feed,
+            taps=tuple(self.tap_map[k] for k in feed.taps),
+            parts=parts and SubLayers(self._held(parts.attention), self._held(parts.mlp)),
+            residual_BTD=None if given is None else self._widened(given),
+        )
+        out = self.large.run(large, kv)
         width = self.spec.hidden_size
         found = {k: out.taps[self.tap_map[k]][..., :width].contiguous() for k in feed.taps}
         return LmOut(out.logits_BTV, found)
+
+    def _held(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """The large layers that these of the base stand for."""
+        return tuple(i for k in layers for i in range(self.tap_map[k], self.tap_map[k + 1]))
+
+    def _widened(self, residual_BTD: Tensor) -> Tensor:
+        """Zeros in the channels of the padding."""
+        return F.pad(residual_BTD, (0, self._large_spec.hidden_size - residual_BTD.shape[-1]))
+
+    def _saved(self, layers: int, num_rows: int) -> float:
+        return self.large._saved(self.tap_map[layers], num_rows)
 
     def borrowed(self) -> Borrowed:
         return self._borrowed
@@ -83,23 +118,36 @@ class InflatedLM(FastLlama):
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Of the base's layers: the base's heads, which are the first ones."""
-        added = self.module.shape.hidden_size - self.spec.hidden_size
-        wide = {self.real_layers[k]: F.pad(x, (0, added)) for k, x in state.items()}
-        found, J = super().key_value(wide, position_BT), self.spec.num_kv_heads
-        pairs = ((k, found[self.real_layers[k]]) for k in state)
-        return {k: (key[:, :J], value[:, :J]) for k, (key, value) in pairs}
+        wide = {self.real_layers[k]: self._widened(x) for k, x in state.items()}
+        found = self.large.key_value(wide, position_BT)
+        return {k: self._own(found[self.real_layers[k]]) for k in state}
 
-    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
-        shape = self.module.shape
-        return SlotKV(
-            shape.num_layers,
-            num_slots,
-            shape.num_kv_heads,
-            max_len,
-            shape.head_dim,
-            self.dtype,
-            self.device,
-        )
+    def read_kv(self, layer: int, kv: SlotKV) -> tuple[Tensor, Tensor]:
+        return self._own(kv.read(self.real_layers[layer]))
+
+    def _own(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The base's heads of keys and values."""
+        key, value = pair
+        return key[:, : self.spec.num_kv_heads], value[:, : self.spec.num_kv_heads]
+
+    @torch.no_grad()
+    def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
+        """Of all large layers that those stand for. Identities read the residual in front of the
+        real layer as well: what they make of it counts for nothing, and takes its time."""
+        wide = {k: self._widened(x) for k, x in state.items()}
+        all_layers = {i: x for k, x in wide.items() for i in self._held((k,))}
+        self.large.write_kv(all_layers, position_BT, kv)
+
+    @property
+    def kv_layers(self) -> tuple[KVShape, ...]:
+        return self.large.kv_layers
+
+    def kv_shape(self, layer: int) -> KVShape:
+        heads, width = self.spec.num_kv_heads, self.spec.head_dim
+        return KVShape(heads, width, heads, width)
+
+    def borrowed_kv(self, attention: tuple[int, ...], num_slots: int, max_len: int) -> SlotKV:
+        return self.large.borrowed_kv(self._held(attention), num_slots, max_len)
 
 
 def size_named(name: str) -> Size:

@@ -14,7 +14,6 @@ from specctl.core.spec import ModelSpec
 from specctl.drafters.moa import Moa, MoaOptions
 from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import attending
-from specctl.runtime.target.inflate import inflate
 from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
 from specctl_testing.drafters.head_cases import alphas, attending_target, fit, make_heads
 
@@ -117,11 +116,11 @@ def test_a_layer_of_the_target_at_the_end_raises_acceptance(
     assert all(b > a + 0.02 for a, b in zip(found[0], found[1], strict=True)), found
 
 
-def test_target_layers_want_a_target_that_lends_them(make_target: Any) -> None:
-    target = inflate(make_target(num_layers=2, vocab=24), "100m")
-    make_heads(target, "moa")
-    with pytest.raises(IncompatibleError, match="does not lend its layers"):
-        make_heads(target, "moa", target_layers=1)
+def test_a_target_whose_layers_are_elsewhere_is_refused(make_target: Any) -> None:
+    target = make_target(num_layers=2, vocab=24)
+    drafter = make_heads(target, "moa", target_layers=1)
+    with pytest.raises(IncompatibleError, match="cache cannot be read"):
+        drafter.bind(replace(target.borrowed(), lm=None))
     with pytest.raises(RecipeError, match="target layer inference"):
         make_heads(target, "moa", target_layers=2)
 

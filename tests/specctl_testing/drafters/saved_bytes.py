@@ -62,6 +62,12 @@ class ShapesOfACache:
         heads, width = spec.num_kv_heads, spec.head_dim
         self.kv_layers = (KVShape(heads, width, heads, width),) * spec.num_layers
 
+    def check_lending(self) -> None:
+        return
+
+    def kv_shape(self, layer: int) -> KVShape:
+        return self.kv_layers[layer]
+
     def key_value(
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
@@ -115,7 +121,7 @@ def saved_bytes(
         return held
 
     with mode:
-        drafter.bind(Borrowed(table, head, cached=cast(Any, ShapesOfACache(spec))))
+        drafter.bind(Borrowed(table, head, lm=cast(Any, ShapesOfACache(spec))))
         with torch.autocast("cpu", HALF), saved_tensors_hooks(keep, Kept.back):
             out = drafter.loss(batch)
     assert out.sum.requires_grad
