@@ -14,7 +14,8 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, did_you_mean, one_of
 from specctl.drafters import family
 from specctl.export.package import folder as packages
-from specctl.export.package.manifest import MANIFEST, read_manifest
+from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
+from specctl.recipes.drafter_names import drafter_names
 from specctl.recipes.serve import POLICY_FIELDS
 from specctl.runtime.cross_vocab.translate import check_method
 from specctl.runtime.measure.cost import measure_costs
@@ -108,8 +109,9 @@ def load_drafter(
     allow: Sequence[str] = (),
     translate: str | None = None,
 ) -> Drafter:
-    """A drafter from a package folder, a transformers folder or hub id, or a family's name. Without
-    a target, for the one its package was made for.
+    """A drafter from a package folder, a transformers folder or hub id, or a family's name; names
+    joined by `+` make a team of them, one of which drafts in each round. Without a target, for the
+    one its package was made for.
 
     Every file is verified and every mismatch with the target refused; `allow` lets named soft
     mismatches pass ("target", "tokenizer", "template", "eos", ...). A language model of another
@@ -260,6 +262,9 @@ def _ignored(key: str, value: str, policy: str, policies: Sequence[str]) -> Reci
 
 
 def _source(name: str) -> str:
-    """What tells two drafters apart: the digest of a package, else the name."""
-    folder = Path(name)
-    return read_manifest(folder).digest if (folder / MANIFEST).is_file() else name
+    """What tells two drafters apart: the digest of a package, else the name; of several, each."""
+    folders = [(part, package_in(Path(part))) for part in drafter_names(name)]
+    return "+".join(
+        read_manifest(folder).digest if (folder / MANIFEST).is_file() else part
+        for part, folder in folders
+    )

@@ -121,9 +121,9 @@ def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
 def _check_drafter(name: str) -> None:
     """Refuse a drafter that is nowhere here, or a package that was changed; the hub is not
     asked."""
-    from specctl.export.package.find import Kind, is_hub_id, locate
+    from specctl.export.package.find import Kind, locate
     from specctl.export.package.manifest import check_files
-    from specctl.recipes.targets import aliases
+    from specctl.recipes.targets import aliases, is_hub_id
 
     if name == "target" or name in aliases() or name.startswith(PREFIX) or is_hub_id(name):
         return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
 from specctl.core.errors import SpecctlError
+from specctl.recipes.drafter_names import drafter_names
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import TargetRecord
@@ -106,8 +107,10 @@ def own_target(*drafters: object) -> TargetRecord | None:
     """What the first of these drafters that is a package was made for; no torch."""
     from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
 
-    paths = (Path(one).expanduser() for one in drafters if isinstance(one, (str, Path)))
-    folders = (package_in(path) for path in paths)
+    named = (one for one in drafters if isinstance(one, (str, Path)))
+    folders = (
+        package_in(Path(part).expanduser()) for one in named for part in drafter_names(str(one))
+    )
     package = next((f for f in folders if (f / MANIFEST).is_file()), None)
     return None if package is None else read_manifest(package).target
 

@@ -17,8 +17,9 @@ from specctl.core.errors import RecipeError, SpecctlError, nearest
 from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
 from specctl.export.package.find import Kind, locate
-from specctl.export.package.manifest import MANIFEST, check_files
+from specctl.export.package.manifest import MANIFEST, check_files, package_in
 from specctl.export.package.proof_record import write_record
+from specctl.recipes.drafter_names import drafter_names
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.proof import prove
 from specctl.runtime.proof.proof_report import Check, Proof
@@ -132,17 +133,23 @@ def check_level(level: str) -> None:
 
 
 def check_stored(drafter: str) -> Check:
-    """Every byte of a package is what was written, or an error names the file."""
-    folder: Path | None = Path(drafter)
-    if not Path(drafter).is_dir():
-        found = locate(drafter)  # refuses what is nowhere
-        folder = found.folder if found.kind is Kind.PACKAGE else None
-    if folder is None:
+    """Every byte of a package is what was written, or an error names the file; of several drafters
+    each."""
+    folders = [_stored_in(name) for name in drafter_names(drafter)]
+    manifests = [check_files(folder) for folder in folders if folder is not None]
+    if not manifests:
         return Check("files", True, 0, note="nothing stored")
-    manifest = check_files(folder)
-    count = len(manifest.files)
-    note = f"{counted(count, 'file')}, digest {manifest.digest[:12]}"
-    return Check("files", True, count, note=note)
+    count = sum(len(manifest.files) for manifest in manifests)
+    digests = ", ".join(f"digest {manifest.digest[:12]}" for manifest in manifests)
+    return Check("files", True, count, note=f"{counted(count, 'file')}, {digests}")
+
+
+def _stored_in(drafter: str) -> Path | None:
+    """The package of that name; None: a drafter of which nothing is stored."""
+    if Path(drafter).is_dir():
+        return package_in(Path(drafter))
+    found = locate(drafter)  # refuses what is nowhere
+    return found.folder if found.kind is Kind.PACKAGE else None
 
 
 def check_fit(target: Target) -> Check:

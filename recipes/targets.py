@@ -84,9 +84,17 @@ def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
             expected="a folder with config.json, tokenizer and safetensors weights",
             do=f"give the folder: {path.parent}",
         )
-    if HUB_ID.fullmatch(name) and not path.parent.is_dir():
+    if is_hub_id(name):
         return ResolvedTarget(name, name, revision or BRANCH, None, _is_commit(revision))
     raise _unknown(name, path)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the hub is to be asked for that name, OWNER/NAME: it is no place on this machine, nor
+    would it be one in `runs`, where every example has its folder."""
+    path = Path(name).expanduser()
+    is_place = path.exists() or path.parent.is_dir() or path.parent.name == "runs"
+    return HUB_ID.fullmatch(name) is not None and not is_place
 
 
 def _resolve_alias(name: str, revision: str | None) -> ResolvedTarget:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -211,10 +210,9 @@ def _as_word(flag: str, path: str, params: Iterable[Any]) -> str:
 
 def _names_target(word: str) -> bool:
     """Whether a target is meant: an alias, or a hub id that is no place on this machine."""
-    from specctl.recipes.targets import HUB_ID, aliases
+    from specctl.recipes.targets import aliases, is_hub_id
 
-    is_hub_id = HUB_ID.fullmatch(word) is not None and not word.startswith("runs/")
-    return word in aliases() or (is_hub_id and not Path(word).parent.is_dir())
+    return word in aliases() or is_hub_id(word)
 
 
 def meant_flag(wanted: str, params: Sequence[Any]) -> str:

@@ -75,11 +75,10 @@ def show(
 
 def _target_named(path: Path) -> ResolvedTarget | None:
     """The target of that name where no folder is called so."""
-    from specctl.recipes.targets import HUB_ID, aliases, resolve
+    from specctl.recipes.targets import aliases, is_hub_id, resolve
 
     name = str(path)
-    is_hub_id = HUB_ID.fullmatch(name) is not None and not path.parent.is_dir()
-    known = name in aliases() or is_hub_id
+    known = name in aliases() or is_hub_id(name)
     return resolve(name) if known and not path.exists() else None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from specctl.core.errors import FileError, did_you_mean, unknown
 from specctl.core.plugins import declared
+from specctl.recipes.drafter_names import drafter_names
 
 AUTO, NONE = "auto", "none"
 ENGINES = ("vllm", "sglang", "llama.cpp", "trtllm", "openvino", "mlx", "onnxruntime")
@@ -30,13 +31,23 @@ def check_drafting(
 
 
 def check_drafter(name: str) -> None:
-    """Refuse a plain word that is no drafter's name, alias or folder."""
+    """Refuse a plain word that is no drafter's name, alias or folder; of several joined by `+`,
+    each."""
+    if len(parts := drafter_names(name)) > 1:
+        for part in parts:
+            check_drafter(part)
+        return
     from specctl.api.families import family_infos
+    from specctl.export.package.files import open_folder
     from specctl.recipes.files import recipe_names
-    from specctl.recipes.targets import aliases
+    from specctl.recipes.targets import aliases, is_hub_id
 
-    if not name or re.search(r"[/\\]", name) or Path(name).expanduser().exists():
-        return  # a place, or a hub id: whether there is one is seen where it is read
+    if not name or Path(name).expanduser().exists():
+        return
+    if re.search(r"[/\\]", name):
+        if not is_hub_id(name.partition("@")[0]):
+            open_folder(Path(name).expanduser())
+        return
     known = {NONE, *family_infos(), *recipe_names(), *aliases()}
     if name not in known:
         raise FileError(

@@ -10,6 +10,7 @@ import typer
 from specctl.cli.options.flags import DRAFTING
 from specctl.cli.options.names import complete_draft
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.recipes.drafter_names import drafter_names
 
 Word = Annotated[
     str | None,
@@ -52,8 +53,9 @@ def one_drafter(word: str | None, flag: str | None, example: str) -> str:
 
 
 def looks_like_package(word: str) -> bool:
-    """Whether a word is the folder of a package or of a run that holds one, rather than a text."""
+    """Whether a word is the folder of a package or of a run that holds one, rather than a text; of
+    several joined by `+`, one at least."""
     if len(word) > 1000 or "\0" in word or "\n" in word:
         return False
-    folder = Path(word)
-    return any((folder / part / "manifest.json").is_file() for part in ("", "package"))
+    inside = ("manifest.json", "package/manifest.json")
+    return any((Path(name) / file).is_file() for name in drafter_names(word) for file in inside)

@@ -34,12 +34,12 @@ from specctl.export.package.manifest import (
 from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.recipes.targets import resolve
+from specctl.recipes.targets import is_hub_id, resolve
 from specctl.runtime.target.target import Target
 
 CARRIED = "mtp"  # the family whose drafter a target may carry in its own checkpoint
 CARRIED_SERVE = {"policy": "chain", "length": 3}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
+USUAL_LENGTH = 5  # of a member that says nothing
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
 
 
@@ -74,16 +74,10 @@ def locate(path_or_name: str | Path) -> Found:
         if path.exists():
             return _folder(path)
         return _hub(*_alias(name))
-    if not is_hub_id(name):
-        return _folder(path)
     repo, _, revision = name.partition("@")
+    if path.exists() or not is_hub_id(repo):
+        return _folder(path)
     return _hub(repo, revision or None)
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether the hub is asked for that name, which no folder here has."""
-    path = Path(name).expanduser()
-    return bool(_HUB_ID.fullmatch(name)) and not (path.exists() or path.parent.is_dir())
 
 
 def load_found(
@@ -116,6 +110,19 @@ def load_found(
             drafter = load_pretrained(found.folder, target, allow)
         is_package = (found.folder / MANIFEST).is_file()
         return _served(drafter, read_manifest(found.folder).serve if is_package else {})
+
+
+def load_team(found: Sequence[Found], target: Target, allow: Sequence[str]) -> Drafter:
+    """The drafters behind several names, one of which drafts in each round: those without weights
+    where the text repeats itself, up to twice as far as the others draft elsewhere."""
+    from specctl.drafters.team import Team
+
+    members = [load_found(each, target, allow) for each in found]
+    members.sort(key=lambda member: member.module is not None)
+    usual = int(members[-1].serve.get("length", USUAL_LENGTH))
+    lengths = (usual, 3 * usual // 2, 2 * usual)
+    sizes = {"length": lengths[-1], "nodes": lengths[-1], "lengths": lengths}
+    return _served(Team.of(members), {"policy": "switch", "controller": "cascade", **sizes})
 
 
 def _served(drafter: Drafter, serve: Mapping[str, Any]) -> Drafter:

@@ -51,6 +51,7 @@ from specctl.export.package.tensors import (
     write_tensors,
 )
 from specctl.models.fast_llama import LlamaModel
+from specctl.recipes.drafter_names import drafter_names
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target
 
@@ -230,16 +231,20 @@ def load_drafter(
     allow: Sequence[str] = (),
     translate: str | None = None,
 ) -> Drafter:
-    """A drafter from a package folder, a transformers folder or hub id, or a family's name.
+    """A drafter from a package folder, a transformers folder or hub id, or a family's name; names
+    joined by `+` make a team of them.
 
     Every file is verified and every mismatch with `target` refused; `allow` lets named soft
     mismatches pass ("target", "tokenizer", "template", "eos", ...). A language model of another
     tokenizer is refused, too, unless `translate` says how its tokens become the target's: "tli",
     "slem", "slrs" or "auto" (docs/verification.md).
     """
-    from specctl.export.package.find import load_found, locate
+    from specctl.export.package.find import load_found, load_team, locate
 
     check_allow(allow)
+    names = drafter_names(str(path_or_name))
+    if len(names) > 1:
+        return load_team([locate(name) for name in names], target, allow)
     return load_found(locate(path_or_name), target, allow, translate)
 
 

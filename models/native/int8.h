@@ -29,13 +29,6 @@ constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2, MOST_A
 
 inline constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
 
-// The inputs of a product: float32 as they lie.
-template <class W> struct Rows {
-    const float *x;
-    int R, K;
-    Rows(const float *x, int R, int K, float *) : x(x), R(R), K(K) {}
-};
-
 // Rounded: of each row K numbers of 8 bits, of each group its scale and -128 times its sum.
 template <> struct Rows<Int8> {
     int8_t *numbers;

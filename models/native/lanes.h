@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#if defined(__AVX__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -47,6 +47,33 @@ typedef Pair<f8> Lanes;
 #else
 typedef Pair<Pair<f4>> Lanes;
 #endif
+
+// sum + x * y, rounded once where the processor can. Said outright: for some processors compilers
+// split products that are added in a loop, in one function and not in the next.
+inline float fused(float x, float y, float sum) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(x, y, sum);
+#else
+    return sum + x * y;
+#endif
+}
+inline f4 fused(f4 x, f4 y, f4 sum) { return sum + x * y; }
+#if defined(__AVX__) && !defined(__AVX512F__)
+inline f8 fused(f8 x, f8 y, f8 sum) {
+#ifdef __FMA__
+    return _mm256_fmadd_ps(x, y, sum);
+#else
+    return sum + x * y;
+#endif
+}
+#endif
+#ifdef __AVX512F__
+inline f16 fused(f16 x, f16 y, f16 sum) { return _mm512_fmadd_ps(x, y, sum); }
+#endif
+template <class V> inline Pair<V> fused(Pair<V> x, Pair<V> y, Pair<V> sum) {
+    return {fused(x.lo, y.lo, sum.lo), fused(x.hi, y.hi, sum.hi)};
+}
+template <class V> inline V fused(float x, V y, V sum) { return fused(V{} + x, y, sum); }
 
 // A weight of two bytes: the upper half of a float32.
 struct bf16 {

@@ -18,7 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("step.cpp")
-SOURCES = (SOURCE, SOURCE.with_name("lanes.h"), SOURCE.with_name("int8.h"))
+SOURCES = (
+    SOURCE,
+    SOURCE.with_name("lanes.h"),
+    SOURCE.with_name("rows.h"),
+    SOURCE.with_name("int8.h"),
+)
 SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
 COMPILERS = ("c++", "g++", "clang++")

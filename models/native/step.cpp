@@ -3,8 +3,9 @@
 // Every number is summed in one fixed order, whatever stands beside it: a dot product has 16 partial
 // sums over its inputs, attention runs over the visible positions in their order. So a token has the
 // same logits, bit for bit, alone or in a batch, decoded or verified as a node of a tree.
-// Weights, keys and values are float32 or bfloat16 (widened as they are read, so that no bfloat16
-// instruction is needed); all that is computed is float32. Matrices may be of 8 bits (int8.h).
+// Weights, keys and values are float32 or bfloat16, and all sums are float32. bfloat16 is widened as
+// it is read; a processor that multiplies it by itself is given the inputs of matrices in bfloat16,
+// too (rows.h). Matrices may be of 8 bits (int8.h).
 // Letters: B rows, D hidden width, E head width, G query heads of a key head, H query heads, I
 // neurons, J key/value heads, K inputs, L positions, O outputs, R flat rows, T fed tokens.
 
@@ -21,13 +22,15 @@
 namespace {
 
 constexpr int LINE = 64, PAGE = 4096;
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+constexpr int CACHE = 2;  // which weights are asked for into: the second, as the first is soon full
+#else
+constexpr int CACHE = 3;  // the first
+#endif
 
 inline float *aligned(float *at) {
     return reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t(63));
 }
-
-// Rows of inputs lie this far apart: at a power of two they would share few places of the cache.
-inline constexpr size_t apart(size_t K) { return (K + LANES - 1) / LANES * LANES + LANES; }
 
 // What the registers hold at once: so many rows by outputs, or fewer rows by more outputs.
 #if defined(__AVX512F__)  // 32 registers, one for 16 numbers
@@ -51,6 +54,8 @@ inline void with_constant(int n, F f) {
 
 }  // namespace
 
+#include "rows.h"
+
 #include "int8.h"
 
 namespace {
@@ -65,12 +70,12 @@ inline void tile(const float *x, const W *w, int K, const char *next, int lines,
         Lanes wide[O];
 #pragma GCC unroll 8
         for (int o = 0; o < O; o++) wide[o] = load(w + size_t(o) * K + k);
-        for (int line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next);
+        for (int line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next, 0, CACHE);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             Lanes row = load(x + r * apart(K) + k);
 #pragma GCC unroll 8
-            for (int o = 0; o < O; o++) sum[r][o] += row * wide[o];
+            for (int o = 0; o < O; o++) sum[r][o] = fused(row, wide[o], sum[r][o]);
         }
     }
 #pragma GCC unroll 8
@@ -83,26 +88,60 @@ inline void tile(const float *x, const W *w, int K, const char *next, int lines,
             memcpy(&out[r][o], &found, (O - o < 4 ? O - o : 4) * sizeof(float));
         }
         for (int k = whole; k < K; k++)
-            for (int o = 0; o < O; o++) out[r][o] += x[r * apart(K) + k] * widened(w[size_t(o) * K + k]);
+            for (int o = 0; o < O; o++)
+                out[r][o] = fused(x[r * apart(K) + k], widened(w[size_t(o) * K + k]), out[r][o]);
     }
 }
+
+#ifdef __AVX512BF16__
+// The same, of inputs in bfloat16: 32 of them in a step, two to a partial sum.
+template <int R, int O, class W>
+inline void tile(const bf16 *x, const W *w, int K, const char *next, int lines, float out[R][O]) {
+    Lanes sum[R][O] = {};
+    for (int k = 0; k < K; k += PAIRS) {
+        const __mmask32 there = K - k < PAIRS ? (1u << (K - k)) - 1 : ~0u;
+        __m512bh wide[O];
+#pragma GCC unroll 8
+        for (int o = 0; o < O; o++)
+            wide[o] = __m512bh(_mm512_maskz_loadu_epi16(there, w + size_t(o) * K + k));
+        for (int line = 0; line < lines; line++, next += LINE) __builtin_prefetch(next, 0, CACHE);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const __m512bh row = __m512bh(_mm512_loadu_si512(x + r * apart_narrow(K) + k));
+#pragma GCC unroll 8
+            for (int o = 0; o < O; o++) sum[r][o] = Lanes(_mm512_dpbf16_ps(__m512(sum[r][o]), row, wide[o]));
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+        for (int o = 0; o < O; o += 4) {
+            const Lanes none = {};
+            f4 found = totals(sum[r][o], o + 1 < O ? sum[r][o + 1] : none,
+                               o + 2 < O ? sum[r][o + 2] : none, o + 3 < O ? sum[r][o + 3] : none);
+            memcpy(&out[r][o], &found, (O - o < 4 ? O - o : 4) * sizeof(float));
+        }
+    }
+}
+#endif
 
 // All rows against O neighbouring outputs, in passes of as many rows as the registers take. Meanwhile
 // the weights of the next strip come, but where a single row reads whole pages: the processor sees
 // that by itself. `keep(row, output, value)` takes each number.
-template <int O, class W, class Keep>
-inline void strip(const float *x, const W *w, int R, int K, int o, Keep keep) {
+template <int O, class X, class W, class Keep>
+inline void strip(const X *x, const W *w, int R, int K, int o, Keep keep) {
+    constexpr int step = Inputs<X>::STEP;
     const int passes = (R + ROWS - 1) / ROWS;
-    const bool is_seen = R == 1 && K * sizeof(W) >= PAGE;
-    const int lines = is_seen ? 0 : (O * LANES * int(sizeof(W)) + LINE * passes - 1) / (LINE * passes);
+    const bool is_seen = CACHE == 3 && R == 1 && K * sizeof(W) >= PAGE;
+    const int lines = is_seen ? 0 : (O * step * int(sizeof(W)) + LINE * passes - 1) / (LINE * passes);
     const char *next = reinterpret_cast<const char *>(w + size_t(o + O) * K);
     for (int pass = passes, r = 0; pass; pass--)
         with_constant<ROWS>((R - r + pass - 1) / pass, [&](auto count) {
             constexpr int N = decltype(count)::value;
             if constexpr (N * O <= ROWS * OUTPUTS || O == 1) {
                 float out[N][O];
-                tile<N, O, W>(x + r * apart(K), w + size_t(o) * K, K, next, lines, out);
-                next += size_t(K / LANES) * lines * LINE;
+                tile<N, O, W>(x + r * Inputs<X>::apart(K), w + size_t(o) * K, K, next, lines, out);
+                next += size_t(K / step) * lines * LINE;
                 for (int i = 0; i < N; i++)
                     for (int j = 0; j < O; j++) keep(r + i, o + j, out[i][j]);
             }
@@ -117,7 +156,7 @@ template <class W, class Keep>
 inline void product(const Rows<W> &rows, const W *w, int from, int to, Keep keep) {
     const int K = rows.K;
     for (int first = 0; first < rows.R; first += MOST_ROWS) {
-        const float *x = rows.x + first * apart(K);
+        const auto *x = rows.x + first * Rows<W>::Own::apart(K);
         const int count = rows.R - first < MOST_ROWS ? rows.R - first : MOST_ROWS;
         auto own = [=](int r, int o, float found) { keep(first + r, o, found); };
         int o = from;
@@ -139,10 +178,10 @@ inline void normed(const float *x, const W *weight, int D, float eps, float *out
     }
     for (int d = 0; d < whole; d += LANES) {
         Lanes part = load(x + d);
-        squares += part * part;
+        squares = fused(part, part, squares);
     }
     float sum = total(squares);
-    for (int d = whole; d < D; d++) sum += x[d] * x[d];
+    for (int d = whole; d < D; d++) sum = fused(x[d], x[d], sum);
     const float scale = 1.0f / std::sqrt(sum / D + eps);
     for (int d = 0; d < whole; d += LANES) store(out + d, load(x + d) * scale * load(weight + d));
     for (int d = whole; d < D; d++) out[d] = x[d] * scale * widened(weight[d]);
@@ -197,10 +236,12 @@ struct Chain {
 
 static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.entry_norm ? 2 : 1); }
 
-// Numbers that a row rounded to 8 bits takes, at most.
+// Numbers that a rounded row takes, at most.
 static inline int64_t rounded_width(const Model &m) {
     const int64_t inner = m.H * m.E > m.I ? m.H * m.E : m.I;
-    return groups_of(entry_width(m) > inner ? entry_width(m) : inner) * (GROUP / 4 + 2);
+    const int64_t widest = entry_width(m) > inner ? entry_width(m) : inner;
+    const int64_t in_8 = groups_of(widest) * (GROUP / 4 + 2), in_16 = apart_narrow(widest) / 2 + LANES;
+    return in_8 > in_16 ? in_8 : in_16;
 }
 
 int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {
@@ -242,12 +283,12 @@ inline void dots(const float *query, const W *keys, const int32_t *visible, int 
     for (int e = 0; e < whole; e += LANES) {
         const Lanes part = load(query + e);
 #pragma GCC unroll 4
-        for (int i = 0; i < N; i++) sum[i] += part * load(key[i] + e);
+        for (int i = 0; i < N; i++) sum[i] = fused(part, load(key[i] + e), sum[i]);
     }
     const f4 found = totals(sum[0], sum[1], sum[2], sum[3]);
     memcpy(out, &found, N * sizeof(float));
     for (int e = whole; e < E; e++)
-        for (int i = 0; i < N; i++) out[i] += query[e] * widened(key[i][e]);
+        for (int i = 0; i < N; i++) out[i] = fused(query[e], widened(key[i][e]), out[i]);
 }
 
 // N times 16 numbers of the sum of the weighted values.
@@ -258,7 +299,7 @@ inline void mixture(const float *weights, const W *values, const int32_t *visibl
     for (int i = 0; i < count; i++) {
         const W *value = values + size_t(visible[i]) * E;
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) sum[n] += weights[i] * load(value + n * LANES);
+        for (int n = 0; n < N; n++) sum[n] = fused(weights[i], load(value + n * LANES), sum[n]);
     }
     for (int n = 0; n < N; n++) store(out + n * LANES, sum[n] * scale);
 }
@@ -291,7 +332,8 @@ inline void attend(const float *query, const W *keys, const W *values, const int
         mixture<1>(scores, values + e, visible, count, E, whole_weight, out + e);
     for (; e < E; e++) {
         float sum = 0;
-        for (i = 0; i < count; i++) sum += scores[i] * widened(values[size_t(visible[i]) * E + e]);
+        for (i = 0; i < count; i++)
+            sum = fused(scores[i], widened(values[size_t(visible[i]) * E + e]), sum);
         out[e] = sum * whole_weight;
     }
 }

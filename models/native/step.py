@@ -31,6 +31,7 @@ from specctl.models.native.library import (
 )
 
 MOST_ROWS = 512
+BFLOAT16_ROWS, AMX_ROWS = 64, 4
 FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
@@ -79,10 +80,12 @@ class Stack:
 
 def most_rows(dtype: torch.dtype) -> int:
     """Flat rows up to which the step is faster than PyTorch (benchmarks/native_step.py): in
-    bfloat16 those of a prompt as well, but where the processor multiplies bfloat16 itself; in
-    float32 those of a round."""
+    bfloat16 those of a prompt as well, but where PyTorch has instructions for it; in float32 those
+    of a round."""
     if dtype == torch.bfloat16:
-        return 4 if torch.cpu._is_avx512_bf16_supported() else MOST_ROWS
+        if torch.cpu._is_amx_tile_supported():
+            return AMX_ROWS
+        return BFLOAT16_ROWS if torch.cpu._is_avx512_bf16_supported() else MOST_ROWS
     return FLOAT32_ROWS.get(torch.backends.cpu.get_cpu_capability(), 4)
 
 

@@ -8,7 +8,8 @@ per second by measured prices is played; if that is plain decoding, nothing is.
 Estimates can be wrong, so losses are bounded as well. Each round played is booked at its measured
 cost against the tokens it brought; an arm that could bring the account further down than a small
 part of the time spent is not played, whatever is expected of it. Looking has an account of its own,
-and what drafts have gained.
+and what drafts have gained. A member that drafts step by step is never looked at: it is expected to
+be right until it was played, forgotten in time, and has an account of its own as well.
 Prices follow what rounds cost in this run, plain ones included (`runtime/measure/live_costs.py`).
 
 While plain decoding wins, members go on drafting for a while without being verified (which costs
@@ -29,7 +30,10 @@ from specctl.runtime.controllers.match import SUFFIXES
 from specctl.runtime.measure.live_costs import Account
 
 PRIOR = (0.03, 0.1, 0.25, 0.5, 0.8)  # chance that a first token survives, by context
+PRIOR_STEPWISE = 0.6  # of a drafter that is judged by what it plays, in any context
 GOING_ON = 0.7  # chance that a further one does
+KEPT = 0.98  # per round, of what is known of it: what is not played is tried again one day
+TRIALS = 2.0  # plain rounds that such a drafter may lose meanwhile
 GLANCE = 4  # rounds of a rest between looks at the newest tokens
 
 
@@ -52,6 +56,11 @@ class Survival:
         for depth in range(num_tested):
             self.tested[depth] = self.memory * self.tested[depth] + 1.0
             self.survived[depth] = self.memory * self.survived[depth] + (depth < matched)
+
+    def fade(self, share: float) -> None:
+        """So much of what was counted is kept."""
+        self.tested = [share * count for count in self.tested]
+        self.survived = [share * count for count in self.survived]
 
     def expected(self, length: int) -> float:
         """E[min(L, length)], L the number of tokens that agree."""
@@ -83,9 +92,11 @@ class Auto(Controller):
     allowance: float = 0.3
     most_credit: float = 8.0
     account: Account = field(init=False)
+    accounts: dict[int, Account] = field(default_factory=dict, init=False)  # by member
     looking: Account = field(init=False)  # of drafts that nobody plays
     look_cost: float = field(default=0.0, init=False)
     survival: dict[tuple[int, int], Survival] = field(default_factory=dict, init=False)
+    forgets: list[Survival] = field(default_factory=list, init=False)
     round: int = field(default=0, init=False)
     idle: int = field(default=0, init=False)
     resting: int = field(default=0, init=False)
@@ -102,15 +113,27 @@ class Auto(Controller):
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         super().open(arms, prices)
         self.next_rest = self.rest
+        members = {arm.member: arm.is_stepwise for arm in arms if arm.member is not None}
         self.account = Account(self.allowance, self.overdraft, self.most_credit)
         self.looking = Account(2.0 * self.allowance, 0.5 * self.overdraft)
-        members = {arm.member for arm in arms if arm.member is not None}
+        self.accounts = {
+            member: Account(TRIALS, self.overdraft, self.most_credit) if alone else self.account
+            for member, alone in members.items()
+        }
         contexts = range(len(SUFFIXES) + 1)
-        self.survival = {(m, c): Survival(PRIOR[c]) for m in members for c in contexts}
+        self.survival = {
+            (member, context): Survival(max(PRIOR[context], PRIOR_STEPWISE * is_stepwise))
+            for member, is_stepwise in members.items()
+            for context in contexts
+        }
+        self.forgets = [s for (m, _), s in self.survival.items() if members[m]]
 
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
         self.round += 1
-        self.account.rounds = self.looking.rounds = self.round
+        for survival in self.forgets:
+            survival.fade(KEPT)
+        for account in (self.account, self.looking, *self.accounts.values()):
+            account.rounds = self.round
         if self.resting > 0:
             if not self._wakes(contexts):
                 self.resting -= 1
@@ -121,7 +144,7 @@ class Auto(Controller):
         self.is_listening = True
         playable = self._worth(contexts)
         self._watch(bool(playable))
-        if playable and self.prices.ratios.wants_plain(self.account.is_full):
+        if playable and self.prices.ratios.wants_plain(self._account(playable[0]).is_full):
             return (self.off,)
         return [*playable, self.off]
 
@@ -136,7 +159,7 @@ class Auto(Controller):
         plain, rates = self.prices.seconds(0), {}
         for i, arm in enumerate(self.arms):
             cost = max((self.prices.of(arm) + self.prices.wake) / plain, 1.0)
-            if arm.member is None or not self.account.affords(cost - 1.0):
+            if arm.member is None or not self.accounts[arm.member].affords(cost - 1.0):
                 continue
             tokens = 1.0 + self._mean(arm.member, contexts, arm.length)
             rate = tokens / cost
@@ -173,7 +196,11 @@ class Auto(Controller):
         if arm != self.off:
             usual = self.prices.of(self.arms[arm])  # one slow moment of the machine is no price
             cost = min(seconds, 3.0 * usual) / self.prices.seconds(0)
-            self.account.book(tokens, max(cost, 1.0))
+            self._account(arm).book(tokens, max(cost, 1.0))
+
+    def _account(self, arm: int) -> Account:
+        member = self.arms[arm].member
+        return self.account if member is None else self.accounts[member]
 
     def lost(self, seconds: float) -> None:
         cost = min(seconds / self.prices.seconds(0), 3.0)

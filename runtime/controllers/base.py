@@ -13,22 +13,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from specctl.runtime.measure.live_costs import Ratios
+from specctl.runtime.measure.live_costs import Ratios, Recent
 
 if TYPE_CHECKING:
     from specctl.runtime.measure.cost_table import CostTable
     from specctl.runtime.policies.base import Policy
 
 OFF = "off"
+TRUSTED = 3  # drafts of a stepwise member before which they cost nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """`member` drafts under `policy` (both None: plain decoding)."""
+    """`member` drafts under `policy` (both None: plain decoding). `is_stepwise`: its drafts cost
+    forwards, so they are only judged by what is played."""
 
     name: str
     member: int | None = None
     policy: Policy | None = None
+    is_stepwise: bool = False
 
     @property
     def is_off(self) -> bool:
@@ -81,26 +84,34 @@ class ArmCount:
 @dataclass(slots=True)
 class Prices:
     """Seconds of a round by nodes drafted: measured beforehand (`table`), else guessed, `slope`
-    dearer per node; both corrected by the rounds as they come. `branching` are the members that
-    were seen to draft trees, which have more nodes than levels."""
+    dearer per node; both corrected by the rounds as they come. Of a stepwise member `drafts` says
+    what a drafted token takes beside it. `branching` are the members that were seen to draft trees,
+    which have more nodes than levels."""
 
     table: CostTable | None = None
     slope: float = 0.08
     ratios: Ratios = field(default_factory=lambda: Ratios(first_wait=1))
     branching: set[int] = field(default_factory=set)
     wake: float = 0.0  # before a draft, to read what was missed; lately
+    drafts: dict[int, Recent] = field(default_factory=dict)
     _known: dict[int, float] = field(default_factory=dict, init=False)
 
     def of(self, arm: Arm, depth: int | None = None) -> float:
         """Of a round with that arm; a chain may come out shorter than its length."""
         if arm.member is None:
             return self.seconds(0)
-        if arm.member in self.branching:
-            return self.seconds(arm.nodes)
-        return self.seconds(arm.length if depth is None else min(arm.length, max(depth, 1)))
+        length = arm.length if depth is None else min(arm.length, max(depth, 1))
+        nodes = arm.nodes if arm.member in self.branching else length
+        drafts = self.drafts.get(arm.member)
+        is_known = drafts is not None and len(drafts.ratios) >= TRUSTED
+        return self.seconds(nodes) + (length * drafts.middle if drafts and is_known else 0.0)
 
     def observe(self, nodes: int, seconds: float) -> None:
         self.ratios.observe(nodes, seconds / self._expected(nodes))
+
+    def drafted(self, member: int, length: int, seconds: float) -> None:
+        """A stepwise member took so long for a draft of that length."""
+        self.drafts.setdefault(member, Recent()).add(seconds / length, 0)
 
     def seconds(self, nodes: int) -> float:
         """Of a round with so many drafted nodes per row, as rounds go now."""

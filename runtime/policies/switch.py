@@ -150,8 +150,12 @@ class Switch:
             self.brain.scored(score)
         if any(outcome.finished):
             return  # cut rounds tell nothing about an arm
-        played = max(spent - self.idle - learned, 0.0)
-        self.prices.observe(outcome.tree.num_nodes, played)
+        played, verified = max(spent - self.idle - learned, 0.0), seconds.verify
+        if arm.member is not None and arm.is_stepwise and outcome.tree.depth:
+            self.prices.drafted(arm.member, outcome.tree.depth, max(played - verified, 0.0))
+        else:  # its draft is a small part of the round
+            verified = played
+        self.prices.observe(outcome.tree.num_nodes, verified)
         self.brain.reward(self.played, tokens / len(outcome.emitted), played + seconds.wake)
         if arm.member is not None:
             self.prices.wake += 0.2 * (seconds.wake - self.prices.wake)
@@ -186,11 +190,11 @@ class Switch:
     def _default_arms(self, state: TeamState) -> Sequence[Arm]:
         found = []
         for member, name in enumerate(state.names):
-            if isinstance(state.members[member], StepState):
-                found += [Arm(f"{name} {k}", member, Chain(length=k)) for k in self.lengths]
-            else:
-                direct = [Direct(k, max(k, self.nodes)) for k in self.lengths]
-                found += [Arm(f"{name} {each.length}", member, each) for each in direct]
+            is_stepwise = isinstance(state.members[member], StepState)
+            for length in self.lengths:
+                direct = Direct(length, max(length, self.nodes))
+                policy = Chain(length=length) if is_stepwise else direct
+                found.append(Arm(f"{name} {length}", member, policy, is_stepwise))
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -36,6 +36,9 @@ def test_verify_is_a_result_that_is_kept_in_the_package(
     assert (files.passed, files.proof) == (True, None)
     free = specctl.verify(tiny_target, "prompt-lookup", "compat")
     assert free.checks[0].note == "nothing stored"
+    both = specctl.verify(None, f"{run.out}+prompt-lookup")
+    assert both.passed
+    assert both.kept is None, "the proof of a team is none of its package"
     with pytest.raises(specctl.SpecctlError, match="level"):
         specctl.verify(tiny_target, "prompt-lookup", "lossles")
 

@@ -313,6 +313,18 @@ def test_a_package_drafts_as_it_was_trained_to(trained: Path, run: Any) -> None:
     assert 0 < len(longer["stats"]["accepted_per_position"]) <= 5
 
 
+def test_names_joined_by_a_plus_draft_as_a_team(trained: Path, run: Any) -> None:
+    words = (*GENERATE, "--max-new-tokens", "24", "--dtype", "float32", "--json")
+    plain = run(*words, "import os\n" * 3).json["result"]
+    team = f"{trained}+prompt-lookup"
+    made = run(*words, team, "import os\n" * 3).json["result"]
+    assert made["outputs"][0]["token_ids"] == plain["outputs"][0]["token_ids"]
+    arms = made["stats"]["controller"]["arms"]
+    assert any(name.startswith("prompt-lookup") for name in arms), "as a word of its own, too"
+    ran = run(*words, "--draft", f"{trained}+prompt-lokup", "x")
+    assert (ran.code, ran.json["error"]["found"]) == (Exit.FILE, "'prompt-lokup'")
+
+
 def test_trimming_writes_a_smaller_package(trained: Path, run: Any, tmp_path: Path) -> None:
     words = ("vocab-trim", "-d", trained / "package", "-o", tmp_path / "t", "--size", "512")
     ran = run(*words, "--num-prompts", "2", "--max-new-tokens", "8", "--json")

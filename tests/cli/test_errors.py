@@ -43,6 +43,8 @@ MISTAKES = {
     "not a number": Mistake(("generate", "--seed", "one", "x"), 2, "specctl generate --help"),
     "out of range": Mistake((*G, "--top-p", "2", "x"), 2, "specctl generate --help"),
     "missing argument": Mistake(("recipes", "show"), 2, "specctl recipes show --help"),
+    "a run that is not there": Mistake(("bench", "runs/none"), 4, "check the path"),
+    "a target that is not there": Mistake((*G, "-t", "runs/none", "x"), 4, "runs does not exist"),
     # prompts
     "no prompt": Mistake(G, 2, 'specctl generate "def main("'),
     "empty prompt": Mistake((*G, "  "), 2, 'specctl generate "def main("'),

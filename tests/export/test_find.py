@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specctl.core.drafter import Drafter
 from specctl.core.errors import (
     FileError,
     IncompatibleError,
@@ -23,6 +24,7 @@ from specctl.core.errors import (
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.team import Team
 from specctl.export.package.find import Kind, locate
 from specctl.export.package.folder import load_drafter
 from specctl.models.fast_llama import FastLlama
@@ -65,6 +67,38 @@ def test_a_family_goes_before_a_folder_of_that_name(
     for name in ("./prompt-lookup", Path("prompt-lookup").absolute(), "mine", "./mine/"):
         assert locate(name).kind is Kind.PACKAGE
         assert load_drafter(name, plain_target).family == "toy"
+
+
+def test_names_joined_by_a_plus_are_a_team_that_copies_where_the_text_repeats(
+    package: Path, plain_target: Target
+) -> None:
+    drafter = load_drafter(f"{package}+prompt-lookup", plain_target)
+    assert isinstance(drafter, Team)
+    assert drafter.names == ["prompt-lookup", "toy"], "what costs no forward is asked first"
+    assert drafter.serve["lengths"] == (3, 4, 6), "from the length of the package to twice it"
+    requests = [Request(ids, Sampling(max_new_tokens=24)) for ids in ((1, 5, 9, 5, 9), (7, 7, 3))]
+
+    def decoded(by: Drafter | None) -> list[tuple[int, ...]]:
+        policy = None if by is None else make_policy(dict(by.serve))
+        engine = Engine(plain_target, by, policy, num_slots=2)
+        done = [c.tokens for c in engine.run(requests)]
+        if policy is not None:
+            played = engine.policy.to_json()["arms"]
+            assert {name.split()[0] for name in played} >= {"prompt-lookup", "toy"}
+        return done
+
+    assert decoded(drafter) == decoded(None)
+
+
+def test_each_name_of_a_team_is_one_of_a_drafter(
+    package: Path, plain_target: Target, tmp_path: Path
+) -> None:
+    with pytest.raises(FileError, match="prompt-lokup") as caught:
+        load_drafter(f"{package}+prompt-lokup", plain_target)
+    assert "prompt-lookup" in caught.value.do
+    called_so = tmp_path / "lookup+eagle"
+    shutil.copytree(package, called_so)
+    assert load_drafter(called_so, plain_target).family == "toy", "a folder is what it is called"
 
 
 def test_the_folder_of_a_run_stands_for_its_package(package: Path, plain_target: Target) -> None:

@@ -202,8 +202,11 @@ def test_parts_of_it_are_borrowed(eagerly: Any) -> None:
 
 
 @needs_compiler
-def test_a_token_has_the_same_logits_alone_in_a_batch_and_in_a_tree() -> None:
+def test_a_token_has_the_same_logits_alone_in_a_batch_and_in_a_tree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Bit for bit, in both dtypes and in 8 bits: greedy text is the same however it is drafted."""
+    monkeypatch.setattr(step, "most_rows", lambda dtype: 64)  # or some rounds are PyTorch's
     wide, narrow = make(), make(torch.bfloat16)
     for lm in (wide, narrow, in_8_bits(wide), in_8_bits(narrow)):
         prompt, text = torch.randint(0, VOCAB, (1, 4)), torch.randint(0, VOCAB, (1, 3))

@@ -21,6 +21,7 @@ from specctl.runtime.engine import commit, lazy_drafter
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
@@ -119,6 +120,49 @@ def test_losses_are_bounded_whatever_is_expected() -> None:
         lost += 0.1 * played.length
         assert lost <= 0.3 + 0.01 * (round_ + 1) + 1e-9
     assert lost > 1.0, "it tries now and then"
+
+
+STEPWISE = (Arm(OFF), *(Arm(f"model {k}", 0, Chain(length=k), True) for k in (2, 4)))
+
+
+def played(auto: Auto, rounds: int, matched: int, draft: float = 0.0) -> tuple[float, float]:
+    """The share of rounds in which a stepwise member drafted, and what it lost in plain rounds; it
+    is right `matched` times, at `draft` plain rounds a token."""
+    drafted, lost = 0, 0.0
+    for _ in range(rounds):
+        index = auto.order([0])[0]
+        arm = STEPWISE[index]
+        hits, verify = min(matched, arm.length), 1.0 + 0.1 * arm.length
+        auto.prices.observe(arm.length, verify)
+        if arm.member is not None:
+            auto.prices.drafted(0, arm.length, draft * arm.length)
+            auto.scored(Score(0, hits, min(hits + 1, arm.length), 0, arm.length))
+        auto.reward(index, hits + 1.0, verify + draft * arm.length)
+        drafted += arm.member is not None
+        lost += verify + draft * arm.length - (hits + 1.0)
+    return drafted / rounds, lost
+
+
+def of_a_model() -> Auto:
+    auto = Auto()
+    auto.open(STEPWISE, Prices(DEAR))
+    return auto
+
+
+def test_a_member_that_drafts_step_by_step_is_judged_by_what_it_plays() -> None:
+    assert played(of_a_model(), 200, matched=3)[0] > 0.9, "nothing else would tell that it is good"
+    share, lost = played(of_a_model(), 1000, matched=0)
+    assert 0.0 < share < 0.1
+    assert lost < 2.0 + 0.01 * 1000 + 1.0
+    dear = played(of_a_model(), 200, matched=1, draft=0.5)
+    cheap = played(of_a_model(), 200, matched=1, draft=0.05)
+    assert dear[0] < 0.1 < 0.9 < cheap[0], "what its drafts cost is a part of the price"
+
+
+def test_a_model_that_was_wrong_is_tried_again() -> None:
+    auto = of_a_model()
+    played(auto, 600, matched=0)
+    assert played(auto, 600, matched=3)[0] > 0.3
 
 
 def test_survival_counts_only_depths_that_were_tested() -> None:

@@ -1,0 +1,53 @@
+// The inputs of a product: float32 as they lie; for matrices in bfloat16, where the processor has
+// instructions for that, rounded to bfloat16.
+
+namespace {
+
+constexpr int PAIRS = 2 * LANES;
+
+// Rows of inputs lie this far apart: at a power of two they would share few places of the cache.
+inline constexpr size_t apart(size_t K) { return (K + LANES - 1) / LANES * LANES + LANES; }
+inline constexpr size_t apart_narrow(size_t K) { return (K + PAIRS - 1) / PAIRS * PAIRS + PAIRS; }
+
+// How inputs lie, and how many of them a step of a product takes.
+template <class X> struct Inputs {
+    static constexpr int STEP = LANES;
+    static constexpr size_t apart(size_t K) { return ::apart(K); }
+};
+template <> struct Inputs<bf16> {
+    static constexpr int STEP = PAIRS;
+    static constexpr size_t apart(size_t K) { return apart_narrow(K); }
+};
+
+template <class W> struct Rows {
+    typedef Inputs<float> Own;
+    const float *x;
+    int R, K;
+    Rows(const float *x, int R, int K, float *) : x(x), R(R), K(K) {}
+};
+
+#ifdef __AVX512BF16__
+// Behind the last input of a row there are zeros up to a whole step.
+template <> struct Rows<bf16> {
+    typedef Inputs<bf16> Own;
+    const bf16 *x;
+    int R, K;
+
+    Rows(const float *inputs, int R, int K, float *space) : R(R), K(K) {
+        bf16 *narrow = reinterpret_cast<bf16 *>(aligned(space));
+        x = narrow;
+        for (int r = 0; r < R; r++)
+            for (int k = 0; k < K; k += LANES) {
+                const __mmask16 there = K - k < LANES ? (1u << (K - k)) - 1 : 0xffff;
+                const __m512 part = _mm512_maskz_loadu_ps(there, inputs + r * apart(K) + k);
+                const __m256i half = __m256i(_mm512_cvtneps_pbh(part));
+                bf16 *at = narrow + r * apart_narrow(K) + k;
+                _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), half);
+                if (k + LANES >= K && K % PAIRS && K % PAIRS <= LANES)
+                    _mm256_storeu_si256(reinterpret_cast<__m256i *>(at + LANES), __m256i{});
+            }
+    }
+};
+#endif
+
+}  // namespace
