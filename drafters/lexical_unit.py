@@ -13,7 +13,8 @@ the token that the next pads stand behind is known, and no others are read: a fo
 newest token, what was kept behind it and the pads. Ours: a unit may be entered at any of its
 tokens, probabilities are those of the target as it stands, and the repetition control of the paper
 is left out.
-Letters: A anchors, B rows, N nodes, Q picked rows, S sequence, W window (pads).
+Letters: A anchors, B rows, D hidden width, K draft vocabulary, M new nodes (pads), N nodes, P path, Q picked
+rows, S sequence, V target vocabulary, W window (pads), Z slots.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def unit_lengths(batch: TrainBatch, least: float) -> Tensor:
     sure_BS = torch.zeros(B, S, dtype=torch.bool, device=batch.ids_BS.device)
     same_BS = batch.document_BS[:, 1:] == batch.document_BS[:, :-1]
     sure_BS[:, 1:] = same_BS & (batch.document_BS[:, 1:] >= 0)
-    for at_Q in sure_BS.flatten().nonzero()[:, 0].split(CHUNK):
+    for at_Q in torch.split(sure_BS.flatten().nonzero()[:, 0], CHUNK):
         log_p_QV = TeacherLogits(teacher).distribution(at_Q - 1, None).log_p_QK
         log_p_Q = log_p_QV.gather(1, batch.ids_BS.flatten()[at_Q, None])[:, 0]
         sure_BS.view(-1)[at_Q] = log_p_Q.exp() >= least
