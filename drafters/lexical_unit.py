@@ -13,8 +13,8 @@ the token that the next pads stand behind is known, and no others are read: a fo
 newest token, what was kept behind it and the pads. Ours: a unit may be entered at any of its
 tokens, probabilities are those of the target as it stands, and the repetition control of the paper
 is left out.
-Letters: A anchors, B rows, D hidden width, K draft vocabulary, M new nodes (pads), N nodes, P path, Q picked
-rows, S sequence, V target vocabulary, W window (pads), Z slots.
+Letters: A anchors, B rows, D hidden width, K draft vocabulary, M new nodes (pads), N nodes, P path,
+Q picked rows, S sequence, V target vocabulary, W window (pads), Z slots.
 """
 
 from __future__ import annotations
