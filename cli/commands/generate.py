@@ -109,9 +109,7 @@ def generate(
         made, result = run, job.to_json(run)
     console.result = result
     check_forms(made.outputs)
-    where = f"--target {target.name}"
-    where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
-    console.done(result, next=_next(where, draft.draft, compare))
+    console.done(result, next=_next(target.name, draft.draft, compare))
 
 
 def told_apart(words: Sequence[str], file: Path | None) -> tuple[str | None, str | None]:
@@ -309,7 +307,7 @@ def _explain_difference(console: Console, job: GenerateJob) -> None:
     )
 
 
-def _next(where: str, draft: str, compared: bool) -> list[str]:
+def _next(target: str, draft: str, compared: bool) -> list[str]:
     if draft == NO_DRAFTER and not compared:
-        return [f'specctl generate {where} --draft prompt-lookup --compare "..."']
-    return [f"specctl bench {where}"]
+        return [f'specctl generate --target {target} --draft prompt-lookup --compare "..."']
+    return [f"specctl bench --target {target}" + (f" {draft}" if draft != NO_DRAFTER else "")]

@@ -144,7 +144,7 @@ def _finish_unhealed(console: Console, recipe: Recipe, result: PruneResult) -> N
         f"cut {package} | alpha {result.report['alpha']:.3f} | tau {result.tau:.2f}, not healed"
     )
     following = [
-        f"specctl vocab-trim --draft {package} --target {target} --out {result.out}-trimmed",
+        f"specctl vocab-trim {package} --target {target} --out {result.out}-trimmed",
         f'specctl generate --target {target} --draft {package} --compare "..."',
     ]
     console.done(result.to_json(), next=following)

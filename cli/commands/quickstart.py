@@ -114,12 +114,11 @@ def quickstart(
     result["peak_bytes"] = peak_memory()
     result |= {"tau_trained": run, **report}
     (out / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
-    chosen = f"--target {target} --draft {package}"
     console.done(
         result,
         next=[
-            f'specctl generate {chosen} --stats "def main("',
-            f"specctl bench {chosen} --draft prompt-lookup --inflate 300m",
+            f'specctl generate --target {target} --draft {package} --stats "def main("',
+            f"specctl bench {package} prompt-lookup {package}+prompt-lookup --inflate 300m",
             "specctl train-draft --target tiny --recipe eagle3   (the same with an EAGLE-3 head)",
         ],
     )

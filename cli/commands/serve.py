@@ -257,9 +257,8 @@ def serve(
     code = asyncio.run(Listener(app, service, socket, limits.drain).run(ready))
     if recorder is not None:
         recorder.close()
-    where = f"--target {target.name}"
-    where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
-    nexts = [f"specctl bench {where}"]
+    drafter = f" {draft.draft}" if draft.draft != NO_DRAFTER else ""
+    nexts = [f"specctl bench --target {target.name}{drafter}"]
     if record is not None:
         nexts.insert(0, f"specctl distill --target {target.name} --data {record}")
     result = {"url": url, "model": called, "was_cut": code != 0, **_totals(service)}

@@ -122,7 +122,7 @@ def vocab_trim(
     console.done(
         result.to_json(),
         next=[
-            f"specctl bench --target {target.name} --draft {draft} --draft {out / 'package'}",
+            f"specctl bench --target {target.name} {draft} {out / 'package'}",
             f"specctl verify {out / 'package'} --target {target.name} --level lossless",
         ],
     )

@@ -173,7 +173,7 @@ def _load(manifest: Manifest) -> str:
         "## Use\n\n"
         f'    specctl generate --target {target}{more} --draft THIS_FOLDER "def main("\n'
         f"    specctl verify THIS_FOLDER --target {target}{more}\n"
-        f"    specctl bench --target {target}{more} --draft THIS_FOLDER\n\n"
+        f"    specctl bench --target {target}{more} THIS_FOLDER\n\n"
         "```python\nimport specctl\n\n"
         f'specctl.generate("{target}", "def main(", drafter="THIS_FOLDER")\n```'
     )

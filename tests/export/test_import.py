@@ -310,7 +310,7 @@ def test_the_command_imports_and_says_what_is_next(
     assert acceptance is not None
     assert (acceptance.tau, acceptance.prompts) == (answer["result"]["tau"], 2)
     assert answer["next"] == [
-        f"specctl bench --target tiny --draft {out}",
+        f"specctl bench --target tiny {out}",
         f"specctl verify {out} --target tiny --level lossless",
     ]
     assert main(["verify", str(out), "--target", "tiny", "--level", "files", "--json"]) == 0

@@ -63,9 +63,8 @@ def chat(
     room.open()
     with Interrupts() as interrupts:
         room.run(interrupts)
-    where = f"--target {target.name}"
-    where += f" --draft {draft.draft}" if draft.draft != NO_DRAFTER else ""
-    console.done(room.to_json(), next=[f"specctl serve {where}"])
+    drafter = f" {draft.draft}" if draft.draft != NO_DRAFTER else ""
+    console.done(room.to_json(), next=[f"specctl serve --target {target.name}{drafter}"])
 
 
 def _has_colours(console: Console) -> bool:
