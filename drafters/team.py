@@ -50,8 +50,8 @@ class TeamOptions(Options):
                 "a team needs members, each of them once",
                 where="drafter.options.members",
                 found=", ".join(self.members) or "none",
-                expected="names of training-free families",
-                do="write members: [prompt-lookup, token-recycling]",
+                expected="drafters of different families",
+                do="name one of each, such as prompt-lookup and token-recycling",
             )
 
 
