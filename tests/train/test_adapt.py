@@ -28,6 +28,7 @@ NAMELESS = {
     "falcon": {"lstm"},
     **{name: {"tokens"} for name in ("k-forcing", "lexical-unit", "pass", "ppd", "s3d")},
 }
+OPTIONS = {"lexical-unit": {"unit": 0.01}}  # a random target is sure of nothing
 FAMILIES = [name for name, family in families().items() if family.trainable]
 
 
@@ -60,7 +61,8 @@ def batch_of(target: Target, drafter: Drafter) -> Any:
 
 def make(target: Target, name: str, vocab: VocabMap | None = None) -> Drafter:
     torch.manual_seed(3)
-    drafter = families()[name].build(families()[name].options(), target.spec, vocab)
+    options = families()[name].options(**OPTIONS.get(name, {}))
+    drafter = families()[name].build(options, target.spec, vocab)
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
     with torch.no_grad():  # a trained drafter has no zero matrices

@@ -99,9 +99,10 @@ def test_keys_and_values_are_those_that_a_forward_leaves_in_the_cache(target: Ta
         taps = lm.forward(ids, position, masks, kv, taps=(1, 3)).taps
         at, heads = getattr(lm, "real_layers", range(9)), lm.spec.num_kv_heads
         for layer, (key, value) in lm.key_value(taps, position).items():
-            left = kv.read(at[layer])
-            assert torch.equal(key, left[0][:, :heads])
-            assert torch.equal(value, left[1][:, :heads])
+            # computed from taps, which are rounded where the target is in bfloat16
+            off = 0.05 if key.dtype == torch.bfloat16 else 0.0
+            for mine, left in zip((key, value), kv.read(at[layer]), strict=True):
+                torch.testing.assert_close(mine, left[:, :heads], atol=off, rtol=off)
 
 
 @needs_int8
