@@ -60,6 +60,19 @@ inline void with_constant(int n, F f) {
 
 namespace {
 
+// The totals of the partial sums.
+template <int R, int O> inline void added_up(const Lanes (&sum)[R][O], float out[R][O]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int o = 0; o < O; o += 4) {
+            const Lanes none = {};
+            f4 found = totals(sum[r][o], o + 1 < O ? sum[r][o + 1] : none,
+                               o + 2 < O ? sum[r][o + 2] : none, o + 3 < O ? sum[r][o + 3] : none);
+            memcpy(&out[r][o], &found, (O - o < 4 ? O - o : 4) * sizeof(float));
+        }
+}
+
 // out[r][o] = sum_k x[r][k] w[o][k] of R rows and O outputs. By the way it asks for `lines` lines of
 // memory from `next` on at every step.
 template <int R, int O, class W>
@@ -78,19 +91,11 @@ inline void tile(const float *x, const W *w, int K, const char *next, int lines,
             for (int o = 0; o < O; o++) sum[r][o] = fused(row, wide[o], sum[r][o]);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-#pragma GCC unroll 2
-        for (int o = 0; o < O; o += 4) {
-            const Lanes none = {};
-            f4 found = totals(sum[r][o], o + 1 < O ? sum[r][o + 1] : none,
-                               o + 2 < O ? sum[r][o + 2] : none, o + 3 < O ? sum[r][o + 3] : none);
-            memcpy(&out[r][o], &found, (O - o < 4 ? O - o : 4) * sizeof(float));
-        }
+    added_up<R, O>(sum, out);
+    for (int r = 0; r < R; r++)
         for (int k = whole; k < K; k++)
             for (int o = 0; o < O; o++)
                 out[r][o] = fused(x[r * apart(K) + k], widened(w[size_t(o) * K + k]), out[r][o]);
-    }
 }
 
 #ifdef __AVX512BF16__
@@ -112,22 +117,13 @@ inline void tile(const bf16 *x, const W *w, int K, const char *next, int lines, 
             for (int o = 0; o < O; o++) sum[r][o] = Lanes(_mm512_dpbf16_ps(__m512(sum[r][o]), row, wide[o]));
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-#pragma GCC unroll 2
-        for (int o = 0; o < O; o += 4) {
-            const Lanes none = {};
-            f4 found = totals(sum[r][o], o + 1 < O ? sum[r][o + 1] : none,
-                               o + 2 < O ? sum[r][o + 2] : none, o + 3 < O ? sum[r][o + 3] : none);
-            memcpy(&out[r][o], &found, (O - o < 4 ? O - o : 4) * sizeof(float));
-        }
-    }
+    added_up<R, O>(sum, out);
 }
 #endif
 
 // All rows against O neighbouring outputs, in passes of as many rows as the registers take. Meanwhile
-// the weights of the next strip come, but where a single row reads whole pages: the processor sees
-// that by itself. `keep(row, output, value)` takes each number.
+// the weights of the next strip come, but where a single row reads whole pages: processors other than
+// AMD's see that by themselves. `keep(row, output, value)` takes each number.
 template <int O, class X, class W, class Keep>
 inline void strip(const X *x, const W *w, int R, int K, int o, Keep keep) {
     constexpr int step = Inputs<X>::STEP;
