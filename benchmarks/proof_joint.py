@@ -31,6 +31,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.drafters.nets.self_drafter import SelfDrafter
 from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.team import Team
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -119,6 +120,10 @@ def foreign(method: str) -> Drafter:
     return translated(other.lm, other.tokenizer, None, target(), method)
 
 
+def team() -> Drafter:
+    return Team.of([fresh("prompt-lookup"), disturbed()])
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A drafter with how it is served."""
@@ -130,6 +135,7 @@ class Draft:
 
 CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}
 MANY = {"policy": "mcsd", "branch": (3, 2)}
+TEAM = {"policy": "switch", "controller": "cascade", "length": 3, "lengths": (2, 3), "nodes": 3}
 DRAFTS: dict[str, Draft] = {
     "chain, block": Draft(disturbed, CHAIN, "block"),
     "chain, token-level": Draft(disturbed, CHAIN, "chain"),
@@ -155,6 +161,7 @@ DRAFTS: dict[str, Draft] = {
     "medusa": Draft(lambda: fresh("medusa"), TREE),
     "prompt-lookup": Draft(lambda: fresh("prompt-lookup"), {"policy": "direct"}),
     "token-recycling": Draft(lambda: fresh("token-recycling"), {"policy": "direct"}),
+    "copies and a model": Draft(team, TEAM),
     "speculative-jacobi": Draft(lambda: fresh("speculative-jacobi"), CHAIN),
     "quantspec, groups of 4": Draft(lambda: fresh("quantspec", kv_group=4, recent=1), CHAIN),
     "easyspec, not calibrated": Draft(lambda: fresh("easyspec", calibrate=False), CHAIN),
@@ -173,9 +180,9 @@ DRAFTS.update(borrowing())
 EACH = 3  # sampling settings of every drafter; together they take every setting in turn
 
 
-# Its drafts are guessed in the round before, which texts this short do not have.
-GUESSED_BEFORE = {"two tokens", "end of context"}
-TOO_SHORT = {"ppd": GUESSED_BEFORE, "lexical-unit": GUESSED_BEFORE}
+# Too short for drafts that are guessed in the round before, or begin behind a first plain round.
+SHORT = {"two tokens", "end of context"}
+TOO_SHORT = dict.fromkeys(("ppd", "lexical-unit", "copies and a model"), SHORT)
 
 
 def configurations() -> Iterator[tuple[str, str]]:
