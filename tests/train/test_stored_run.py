@@ -10,6 +10,7 @@ commit fc7fefa; only the curve was left out.
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from specctl import Sampling, generate, load_drafter, load_target
 from specctl.cli.main import main
 
 STORED = Path(__file__).parent / "stored_run"
+PYTHON = "3.11.7"  # whose sources the run learned from
 
 
 @pytest.fixture
@@ -45,6 +47,7 @@ def test_its_package_drafts(run: Path) -> None:
     assert drafted.stats.drafted > 0
 
 
+@pytest.mark.skipif(platform.python_version() != PYTHON, reason="other sources to learn from")
 def test_cut_at_a_checkpoint_it_ends_in_the_weights_of_that_day(run: Path) -> None:
     for name in ("package", "checkpoints/step000004"):
         shutil.rmtree(run / name)
