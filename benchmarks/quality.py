@@ -1,17 +1,19 @@
 """How often is each trained family right? tau and alpha with standard errors, at equal tokens, at
-equal processor seconds, and over the amount of data.
+equal processor seconds, over the amount of data, and by its whole recipe.
 
 Every family is trained for the embedded target on the same rows, with the settings of `specctl
 bench-families`, and measured on held-out prompts, greedy and at T = 1, as a chain of five and as
 its recipe serves it. tau is counted, not timed, so that a busy machine does no harm; processor
 seconds are those of the training process, on one thread, imports and packaging included. Families
-whose recipe has stages are trained in one. One file a case in OUT: run again, it goes on; other
-settings need another OUT.
+whose recipe has stages are trained in one, but for the arm `recipe`: that is `specctl train-draft`
+with the family's recipe as it is. One file a case in OUT: run again, it goes on; other settings
+need another OUT.
 
     python benchmarks/quality.py --out runs/quality --workers 2 --plan     # what it will take
     python benchmarks/quality.py --out runs/quality --workers 2
     python benchmarks/quality.py --out runs/quality --arms seconds         # at equal seconds
     python benchmarks/quality.py --out runs/quality --arms data --families eagle3,small-lm
+    python benchmarks/quality.py --out runs/quality --arms recipe           # whole recipes
 
 Families whose paired difference over prompts is below two standard errors from the best of a group
 are in its group: these weights are level. Seeds are averaged prompt by prompt; how far they are
@@ -28,7 +30,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -37,8 +39,16 @@ import torch
 
 from specctl import load_drafter, load_target
 from specctl.api.train import train_and_package
-from specctl.cli.commands.bench_families import TINY, TrainingBudget, chosen, family_recipe
+from specctl.cli.commands.bench_families import (
+    TINY,
+    TrainingBudget,
+    chosen,
+    family_recipe,
+    recipes_of,
+)
 from specctl.drafters import family
+from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import Recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import SilentReporter
@@ -51,6 +61,7 @@ from specctl.train.planning.scaling import share_data
 DATA = (250, 500, 1000, 2000)  # prompts of the learning curve
 LEADING = ("small-lm", "staged", "moa", "glide", "eagle3", "eagle")
 HEATS = {"greedy": 0.0, "sampled": 1.0}
+WHOLE = "recipe"  # the arm of whole recipes
 SETTINGS = ("steps", "seconds", "data", "prompts", "tokens")
 HELD_UNMEASURED = "train.tau_every=1000000"
 
@@ -60,7 +71,7 @@ class Case:
     """A training run and how it is measured."""
 
     family: str
-    arm: str  # tokens, seconds, or data
+    arm: str  # tokens, seconds, data, or recipe
     seed: int
     steps: int
     prompts: int
@@ -76,12 +87,8 @@ class Case:
 def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Trains and measures; the figures of a case."""
     torch.set_num_threads(1)
-    sets = (f"train.seed={case.seed}", f"data.prompts={case.prompts}", "train.rows=4",
-            HELD_UNMEASURED, *case.sets)  # fmt: skip
-    recipe = family_recipe(
-        case.family, TrainingBudget(case.family, TINY, case.steps, sets, args.out)
-    )
-    folder, first = args.out / "runs" / case.name, args.out / "runs" / f"data-{case.prompts}"
+    recipe = recipe_of(case, args.out)
+    folder, first = args.out / "runs" / case.name, rows_of(case, args.out)
     spent = folder / "processor_seconds.json"
     if not spent.exists():  # killed while it trained: the seconds of a part would be counted
         shutil.rmtree(folder, ignore_errors=True)
@@ -91,7 +98,7 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     if not spent.exists():
         write(spent, time.process_time() - began)
     assert result.package is not None
-    target = load_target("tiny", dtype="float32")
+    target = load_target(str(result.target or "tiny"), dtype="float32")
     drafter = load_drafter(str(result.package), target)
     own = make_policy(recipe.serve.model_dump(mode="json"))
     policies = {"served": own}
@@ -115,6 +122,21 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def recipe_of(case: Case, out: Path) -> Recipe:
+    """The family's own recipe, or its share of equal tokens."""
+    seed = f"train.seed={case.seed}"
+    if case.arm == WHOLE:
+        return load_recipe(recipes_of(case.family)[0], (seed, *case.sets))
+    sets = (seed, f"data.prompts={case.prompts}", "train.rows=4", HELD_UNMEASURED, *case.sets)
+    return family_recipe(case.family, TrainingBudget(case.family, TINY, case.steps, sets, out))
+
+
+def rows_of(case: Case, out: Path) -> Path:
+    """The run whose rows a case is given; one whose recipe has others makes its own."""
+    size = "" if case.arm != WHOLE else f"-{WHOLE}"
+    return out / "runs" / f"data-{case.prompts}{size}"
+
+
 def cases(args: argparse.Namespace, arm: str) -> Iterator[Case]:
     """What an arm takes; equal seconds are known when equal tokens were run."""
     names, seeds, known = chosen(args.families), range(args.seeds), finished(args.out)
@@ -125,6 +147,11 @@ def cases(args: argparse.Namespace, arm: str) -> Iterator[Case]:
         for name, own in spent.items():
             steps = max(1, round(args.steps * (args.seconds or median(spent.values())) / own))
             yield from (Case(name, "seconds", s, steps, args.data) for s in seeds)
+    if arm == WHOLE:
+        for seed in seeds:
+            for name in names:
+                recipe = load_recipe(recipes_of(name)[0])
+                yield Case(name, WHOLE, seed, recipe.train.steps, recipe.data.prompts)
     if arm == "data":
         leading = [name for name in names if name in LEADING]
         for size in DATA:  # as many passes over each: the size of the first arm is not run again
@@ -235,7 +262,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     parser.add_argument("--families", default="all", help="names, with commas between")
-    parser.add_argument("--arms", default="tokens", help="tokens, seconds, data; with commas")
+    parser.add_argument(
+        "--arms", default="tokens", help="tokens, seconds, data, recipe; with commas"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=None, help="else the median of the first")
     parser.add_argument("--data", type=int, default=1000, help="prompts to train on")
@@ -288,8 +317,8 @@ def plan(wanted: list[Case], args: argparse.Namespace) -> list[Case]:
 def run_all(wanted: list[Case], args: argparse.Namespace) -> list[str]:
     """Runs the missing cases, each in a process; names of those that failed."""
     missing = plan(wanted, args)
-    for size in sorted({case.prompts for case in missing}):
-        prepare(args, size)
+    for rows, case in {rows_of(case, args.out): case for case in missing}.items():
+        prepare(case, rows, args.out)
     began, done, failed = time.time(), list[str](), list[str]()
 
     def one(case: Case) -> None:
@@ -313,14 +342,14 @@ def run_all(wanted: list[Case], args: argparse.Namespace) -> list[str]:
     return failed
 
 
-def prepare(args: argparse.Namespace, size: int) -> None:
+def prepare(case: Case, rows: Path, out: Path) -> None:
     """The target's answers, written once for all runs on so many prompts."""
-    first = args.out / "runs" / f"data-{size}"
-    if (first / "finished.json").exists():
+    if (rows / "finished.json").exists():
         return
-    sets = (f"data.prompts={size}", "train.rows=4", HELD_UNMEASURED)
-    recipe = family_recipe("medusa", TrainingBudget("medusa", TINY, 1, sets, args.out))
-    train_and_package(SilentReporter(), recipe, first, command=sys.argv)
+    first = replace(case, family="medusa", seed=0, steps=1, sets=())
+    if case.arm == WHOLE:
+        first = replace(first, sets=("train.steps=1", f"data.prompts={case.prompts}"))
+    train_and_package(SilentReporter(), recipe_of(first, out), rows, command=sys.argv)
 
 
 if __name__ == "__main__":
