@@ -6,6 +6,7 @@ which a busy neighbour disturbs less than the clock on the wall.
     python benchmarks/native_step.py
     python benchmarks/native_step.py --inflate 300m --dtype bfloat16
     python benchmarks/native_step.py --int8     # beside itself with matrices of 8 bits
+    python benchmarks/native_step.py --int4     # of 4 bits beside 8
     python benchmarks/native_step.py --avx2     # both as on a processor without AVX512
     python benchmarks/native_step.py --memory --inflate 300m --dtype int8   # of a loaded target
 """
@@ -35,10 +36,10 @@ AVX2["MKL_ENABLE_INSTRUCTIONS"] = "AVX2"
 
 
 def milliseconds(
-    target: Target, width: int, repeats: int, is_int8: bool
+    target: Target, width: int, repeats: int, bits: int | None
 ) -> tuple[float, float, float]:
-    """Of the step, of PyTorch or the step with stored weights; and the largest difference of a
-    logit."""
+    """Of the step with so many bits, and of what stands beside it: PyTorch, stored weights or 8
+    bits; and the largest difference of a logit."""
     lm = target.lm
     torch.manual_seed(width)
     ids, start = torch.randint(0, target.spec.vocab_size, (1, width)), torch.tensor([KEPT])
@@ -48,8 +49,8 @@ def milliseconds(
     position, span = start[:, None] + torch.arange(width), KEPT + width
     masks = lm.chain_masks(start, width, span)
     assert isinstance(lm, FastLlama)
-    stored = lm.module.native()
-    both = (lm.module.native(is_int8=True), stored) if is_int8 else (stored, None)
+    steps, beside = lm.module.native, {None: None, 8: None, 4: 8}
+    both = steps(bits), None if bits is None else steps(beside[bits])
     spent, logits = ([], []), [torch.empty(0)] * 2
     for _ in range(repeats):
         for way, chosen in enumerate(both):
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--int8", action="store_true", help="8 bits beside the weights as stored")
     parser.add_argument("--avx2", action="store_true", help="use no wider instructions")
     parser.add_argument("--memory", action="store_true", help="MiB of the process; nothing else")
+    parser.add_argument("--int4", action="store_true", help="4 bits beside 8")
     args = parser.parse_args()
     if args.avx2:
         if any(os.environ.get(name) != value for name, value in AVX2.items()):
@@ -93,10 +95,11 @@ def main() -> None:
     if args.memory:
         print(json.dumps({**memory(target), "dtype": target.dtype_name}))
         return
-    names = ("int8", "step") if args.int8 else ("step", "PyTorch")
+    bits = 4 if args.int4 else 8 if args.int8 else None
+    names = {4: ("int4", "int8"), 8: ("int8", "step"), None: ("step", "PyTorch")}[bits]
     rows = []
     for width in map(int, args.widths.split(",")):
-        *spent, error = milliseconds(target, width, args.repeats, args.int8)
+        *spent, error = milliseconds(target, width, args.repeats, bits)
         of = {f"{name.lower()}_ms": each for name, each in zip(names, spent, strict=True)}
         rows.append({"width": width, **of, "error": error})
         if not args.json:

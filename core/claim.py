@@ -9,8 +9,8 @@ from __future__ import annotations
 
 EXACT = ("float32", "float64")  # ties within the rounding of these are not met in practice
 _PLAIN = "the distribution of plain decoding, and under greedy decoding its tokens"
-_OF_8_BITS = (
-    "the distribution of plain decoding of the target in 8 bits, which is not quite the published "
+_OF_FEW_BITS = (
+    "the distribution of plain decoding of the target in {} bits, which is not quite the published "
     "one, and under greedy decoding its tokens"
 )
 _NEAR = (
@@ -30,6 +30,6 @@ def meaning(verification: str, dtype: str | None) -> str:
         return "the distribution differs from plain decoding's, by design"
     if dtype is None:
         return f"in float32 {_PLAIN}; in bfloat16 and float16 {_NEAR}"
-    if dtype == "int8":
-        return _OF_8_BITS
+    if dtype in ("int8", "int4"):
+        return _OF_FEW_BITS.format(dtype.removeprefix("int"))
     return _PLAIN if dtype in EXACT else _NEAR

@@ -49,10 +49,10 @@ def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None
 
 
 class FastLlama(LanguageModel):
-    """`LlamaModel` behind the LanguageModel interface. `is_int8`: the compiled step reads its
-    matrices in 8 bits. `int4`: PyTorch reads these in 4 bits."""
+    """`LlamaModel` behind the LanguageModel interface. `bits`: the compiled step reads its
+    matrices in 8 or 4 bits. `int4`: PyTorch reads these in 4 bits."""
 
-    is_int8 = False
+    bits: int | None = None
     int4: Weights | None = None
     module: LlamaModel
     config: Any = None  # of transformers, and how it generates, where the weights came from there
@@ -65,7 +65,7 @@ class FastLlama(LanguageModel):
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         feed = self._filled(feed)
-        may_step = self.is_int8 if kv is None else kv.is_as_read
+        may_step = self.bits is not None if kv is None else kv.is_as_read
         step = self._native(feed.ids_BT) if may_step else None
         if step is None:
             return self._eager(feed, kv)
@@ -91,7 +91,7 @@ class FastLlama(LanguageModel):
     @torch.no_grad()
     def resume(self, feed: Feed, exits: ExitStates, kv: SlotKV) -> LmOut | None:
         """The compiled step does not round its residuals to bfloat16, as taps are."""
-        if self.dtype != torch.float32 and self.module.native(self.is_int8) is not None:
+        if self.dtype != torch.float32 and self.module.native(self.bits) is not None:
             return None
         return super().resume(feed, exits, kv)
 
@@ -146,11 +146,11 @@ class FastLlama(LanguageModel):
         weights few of them."""
         if ids_BT.device.type != "cpu" or type(ids_BT) is not Tensor or self.int4 is not None:
             return None
-        if ids_BT.numel() > MOST_ROWS and not self.is_int8:
+        if ids_BT.numel() > MOST_ROWS and self.bits is None:
             return None
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
-        step = self.module.native(self.is_int8)
+        step = self.module.native(self.bits)
         return step if step is not None and ids_BT.numel() <= step.most_rows else None
 
     def _eager(self, feed: Feed, kv: SlotKV | None) -> LmOut:
@@ -240,7 +240,7 @@ class FastLlama(LanguageModel):
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
         is_fused = not any(x.requires_grad for x in state.values())
-        if self.is_int8 and is_fused:
+        if self.bits is not None and is_fused:
             kv = self._whole(position_BT)
             self.write_kv(state, position_BT, kv)
             return {index: kv.read(index) for index in state}
@@ -253,8 +253,8 @@ class FastLlama(LanguageModel):
 
     @torch.no_grad()
     def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
-        """As every forward; in 8 bits by the compiled step, which attends for nothing."""
-        if not self.is_int8:
+        """As every forward; in few bits by the compiled step, which attends for nothing."""
+        if self.bits is None:
             super().write_kv(state, position_BT, kv)
             return
         T, ids_BT = position_BT.shape[1], torch.zeros_like(position_BT)
@@ -276,8 +276,8 @@ class FastLlama(LanguageModel):
         return F.silu(gate) * up
 
     def for_drafting(self) -> FastLlama:
-        stack = self.module.stack()
-        return self if stack is None or not drafts_in_int8(stack) else self.in_int8()
+        stack = self.module.stack() if self.bits is None else None
+        return self if stack is None or not drafts_in_int8(stack) else self.in_bits(8)
 
     def in_int4(self, group: int) -> Self:
         lm = copy(self)
@@ -287,10 +287,10 @@ class FastLlama(LanguageModel):
     def _weights(self, is_fused: bool = True) -> Weights:
         return self.module.weights(is_fused) if self.int4 is None else self.int4
 
-    def in_int8(self) -> Self:
-        """The same model, its matrices read in 8 bits."""
+    def in_bits(self, bits: int) -> Self:
+        """The same model, its matrices read in 8 or 4 bits."""
         lm = copy(self)
-        lm.is_int8 = True
+        lm.bits = bits
         return lm
 
     def borrowed(self) -> Borrowed:

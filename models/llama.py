@@ -125,7 +125,7 @@ class _Packs:
     weights: Weights | None = None
     parameters: tuple[nn.Parameter, ...] = ()
     version: int = -1
-    native: dict[bool, NativeStep | None] = field(default_factory=dict)  # with matrices of 8 bits?
+    native: dict[int | None, NativeStep | None] = field(default_factory=dict)  # by bits
 
     def clear(self) -> None:
         self.weights, self.parameters, self.version = None, (), -1
@@ -255,24 +255,23 @@ class LlamaModel(nn.Module):
         layers = [self._collect_layer(layer, fuse, packed, True) for layer in self.model.layers]
         return Weights(layers, self.head_weight)
 
-    def native(self, is_int8: bool = False) -> NativeStep | None:
-        """The compiled step over these weights, or over copies of 8 bits; None where there is none
-        for them."""
-        found, packs = self.packs.native.get(is_int8), self.packs
-        if is_int8 not in packs.native or (found is not None and not found.is_current):
+    def native(self, bits: int | None = None) -> NativeStep | None:
+        """The compiled step over these weights, or over copies of so many bits; None where there is
+        none for them."""
+        found, packs = self.packs.native.get(bits), self.packs
+        if bits not in packs.native or (found is not None and not found.is_current):
             stack = self.stack()
-            found = None if stack is None else native_step(stack, is_int8)
-            packs.native[is_int8] = found
+            found = None if stack is None else native_step(stack, bits)
+            packs.native[bits] = found
         return found
 
-    def keep_int8(self) -> bool:
-        """Keep the layers' matrices in 8 bits alone: whoever asks for them as they were stored gets
+    def keep_bits(self, bits: int) -> bool:
+        """Keep the layers' matrices in `bits` alone: whoever asks for them as they were stored gets
         an error (`Released`). False, and nothing done, where the compiled step cannot be had."""
         stack = self.stack()
-        found = None if stack is None else native_step(stack, True, _release)
+        found = None if stack is None else native_step(stack, bits, _release)
         self.packs.clear()
-        self.packs.native[True] = found
-        self.packs.native[False] = None
+        self.packs.native |= {None: None, bits: found}
         return found is not None
 
     @property

@@ -21,7 +21,7 @@ from specctl.recipes.serve import ServePart
 LARGEST_OPTION = 10**12  # of a drafter's options; what fits each is the family's to say
 
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 InflateName = Literal["100m", "300m", "1b", "8b"]
 
 

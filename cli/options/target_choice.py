@@ -35,7 +35,7 @@ class TargetChoice:
         str | None, target_option("--revision", help="Commit of the hub repository.")
     ] = None
     dtype: Annotated[
-        str, target_option("--dtype", help="auto, float32, bfloat16, float16 or int8.")
+        str, target_option("--dtype", help="auto, float32, bfloat16, float16, int8 or int4.")
     ] = "auto"
     device: Annotated[str, target_option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto"
     inflate: Annotated[

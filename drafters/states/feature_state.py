@@ -142,7 +142,7 @@ class FeatureState(StepState):
         self._version, stack = self._weights_version(), self.stack()
         self._native: NativeStep | None = None
         if stack is not None:
-            self._native = native_step(stack, drafts_in_int8(stack))
+            self._native = native_step(stack, 8 if drafts_in_int8(stack) else None)
 
     def compiled(
         self,

@@ -22,13 +22,13 @@ SOURCES = (
     SOURCE,
     SOURCE.with_name("lanes.h"),
     SOURCE.with_name("rows.h"),
-    SOURCE.with_name("int8.h"),
+    SOURCE.with_name("bits.h"),
 )
 SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
-KINDS = ("float32", "bfloat16", "float32_int8", "bfloat16_int8")
+KINDS = tuple(dtype + bits for dtype in ("float32", "bfloat16") for bits in ("", "_int8", "_int4"))
 SECONDS = 120  # a compiler that takes longer is given up
 
 
@@ -107,8 +107,8 @@ def library() -> Library:
 
 
 def no_int8() -> str | None:
-    """Why matrices of 8 bits are not faster here (benchmarks/native_step.py --int8); None where
-    they are."""
+    """Why matrices of 8 or 4 bits are not faster here (benchmarks/native_step.py --int8); None
+    where they are."""
     found = library()
     if found.functions is None:
         return f"no compiled step: {found.missing}"

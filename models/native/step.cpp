@@ -5,7 +5,7 @@
 // same logits, bit for bit, alone or in a batch, decoded or verified as a node of a tree.
 // Weights, keys and values are float32 or bfloat16, and all sums are float32. bfloat16 is widened as
 // it is read; a processor that multiplies it by itself is given the inputs of matrices in bfloat16,
-// too (rows.h). Matrices may be of 8 bits (int8.h).
+// too (rows.h). Matrices may be of 8 or 4 bits (bits.h).
 // Letters: B rows, D hidden width, E head width, G query heads of a key head, H query heads, I
 // neurons, J key/value heads, K inputs, L positions, O outputs, R flat rows, T fed tokens.
 
@@ -56,7 +56,7 @@ inline void with_constant(int n, F f) {
 
 #include "rows.h"
 
-#include "int8.h"
+#include "bits.h"
 
 namespace {
 
@@ -236,8 +236,9 @@ static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.ent
 static inline int64_t rounded_width(const Model &m) {
     const int64_t inner = m.H * m.E > m.I ? m.H * m.E : m.I;
     const int64_t widest = entry_width(m) > inner ? entry_width(m) : inner;
-    const int64_t in_8 = groups_of(widest) * (GROUP / 4 + 2), in_16 = apart_narrow(widest) / 2 + LANES;
-    return in_8 > in_16 ? in_8 : in_16;
+    const int64_t whole = Int8::room(widest) > Int4::room(widest) ? Int8::room(widest) : Int4::room(widest);
+    const int64_t in_16 = apart_narrow(widest) / 2 + LANES;
+    return whole > in_16 ? whole : in_16;
 }
 
 int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {
@@ -528,7 +529,8 @@ Outside forward(const Model &m, const Call &c) {
             float *logits = c.logits;
             const int V = m.V;
             share(V, SIDE, thread, threads, &from, &to);
-            product(Rows<M>(flat, c.num_asked, D, rounded), static_cast<const M *>(m.head), from, to,
+            typedef typename HeadOf<M>::type Head;
+            product(Rows<Head>(flat, c.num_asked, D, rounded), static_cast<const Head *>(m.head), from, to,
                     [=](int r, int o, float found) { logits[size_t(r) * V + o] = found; });
         }
     }
@@ -588,8 +590,14 @@ extern "C" int step_bfloat16(const Model *model, const Call *call) {
 extern "C" int step_float32_int8(const Model *model, const Call *call) {
     return forward<float, Int8>(*model, *call);
 }
+extern "C" int step_float32_int4(const Model *model, const Call *call) {
+    return forward<float, Int4>(*model, *call);
+}
 extern "C" int step_bfloat16_int8(const Model *model, const Call *call) {
     return forward<bf16, Int8>(*model, *call);
+}
+extern "C" int step_bfloat16_int4(const Model *model, const Call *call) {
+    return forward<bf16, Int4>(*model, *call);
 }
 extern "C" int chain_float32(const Model *model, const Call *call, const Chain *wanted) {
     return chain<float, float>(*model, *call, *wanted);
@@ -600,8 +608,14 @@ extern "C" int chain_bfloat16(const Model *model, const Call *call, const Chain 
 extern "C" int chain_float32_int8(const Model *model, const Call *call, const Chain *wanted) {
     return chain<float, Int8>(*model, *call, *wanted);
 }
+extern "C" int chain_float32_int4(const Model *model, const Call *call, const Chain *wanted) {
+    return chain<float, Int4>(*model, *call, *wanted);
+}
 extern "C" int chain_bfloat16_int8(const Model *model, const Call *call, const Chain *wanted) {
     return chain<bf16, Int8>(*model, *call, *wanted);
+}
+extern "C" int chain_bfloat16_int4(const Model *model, const Call *call, const Chain *wanted) {
+    return chain<bf16, Int4>(*model, *call, *wanted);
 }
 // Whether the processor multiplies numbers of 8 bits faster than wider ones.
 extern "C" int has_int8() {

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut, StackedTaps
-from specctl.models.native.int8 import packed
+from specctl.models.native.bits import packed
 from specctl.models.native.library import (
     INT8_SWITCH,
     LayerAddresses,
@@ -37,6 +37,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 Weights = tuple[Tensor | None, ...]
 LEAST_INT8 = 500_000  # weights of a drafter, from which they are read in 8 bits
+HEAD_BITS = 8  # of the LM head, at least (docs/benchmarks.md)
 RESIDUAL = -1  # a tap of the compiled step alone: the residual behind the last layer, not normed
 
 
@@ -90,31 +91,31 @@ def most_rows(dtype: torch.dtype) -> int:
 
 
 class NativeStep:
-    """The compiled step over one stack's weights, as long as they lie where they lie. `is_int8`:
-    its matrices are copies of 8 bits, made here. `release` is called with each layer whose
-    matrices have been copied and are not looked at again."""
+    """The compiled step over one stack's weights, as long as they lie where they lie. `bits`: its
+    matrices are copies of 8 or 4 bits, made here; None: as they are stored. `release` is called
+    with each layer whose matrices have been copied and are not looked at again."""
 
     def __init__(
         self,
         stack: Stack,
         functions: ctypes.CDLL,
-        is_int8: bool = False,
+        bits: int | None = None,
         release: Callable[[Any], None] | None = None,
     ) -> None:
         weights, head = stack.weights(), stack.head
         watched = weights if release is None else [_beside_matrices(layer) for layer in weights]
         self.stack, self.tensors = stack, [*stack.beside(), *_held(watched)]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.dtype, self.is_int8 = stack.head.dtype, is_int8
-        kind = DTYPES[self.dtype] + ("_int8" if is_int8 else "")
+        self.dtype, self.bits = stack.head.dtype, bits
+        kind = DTYPES[self.dtype] + ("" if bits is None else f"_int{bits}")
         self.functions = functions
         self.function = getattr(functions, f"step_{kind}")
         self.chain_function = getattr(functions, f"chain_{kind}")
         self.version = self._version()
-        if is_int8:
-            head = packed(head)
+        if bits is not None:
+            head = packed(head, max(bits, HEAD_BITS))
             for at, layer in enumerate(stack.layers):
-                weights[at] = _packed(weights[at])
+                weights[at] = _packed(weights[at], bits)
                 if release is not None:
                     release(layer)
         self.copies = [head, *_held(weights)]
@@ -141,7 +142,7 @@ class NativeStep:
             entry_norm=address(stack.entry_norm),
             is_residual_normed=stack.is_residual_normed,
         )
-        self.most_rows = sys.maxsize if is_int8 else most_rows(self.dtype)
+        self.most_rows = most_rows(self.dtype) if bits is None else sys.maxsize
         self.spaces: list[Tensor] = []  # free ones: each forward under way has its own
 
     @property
@@ -149,7 +150,7 @@ class NativeStep:
         """Whether the weights still lie where they lay, and copies of them are of these."""
         if self.addresses != [tensor.data_ptr() for tensor in self.tensors]:
             return False
-        return not self.is_int8 or self.version == self._version()
+        return self.bits is None or self.version == self._version()
 
     def _version(self) -> int:
         """Of what may change in place; tensors of inference mode do not count their changes."""
@@ -224,11 +225,11 @@ class NativeStep:
 
 
 def native_step(
-    stack: Stack, is_int8: bool = False, release: Callable[[Any], None] | None = None
+    stack: Stack, bits: int | None = None, release: Callable[[Any], None] | None = None
 ) -> NativeStep | None:
-    """The compiled step of a stack, its matrices in 8 bits if `is_int8`; None where it cannot be
-    had, and where a weight is computed whenever it is read (a parametrization: low-rank additions
-    that are being trained)."""
+    """The compiled step of a stack, its matrices in so many bits; None where it cannot be had, and
+    where a weight is computed whenever it is read (a parametrization: low-rank additions that are
+    being trained)."""
     held, head = _held(stack.weights()), stack.head
     if head.device.type != "cpu" or head.dtype not in DTYPES or isinstance(head, FakeTensor):
         return None
@@ -238,7 +239,7 @@ def native_step(
         return None
     del held  # while layers are released
     functions = library().functions
-    return None if functions is None else NativeStep(stack, functions, is_int8, release)
+    return None if functions is None else NativeStep(stack, functions, bits, release)
 
 
 def _weights(layer: Any) -> Weights:
@@ -273,9 +274,9 @@ def drafts_in_int8(stack: Stack) -> bool:
     return sum(weight.numel() for weight in held) >= LEAST_INT8
 
 
-def _packed(layer: Weights) -> Weights:
+def _packed(layer: Weights, bits: int) -> Weights:
     return tuple(
-        packed(weight) if name in MATRICES and weight is not None else weight
+        packed(weight, bits) if name in MATRICES and weight is not None else weight
         for name, weight in zip(LayerAddresses.NAMES, layer, strict=True)
     )
 

@@ -19,7 +19,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-INT8 = "int8"  # weights of 8 bits on a CPU; what else is computed is of the "auto" dtype
+FEW_BITS = {"int8": 8, "int4": 4}  # of a weight, on a CPU; all else is of the "auto" dtype
 NVIDIA = "0x10de"  # the vendor's number on the PCI bus
 LARGE = 200_000_000  # parameters from which bfloat16 is the default on a CPU that has it
 
@@ -30,15 +30,15 @@ def choose_dtype(
     stored: torch.dtype | None = None,
     num_parameters: int = 0,
 ) -> torch.dtype:
-    """The dtype called `name`. "auto", and beside weights in 8 bits: float32 on CPU, but bfloat16
+    """The dtype called `name`. "auto", and beside weights in few bits: float32 on CPU, but bfloat16
     from `LARGE` parameters on a CPU that multiplies bfloat16; on other devices the checkpoint's."""
-    if name not in ("auto", INT8):
+    if name != "auto" and name not in FEW_BITS:
         if name not in DTYPES:
             raise SpecctlError(
                 f"unknown dtype {name!r}",
                 found=repr(name),
-                expected="auto, float32, bfloat16, float16 or int8",
-                do=f"--dtype {nearest(name, [*DTYPES, INT8], 1)}",
+                expected="auto, float32, bfloat16, float16, int8 or int4",
+                do=f"--dtype {nearest(name, [*DTYPES, *FEW_BITS], 1)}",
             )
         return DTYPES[name]
     if device.type == "cpu":

@@ -84,7 +84,7 @@ class InflatedLM(FastLlama):
     def large(self) -> FastLlama:
         """The same model in its own numbering and width."""
         lm = FastLlama(self.module, self._large_spec)
-        lm.is_int8, lm.int4 = self.is_int8, self.int4
+        lm.bits, lm.int4 = self.bits, self.int4
         return lm
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:

@@ -36,7 +36,7 @@ from specctl.runtime.target.adapter import (
 )
 from specctl.runtime.target.checkpoint import Spread, load_checkpoint
 from specctl.runtime.target.device import (
-    INT8,
+    FEW_BITS,
     LARGE,
     choose_device,
     choose_dtype,
@@ -117,8 +117,8 @@ class Target:
     @property
     def dtype_name(self) -> str:
         """As `load_target` takes it."""
-        is_int8 = getattr(self.lm, "is_int8", False)
-        return INT8 if is_int8 else str(self.dtype).removeprefix("torch.")
+        bits = getattr(self.lm, "bits", None)
+        return f"int{bits}" if bits is not None else str(self.dtype).removeprefix("torch.")
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
         """An empty cache for `num_slots` rows of at most `max_len` positions."""
@@ -259,13 +259,14 @@ def load_target(
     `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a file, by which its
     layers are spread over devices, host memory and files. `tensor_parallel`: over the processes of
     torchrun, which then all do the same; either way the forward is transformers' own.
-    `dtype` "int8": weights of 8 bits, another model than the published one (eight_bits.py)."""
+    `dtype` "int8" or "int4": weights of 8 or 4 bits, another model than the published one
+    (few_bits.py)."""
     spread = Spread(device_map, tensor_parallel)
     _check_spread(spread, inflate, compile, adapters)
-    if dtype == INT8 and (compile or spread.is_asked):
+    if dtype in FEW_BITS and (compile or spread.is_asked):
         raise one_of_two(
-            "weights of 8 bits are read by the compiled step, in one process",
-            f"--dtype {INT8} and {'--compile' if compile else 'a target that is spread'}",
+            f"weights of {FEW_BITS[dtype]} bits are read by the compiled step, in one process",
+            f"--dtype {dtype} and {'--compile' if compile else 'a target that is spread'}",
             "leave one of them out",
         )
     added = read_adapters(adapters)
@@ -288,10 +289,10 @@ def load_target(
         from specctl.runtime.target.inflate import inflate as blow_up
 
         target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
-    if dtype == INT8:
-        from specctl.runtime.target.eight_bits import in_int8
+    if dtype in FEW_BITS:
+        from specctl.runtime.target.few_bits import in_few_bits
 
-        target = in_int8(target)
+        target = in_few_bits(target, FEW_BITS[dtype])
     return replace(target, lm=CompiledLM(target.lm)) if compile else target
 
 

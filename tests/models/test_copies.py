@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from specctl.models.copies import Copies
-from specctl.models.native.int8 import packed
+from specctl.models.native.bits import packed
 
 
 def test_a_copy_is_made_once_and_anew_after_a_change():
@@ -45,7 +45,7 @@ def test_a_module_has_one_copy_of_all_its_parameters_and_buffers():
 
 def test_a_weight_with_copies_can_be_freed():
     weight = torch.nn.Parameter(torch.randn(16, 64))
-    assert packed(weight) is packed(weight)
+    assert packed(weight, 4) is packed(weight, 4) is not packed(weight, 8)
     seen = weakref.ref(weight)
     del weight
     gc.collect()

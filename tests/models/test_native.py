@@ -21,8 +21,9 @@ from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models import fast_llama, llama
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
-from specctl.models.native import int8, step
+from specctl.models.native import bits as few_bits
 from specctl.models.native import library as built
+from specctl.models.native import step
 from specctl.models.native.step import most_rows
 
 WIDTH, VOCAB, LAYERS = 40, 90, 3  # neither a multiple of 16: rests of a vector occur
@@ -112,19 +113,15 @@ def test_it_computes_what_pytorch_computes(kind: str, eagerly: Any) -> None:
         torch.testing.assert_close(stores(kv), stores(other), atol=1e-5, rtol=0)
 
 
-def in_8_bits(lm: FastLlama) -> FastLlama:
-    lm = copy.copy(lm)
-    lm.is_int8 = True
-    return lm
-
-
 @pytest.fixture
-def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's forward with matrices and their inputs rounded to 8 bits, group by group."""
+def rounding(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """PyTorch's forward with matrices rounded group by group, the head to 8 bits, and their inputs
+    to 8 bits."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        inputs = int8.rounded(x.flatten(0, -2)).view(x.shape)
-        return torch.nn.functional.linear(inputs, int8.rounded(weight).to(x), bias)
+        of = 8 if len(weight) in (VOCAB, 30) else bits
+        inputs = few_bits.rounded_inputs(x.flatten(0, -2), of).view(x.shape)
+        return torch.nn.functional.linear(inputs, few_bits.rounded(weight, of).to(x), bias)
 
     monkeypatch.setattr(fast_llama, "linear", product)
     monkeypatch.setattr(llama, "can_pack", lambda weight: False)
@@ -137,14 +134,15 @@ def distance(found: Tensor | None, expected: Tensor | None) -> float:
 
 
 @needs_compiler
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_8_bits_it_is_the_model_whose_numbers_are_rounded(
-    kind: str, eagerly: Any, rounding: None
+def test_in_few_bits_it_is_the_model_whose_numbers_are_rounded(
+    kind: str, bits: int, eagerly: Any, rounding: None
 ) -> None:
     """But for a number here and there that is rounded to the other side."""
-    sizes = {"hidden_size": 100, "intermediate_size": 152}  # two groups and three, the last in part
+    sizes = {"hidden_size": 100, "intermediate_size": 152}  # groups of which the last is in part
     plain = make(**sizes, **KINDS[kind])
-    lm = in_8_bits(plain)
+    lm = plain.in_bits(bits)
     for num_rows, num_fed in ((1, 1), (1, 7), (2, 2), (3, 5)):
         ids, kv = torch.randint(0, VOCAB, (num_rows, num_fed)), filled(lm, num_rows)
         given = ids, [11, 3, 20][:num_rows]
@@ -156,8 +154,21 @@ def test_in_8_bits_it_is_the_model_whose_numbers_are_rounded(
 
 
 @needs_compiler
+@pytest.mark.parametrize("bits", [8, 4])
+def test_matrices_of_few_bits_are_near_the_stored_ones(bits: int) -> None:
+    """Of normal numbers, with the search of a scale (without: 0.116); zeros and equals stay."""
+    torch.manual_seed(0)
+    weight = torch.randn(20, 100)
+    weight[3] = 0
+    weight[4] = -0.7
+    off = few_bits.rounded(weight, bits) - weight
+    assert float(off.square().mean().sqrt()) < {8: 0.007, 4: 0.09}[bits]
+    assert few_bits.rounded(weight, bits)[3:5].allclose(weight[3:5])
+
+
+@needs_compiler
 def test_copies_of_8_bits_follow_the_weights(eagerly: Any) -> None:
-    lm, ids = in_8_bits(make()), torch.randint(0, VOCAB, (1, 3))
+    lm, ids = make().in_bits(8), torch.randint(0, VOCAB, (1, 3))
     before = forward(lm, filled(lm, 1), ids, [5]).logits_BTV
     lm.module.model.layers[1].mlp.down_proj.weight.mul_(3)
     expected = eagerly(lm, filled(lm, 1), ids, [5]).logits_BTV
@@ -165,7 +176,7 @@ def test_copies_of_8_bits_follow_the_weights(eagerly: Any) -> None:
     assert 1e-4 < distance(found, expected) < 0.05 < distance(before, expected)
     with torch.inference_mode():  # as where tau is measured while a drafter learns
         cut = replace(lm.module.stack(), head=lm.module.head_weight[:30].clone())
-    own = step.native_step(cut, is_int8=True)
+    own = step.native_step(cut, bits=8)
     assert own is not None
     assert own.is_current
 
@@ -177,12 +188,12 @@ def test_what_drafts_is_read_in_8_bits_where_that_is_faster(
     large = make(hidden_size=256, intermediate_size=1024)
     for why in (None, "a CPU without AVX2"):
         monkeypatch.setattr(step, "no_int8", lambda why=why: why)
-        assert large.for_drafting().is_int8 == (why is None)
-        assert not make().for_drafting().is_int8, "too small to matter"
-        assert not large.is_int8
+        assert large.for_drafting().bits == (8 if why is None else None)
+        assert make().for_drafting().bits is None, "too small to matter"
+        assert large.bits is None
     monkeypatch.setattr(step, "no_int8", lambda: None)
     monkeypatch.setenv(built.INT8_SWITCH, "0")
-    assert not large.for_drafting().is_int8
+    assert large.for_drafting().bits is None
 
 
 @needs_compiler
@@ -205,10 +216,11 @@ def test_parts_of_it_are_borrowed(eagerly: Any) -> None:
 def test_a_token_has_the_same_logits_alone_in_a_batch_and_in_a_tree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bit for bit, in both dtypes and in 8 bits: greedy text is the same however it is drafted."""
+    """Bit for bit, in both dtypes, 8 and 4 bits: greedy text is the same however it is drafted."""
     monkeypatch.setattr(step, "most_rows", lambda dtype: 64)  # or some rounds are PyTorch's
     wide, narrow = make(), make(torch.bfloat16)
-    for lm in (wide, narrow, in_8_bits(wide), in_8_bits(narrow)):
+    few = [lm.in_bits(bits) for lm in (wide, narrow) for bits in (8, 4)]
+    for lm in (wide, narrow, *few):
         prompt, text = torch.randint(0, VOCAB, (1, 4)), torch.randint(0, VOCAB, (1, 3))
         alone = lm.new_kv(1, 48)
         forward(lm, alone, prompt, [0])
@@ -305,11 +317,11 @@ def test_registers_of_every_width_compute_the_same(
     if processor[-1] in "34" and int(processor[-1]) > wide:
         return
     plain, ids = make(), torch.randint(0, VOCAB, (2, 7))
-    for lm, error in ((plain, 1e-6), (in_8_bits(plain), 1e-4)):
+    for lm, error in ((plain, 1e-6), (plain.in_bits(8), 1e-4), (plain.in_bits(4), 1e-4)):
         expected = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
-        own = lm.module.native(lm.is_int8)
+        own = lm.module.native(lm.bits)
         assert own is not None
-        name = "step_float32_int8" if lm.is_int8 else "step_float32"
+        name = "step_float32" if lm.bits is None else f"step_float32_int{lm.bits}"
         monkeypatch.setattr(own, "function", getattr(other.functions, name))
         found = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
         assert distance(found.logits_BTV, expected.logits_BTV) < error

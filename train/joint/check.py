@@ -14,7 +14,7 @@ from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.recipes.low_rank import ALONE, JointPart
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target.device import INT8
+from specctl.runtime.target.device import FEW_BITS
 from specctl.runtime.target.target import Target
 from specctl.train.selective import COMPARING
 
@@ -138,8 +138,8 @@ def check_target(target: Target) -> None:
     elif dtypes or getattr(config, "quantization_config", None) is not None:
         kinds = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         problem = f"quantised weights ({kinds or 'by its configuration'})"
-    elif target.dtype_name == INT8:
-        problem = "weights that are read in 8 bits (dtype int8)"
+    elif (bits := FEW_BITS.get(target.dtype_name)) is not None:
+        problem = f"weights that are read in {bits} bits (dtype {target.dtype_name})"
     elif type(lm) not in (FastLlama, HfLM) or (isinstance(lm, FastLlama) and lm.config is None):
         problem = f"a {type(lm).__name__} that did not come from transformers"
     elif target.adapters and isinstance(lm, HfLM):

@@ -1,9 +1,10 @@
-// Matrices of whole numbers: 8 bits a weight and one float32 a group of 64 inputs. The inputs are
+// Matrices of whole numbers: 8 or 4 bits a weight and one float32 a group of inputs. The inputs are
 // rounded likewise, to 8 bits and one scale a group, as they are read.
 //
-// Of 16 outputs and a group, in this order: for every 4 inputs, 16 times the 4 weights of an output,
-// plus 128; then the 16 scales. Sums over a group are whole, hence exact in any order; the groups are
-// added in theirs.
+// Of 16 outputs and a group, in this order: the weights, each plus 128 (of 4 bits plus 8); then the
+// 16 scales. 64 bytes are 16 times the 4 weights of an output, for 4 inputs; of 4 bits for 8, the
+// first 4 in the lower halves of the bytes. Sums over a group are whole, hence exact in any order;
+// the groups are added in theirs.
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -11,11 +12,27 @@
 
 namespace {
 
-struct Int8 {
-    uint8_t bits;
-};
+constexpr int SIDE = 16;
 
-constexpr int GROUP = 64, SIDE = 16, RECORD = SIDE * GROUP + SIDE * sizeof(float);
+template <int N> struct Bits {
+    static constexpr int GROUP = N == 8 ? 64 : 32, ZERO = 1 << (N - 1);
+    static constexpr int WEIGHTS = SIDE * GROUP * N / 8, RECORD = WEIGHTS + SIDE * sizeof(float);
+    static constexpr int STEP = 32 / N;  // inputs that 64 bytes are for
+    static constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
+    // Numbers of 32 bits that K rounded inputs take.
+    static constexpr int64_t room(int64_t K) { return groups_of(K) * (GROUP / 4 + 2); }
+    uint8_t byte;
+};
+typedef Bits<8> Int8;
+typedef Bits<4> Int4;
+
+// Of which kind the LM head is.
+template <class M> struct HeadOf {
+    typedef M type;
+};
+template <> struct HeadOf<Int4> {
+    typedef Int8 type;
+};
 
 template <int N> using Constant = std::integral_constant<int, N>;
 
@@ -27,16 +44,16 @@ constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 2, MANY_SIDES = 4, MOST_A
 constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2, MOST_AT_ONCE = 3;
 #endif
 
-inline constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
-
-// Rounded: of each row K numbers of 8 bits, of each group its scale and -128 times its sum.
-template <> struct Rows<Int8> {
+// Rounded: of each row K numbers of 8 bits, of each group its scale and its sum times what all
+// weights are too large by, negative.
+template <int BITS> struct Rows<Bits<BITS>> {
+    static constexpr int GROUP = Bits<BITS>::GROUP;
     int8_t *numbers;
     float *scales;
     int32_t *offsets;
     int R, K, G;
 
-    Rows(const float *x, int R, int K, float *space) : R(R), K(K), G(groups_of(K)) {
+    Rows(const float *x, int R, int K, float *space) : R(R), K(K), G(Bits<BITS>::groups_of(K)) {
         scales = space;
         offsets = reinterpret_cast<int32_t *>(scales + size_t(R) * G);
         numbers = reinterpret_cast<int8_t *>(offsets + size_t(R) * G);
@@ -73,16 +90,19 @@ template <> struct Rows<Int8> {
         }
 #endif
         scales[at] = largest / 127.0f;
-        offsets[at] = -128 * sum;
+        offsets[at] = -Bits<BITS>::ZERO * sum;
     }
 };
 
 // Of N rows and M times 16 outputs.
-template <int N, int M>
-inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N][M * SIDE]) {
+template <int N, int M, int BITS>
+inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float out[N][M * SIDE]) {
+    typedef Bits<BITS> Kind;
+    constexpr int GROUP = Kind::GROUP, RECORD = Kind::RECORD, STEP = Kind::STEP;
     const size_t stride = size_t(x.G) * RECORD;
 #ifdef __AVX512VNNI__
     constexpr int AHEAD = N >= 4 ? 4 * RECORD : RECORD;  // of which the memory is asked for
+    const __m512i low = _mm512_set1_epi8(15);
     __m512 sum[N][M] = {};
     for (int g = 0; g < x.G; g++, w += RECORD) {
         __m512i part[N][M];
@@ -93,24 +113,31 @@ inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N
             for (int m = 0; m < M; m++) part[n][m] = _mm512_set1_epi32(x.offsets[at]);
         }
 #pragma GCC unroll 4
-        for (int k = 0; k < GROUP / 4; k++) {
-            __m512i wide[M];
+        for (int k = 0; k < GROUP / STEP; k++) {
+            __m512i line[M];
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
-                wide[m] = _mm512_loadu_si512(w + m * stride + k * 64);
+                line[m] = _mm512_loadu_si512(w + m * stride + k * 64);
                 __builtin_prefetch(w + m * stride + AHEAD + k * 64);
             }
+#pragma GCC unroll 2
+            for (int half = 0; half < STEP / 4; half++) {
+                __m512i wide[M];
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) {
-                int32_t four;
-                memcpy(&four, own[n] + 4 * k, 4);
-                const __m512i row = _mm512_set1_epi32(four);
+                for (int m = 0; m < M; m++)
+                    wide[m] = BITS == 8 ? line[m] : (half ? _mm512_srli_epi16(line[m], 4) : line[m]) & low;
 #pragma GCC unroll 8
-                for (int m = 0; m < M; m++) part[n][m] = _mm512_dpbusd_epi32(part[n][m], wide[m], row);
+                for (int n = 0; n < N; n++) {
+                    int32_t four;
+                    memcpy(&four, own[n] + STEP * k + 4 * half, 4);
+                    const __m512i row = _mm512_set1_epi32(four);
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) part[n][m] = _mm512_dpbusd_epi32(part[n][m], wide[m], row);
+                }
             }
         }
         for (int m = 0; m < M; m++) {
-            const __m512 scale = _mm512_loadu_ps(w + m * stride + SIDE * GROUP);
+            const __m512 scale = _mm512_loadu_ps(w + m * stride + Kind::WEIGHTS);
             for (int n = 0; n < N; n++) {
                 const __m512 both = scale * x.scales[size_t(r + n) * x.G + g];
                 sum[n][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[n][m]), both, sum[n][m]);
@@ -120,42 +147,57 @@ inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N
     for (int n = 0; n < N; n++)
         for (int m = 0; m < M; m++) _mm512_storeu_ps(out[n] + m * SIDE, sum[n][m]);
 #elif defined(__AVX2__)
-    // |weight| times the input under the weight's sign: two such products fit into 16 bits.
-    const __m256i half = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    // Of 8 bits |weight| times the input under the weight's sign: two such products fit into 16
+    // bits. Of 4 bits eight times two fit as they are.
+    const __m256i middle = _mm256_set1_epi8(-128), low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     __m256 sum[N][2 * M] = {};
     for (int g = 0; g < x.G; g++, w += RECORD) {
         __m256i part[N][2 * M] = {};
         const int8_t *own[N];
         for (int n = 0; n < N; n++) own[n] = x.numbers + (size_t(r + n) * x.G + g) * GROUP;
 #pragma GCC unroll 2
-        for (int k = 0; k < GROUP / 4; k++) {
-            __m256i row[N];
+        for (int k = 0; k < GROUP / STEP; k++) {
+            __m256i row[N][STEP / 4];
 #pragma GCC unroll 4
-            for (int n = 0; n < N; n++) {
-                int32_t four;
-                memcpy(&four, own[n] + 4 * k, 4);
-                row[n] = _mm256_set1_epi32(four);
-            }
+            for (int n = 0; n < N; n++)
+#pragma GCC unroll 2
+                for (int half = 0; half < STEP / 4; half++) {
+                    int32_t four;
+                    memcpy(&four, own[n] + STEP * k + 4 * half, 4);
+                    row[n][half] = _mm256_set1_epi32(four);
+                }
 #pragma GCC unroll 8
             for (int m = 0; m < 2 * M; m++) {
                 const uint8_t *at = w + m / 2 * stride + k * 64 + m % 2 * 32;
-                const __m256i wide = _mm256_xor_si256(
-                    _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)), half);
+                const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at));
                 __builtin_prefetch(at + RECORD);
-                const __m256i size = _mm256_abs_epi8(wide);
+                if constexpr (BITS == 8) {
+                    const __m256i wide = _mm256_xor_si256(line, middle), size = _mm256_abs_epi8(wide);
 #pragma GCC unroll 4
-                for (int n = 0; n < N; n++) {
-                    const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(row[n], wide));
-                    part[n][m] = _mm256_add_epi32(part[n][m], _mm256_madd_epi16(two, ones));
+                    for (int n = 0; n < N; n++) {
+                        const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(row[n][0], wide));
+                        part[n][m] = _mm256_add_epi32(part[n][m], _mm256_madd_epi16(two, ones));
+                    }
+                } else {
+                    const __m256i first = _mm256_and_si256(line, low);
+                    const __m256i second = _mm256_and_si256(_mm256_srli_epi16(line, 4), low);
+#pragma GCC unroll 4
+                    for (int n = 0; n < N; n++) {
+                        part[n][m] = _mm256_add_epi16(part[n][m], _mm256_maddubs_epi16(first, row[n][0]));
+                        part[n][m] = _mm256_add_epi16(part[n][m], _mm256_maddubs_epi16(second, row[n][1]));
+                    }
                 }
             }
         }
         for (int m = 0; m < 2 * M; m++) {
-            const uint8_t *at = w + m / 2 * stride + SIDE * GROUP + m % 2 * 32;
+            const uint8_t *at = w + m / 2 * stride + Kind::WEIGHTS + m % 2 * 32;
             const __m256 scale = _mm256_loadu_ps(reinterpret_cast<const float *>(at));
             for (int n = 0; n < N; n++) {
-                const __m256 both = scale * x.scales[size_t(r + n) * x.G + g];
-                sum[n][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[n][m]), both, sum[n][m]);
+                const size_t group = size_t(r + n) * x.G + g;
+                __m256i whole = part[n][m];
+                if constexpr (BITS == 4)
+                    whole = _mm256_add_epi32(_mm256_madd_epi16(whole, ones), _mm256_set1_epi32(x.offsets[group]));
+                sum[n][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scale * x.scales[group], sum[n][m]);
             }
         }
     }
@@ -169,10 +211,13 @@ inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N
                 const uint8_t *record = w + o / SIDE * stride + size_t(g) * RECORD;
                 const size_t at = size_t(r + n) * x.G + g;
                 int32_t part = x.offsets[at];
-                for (int i = 0; i < GROUP; i++)
-                    part += record[i / 4 * 64 + o % SIDE * 4 + i % 4] * x.numbers[at * GROUP + i];
+                for (int i = 0; i < GROUP; i++) {
+                    const int both = record[i / STEP * 64 + o % SIDE * 4 + i % 4];
+                    const int own = BITS == 8 ? both : i % 8 < 4 ? both & 15 : both >> 4;
+                    part += own * x.numbers[at * GROUP + i];
+                }
                 float scale;
-                memcpy(&scale, record + SIDE * GROUP + o % SIDE * sizeof(float), sizeof scale);
+                memcpy(&scale, record + Kind::WEIGHTS + o % SIDE * sizeof(float), sizeof scale);
                 sum = std::fma(float(part), scale * x.scales[at], sum);
             }
             out[n][o] = sum;
@@ -181,10 +226,10 @@ inline void whole_tile(const Rows<Int8> &x, int r, const uint8_t *w, float out[N
 }
 
 // Outputs [from, to) of all rows.
-template <class Keep>
-inline void product(const Rows<Int8> &x, const Int8 *weights, int from, int to, Keep keep) {
+template <int BITS, class Keep>
+inline void product(const Rows<Bits<BITS>> &x, const Bits<BITS> *weights, int from, int to, Keep keep) {
     const uint8_t *w = reinterpret_cast<const uint8_t *>(weights);
-    const size_t stride = size_t(x.G) * RECORD;
+    const size_t stride = size_t(x.G) * Bits<BITS>::RECORD;
     auto tiles = [&](auto rows, auto sides, int r, int o) {
         constexpr int N = decltype(rows)::value, M = decltype(sides)::value;
         float out[N][M * SIDE];

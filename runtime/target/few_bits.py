@@ -1,8 +1,8 @@
-"""A target whose matrices are read in 8 bits: `--dtype int8`.
+"""A target whose matrices are read in few bits: `--dtype int8` or `int4`.
 
-Weights and the inputs of each matrix are rounded in groups of 64 (models/native/int8.h). That is
-another model than the one published, so that it is never chosen but by name, and every result says
-int8. Text is lossless with respect to it. The matrices of the layers are kept in 8 bits alone: what
+Weights and the inputs of each matrix are rounded in groups (models/native/bits.py). That is another
+model than the one published, so that it is never chosen but by name, and every result says which.
+Text is lossless with respect to it. The matrices of the layers are kept in these bits alone: what
 needs them as they were stored is refused (models/released.py).
 """
 
@@ -18,22 +18,22 @@ from specctl.models.native.library import no_int8
 T = TypeVar("T")
 
 
-def in_int8(target: T) -> T:
-    """The target in 8 bits; its layers' matrices are released one by one, so nobody else may hold
-    the model. Raises IncompatibleError where the compiled step cannot read it so."""
+def in_few_bits(target: T, bits: int) -> T:
+    """The target in 8 or 4 bits; its layers' matrices are released one by one, so nobody else may
+    hold the model. Raises IncompatibleError where the compiled step cannot read it so."""
     given: Any = target
     lm, why = given.lm, no_int8()
     if not isinstance(lm, FastLlama):
         why = f"{given.spec.model_type}, which transformers runs"
     elif given.device.type != "cpu":
         why = f"device {given.device}"
-    elif why is None and not lm.module.keep_int8():
+    elif why is None and not lm.module.keep_bits(bits):
         why = f"weights of {given.dtype_name}"
     if why is not None:
         raise IncompatibleError(
-            f"target {given.name} cannot be read in 8 bits here",
+            f"target {given.name} cannot be read in {bits} bits here",
             found=why,
             expected="a Llama, Mistral, Qwen2 or Qwen3, and a CPU with AVX2 and a compiler",
             do="--dtype auto",
         )
-    return cast(T, replace(given, lm=lm.in_int8()))
+    return cast(T, replace(given, lm=lm.in_bits(bits)))
