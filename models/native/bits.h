@@ -1,10 +1,10 @@
-// Matrices of whole numbers: 8 or 4 bits a weight and one float32 a group of inputs. The inputs are
-// rounded likewise, to 8 bits and one scale a group, as they are read.
+// Matrices of whole numbers: 8 or 4 bits a weight, and of a group of 64 inputs one scale, of 4 bits
+// also what a 0 stands for. The inputs are rounded to 8 bits and one scale a group, as they are read.
 //
-// Of 16 outputs and a group, in this order: the weights, each plus 128 (of 4 bits plus 8); then the
-// 16 scales. 64 bytes are 16 times the 4 weights of an output, for 4 inputs; of 4 bits for 8, the
-// first 4 in the lower halves of the bytes. Sums over a group are whole, hence exact in any order;
-// the groups are added in theirs.
+// Of 16 outputs and a group, in this order: the weights, of 8 bits each plus 128; then the 16 scales;
+// of 4 bits what 0 stands for, 16 times. 64 bytes are 16 times the 4 weights of an output, for 4
+// inputs; of 4 bits for 8, the first 4 in the lower halves of the bytes. Sums over a group are whole,
+// hence exact in any order; the groups are added in theirs.
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -12,15 +12,11 @@
 
 namespace {
 
-constexpr int SIDE = 16;
+constexpr int GROUP = 64, SIDE = 16, LINE_16 = SIDE * sizeof(float);
 
 template <int N> struct Bits {
-    static constexpr int GROUP = N == 8 ? 64 : 32, ZERO = 1 << (N - 1);
-    static constexpr int WEIGHTS = SIDE * GROUP * N / 8, RECORD = WEIGHTS + SIDE * sizeof(float);
     static constexpr int STEP = 32 / N;  // inputs that 64 bytes are for
-    static constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
-    // Numbers of 32 bits that K rounded inputs take.
-    static constexpr int64_t room(int64_t K) { return groups_of(K) * (GROUP / 4 + 2); }
+    static constexpr int WEIGHTS = GROUP / STEP * 64, RECORD = WEIGHTS + (N == 4 ? 2 : 1) * LINE_16;
     uint8_t byte;
 };
 typedef Bits<8> Int8;
@@ -44,18 +40,20 @@ constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 2, MANY_SIDES = 4, MOST_A
 constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2, MOST_AT_ONCE = 3;
 #endif
 
-// Rounded: of each row K numbers of 8 bits, of each group its scale and its sum times what all
-// weights are too large by, negative.
+inline constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
+
+// Rounded: of each row K numbers of 8 bits; of each group its scale, its sum, and -128 times the sum
+// of its numbers.
 template <int BITS> struct Rows<Bits<BITS>> {
-    static constexpr int GROUP = Bits<BITS>::GROUP;
     int8_t *numbers;
-    float *scales;
+    float *scales, *sums;
     int32_t *offsets;
     int R, K, G;
 
-    Rows(const float *x, int R, int K, float *space) : R(R), K(K), G(Bits<BITS>::groups_of(K)) {
+    Rows(const float *x, int R, int K, float *space) : R(R), K(K), G(groups_of(K)) {
         scales = space;
-        offsets = reinterpret_cast<int32_t *>(scales + size_t(R) * G);
+        sums = scales + size_t(R) * G;
+        offsets = reinterpret_cast<int32_t *>(sums + size_t(R) * G);
         numbers = reinterpret_cast<int8_t *>(offsets + size_t(R) * G);
         for (int r = 0; r < R; r++)
             for (int g = 0; g < G; g++) {
@@ -71,13 +69,13 @@ template <int BITS> struct Rows<Bits<BITS>> {
         __m512 most = _mm512_setzero_ps();
         for (int i = 0; i < GROUP; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(part + i)));
         const float largest = _mm512_reduce_max_ps(most), up = largest > 0 ? 127.0f / largest : 0.0f;
-        __m512i sums = _mm512_setzero_si512();
+        __m512i added = _mm512_setzero_si512();
         for (int i = 0; i < GROUP; i += LANES) {
             const __m512i whole = _mm512_cvtps_epi32(_mm512_loadu_ps(part + i) * up);
-            sums = _mm512_add_epi32(sums, whole);
+            added = _mm512_add_epi32(added, whole);
             _mm_storeu_si128(reinterpret_cast<__m128i *>(numbers + at * GROUP + i), _mm512_cvtepi32_epi8(whole));
         }
-        const int32_t sum = _mm512_reduce_add_epi32(sums);
+        const int32_t sum = _mm512_reduce_add_epi32(added);
 #else
         float largest = 0;
         for (int i = 0; i < GROUP; i++) largest = std::fabs(part[i]) > largest ? std::fabs(part[i]) : largest;
@@ -90,7 +88,8 @@ template <int BITS> struct Rows<Bits<BITS>> {
         }
 #endif
         scales[at] = largest / 127.0f;
-        offsets[at] = -Bits<BITS>::ZERO * sum;
+        sums[at] = scales[at] * float(sum);
+        offsets[at] = -128 * sum;
     }
 };
 
@@ -98,7 +97,7 @@ template <int BITS> struct Rows<Bits<BITS>> {
 template <int N, int M, int BITS>
 inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float out[N][M * SIDE]) {
     typedef Bits<BITS> Kind;
-    constexpr int GROUP = Kind::GROUP, RECORD = Kind::RECORD, STEP = Kind::STEP;
+    constexpr int RECORD = Kind::RECORD, STEP = Kind::STEP;
     const size_t stride = size_t(x.G) * RECORD;
 #ifdef __AVX512VNNI__
     constexpr int AHEAD = N >= 4 ? 4 * RECORD : RECORD;  // of which the memory is asked for
@@ -110,7 +109,7 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
         for (int n = 0; n < N; n++) {
             const size_t at = size_t(r + n) * x.G + g;
             own[n] = x.numbers + at * GROUP;
-            for (int m = 0; m < M; m++) part[n][m] = _mm512_set1_epi32(x.offsets[at]);
+            for (int m = 0; m < M; m++) part[n][m] = _mm512_set1_epi32(BITS == 8 ? x.offsets[at] : 0);
         }
 #pragma GCC unroll 4
         for (int k = 0; k < GROUP / STEP; k++) {
@@ -138,17 +137,20 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
         }
         for (int m = 0; m < M; m++) {
             const __m512 scale = _mm512_loadu_ps(w + m * stride + Kind::WEIGHTS);
+            const __m512 least = BITS == 8 ? scale : _mm512_loadu_ps(w + m * stride + Kind::WEIGHTS + LINE_16);
             for (int n = 0; n < N; n++) {
-                const __m512 both = scale * x.scales[size_t(r + n) * x.G + g];
+                const size_t at = size_t(r + n) * x.G + g;
+                const __m512 both = scale * x.scales[at];
                 sum[n][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[n][m]), both, sum[n][m]);
+                if (BITS == 4) sum[n][m] = _mm512_fmadd_ps(least, _mm512_set1_ps(x.sums[at]), sum[n][m]);
             }
         }
     }
     for (int n = 0; n < N; n++)
         for (int m = 0; m < M; m++) _mm512_storeu_ps(out[n] + m * SIDE, sum[n][m]);
 #elif defined(__AVX2__)
-    // Of 8 bits |weight| times the input under the weight's sign: two such products fit into 16
-    // bits. Of 4 bits eight times two fit as they are.
+    // Of 8 bits |weight| times the input under the weight's sign, of 4 as they are: two such products
+    // fit into 16 bits.
     const __m256i middle = _mm256_set1_epi8(-128), low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     __m256 sum[N][2 * M] = {};
     for (int g = 0; g < x.G; g++, w += RECORD) {
@@ -183,8 +185,9 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
                     const __m256i second = _mm256_and_si256(_mm256_srli_epi16(line, 4), low);
 #pragma GCC unroll 4
                     for (int n = 0; n < N; n++) {
-                        part[n][m] = _mm256_add_epi16(part[n][m], _mm256_maddubs_epi16(first, row[n][0]));
-                        part[n][m] = _mm256_add_epi16(part[n][m], _mm256_maddubs_epi16(second, row[n][1]));
+                        const __m256i four = _mm256_add_epi16(_mm256_maddubs_epi16(first, row[n][0]),
+                                                              _mm256_maddubs_epi16(second, row[n][1]));
+                        part[n][m] = _mm256_add_epi32(part[n][m], _mm256_madd_epi16(four, ones));
                     }
                 }
             }
@@ -192,12 +195,13 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
         for (int m = 0; m < 2 * M; m++) {
             const uint8_t *at = w + m / 2 * stride + Kind::WEIGHTS + m % 2 * 32;
             const __m256 scale = _mm256_loadu_ps(reinterpret_cast<const float *>(at));
+            const __m256 least =
+                BITS == 8 ? scale : _mm256_loadu_ps(reinterpret_cast<const float *>(at + LINE_16));
             for (int n = 0; n < N; n++) {
                 const size_t group = size_t(r + n) * x.G + g;
-                __m256i whole = part[n][m];
-                if constexpr (BITS == 4)
-                    whole = _mm256_add_epi32(_mm256_madd_epi16(whole, ones), _mm256_set1_epi32(x.offsets[group]));
-                sum[n][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scale * x.scales[group], sum[n][m]);
+                const __m256 both = scale * x.scales[group];
+                sum[n][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[n][m]), both, sum[n][m]);
+                if (BITS == 4) sum[n][m] = _mm256_fmadd_ps(least, _mm256_set1_ps(x.sums[group]), sum[n][m]);
             }
         }
     }
@@ -210,15 +214,19 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
             for (int g = 0; g < x.G; g++) {
                 const uint8_t *record = w + o / SIDE * stride + size_t(g) * RECORD;
                 const size_t at = size_t(r + n) * x.G + g;
-                int32_t part = x.offsets[at];
+                int32_t part = BITS == 8 ? x.offsets[at] : 0;
                 for (int i = 0; i < GROUP; i++) {
                     const int both = record[i / STEP * 64 + o % SIDE * 4 + i % 4];
-                    const int own = BITS == 8 ? both : i % 8 < 4 ? both & 15 : both >> 4;
-                    part += own * x.numbers[at * GROUP + i];
+                    const int weight = BITS == 8 ? both : i % 8 < 4 ? both & 15 : both >> 4;
+                    part += weight * x.numbers[at * GROUP + i];
                 }
-                float scale;
-                memcpy(&scale, record + Kind::WEIGHTS + o % SIDE * sizeof(float), sizeof scale);
+                float scale, least;
+                const uint8_t *own = record + Kind::WEIGHTS + o % SIDE * sizeof(float);
+                memcpy(&scale, own, sizeof scale);
                 sum = std::fma(float(part), scale * x.scales[at], sum);
+                if (BITS == 8) continue;
+                memcpy(&least, own + LINE_16, sizeof least);
+                sum = std::fma(least, x.sums[at], sum);
             }
             out[n][o] = sum;
         }

@@ -236,9 +236,8 @@ static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.ent
 static inline int64_t rounded_width(const Model &m) {
     const int64_t inner = m.H * m.E > m.I ? m.H * m.E : m.I;
     const int64_t widest = entry_width(m) > inner ? entry_width(m) : inner;
-    const int64_t whole = Int8::room(widest) > Int4::room(widest) ? Int8::room(widest) : Int4::room(widest);
-    const int64_t in_16 = apart_narrow(widest) / 2 + LANES;
-    return whole > in_16 ? whole : in_16;
+    const int64_t in_8 = groups_of(widest) * (GROUP / 4 + 3), in_16 = apart_narrow(widest) / 2 + LANES;
+    return in_8 > in_16 ? in_8 : in_16;
 }
 
 int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {

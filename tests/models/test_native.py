@@ -120,7 +120,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         of = 8 if len(weight) in (VOCAB, 30) else bits
-        inputs = few_bits.rounded_inputs(x.flatten(0, -2), of).view(x.shape)
+        inputs = few_bits.rounded(x.flatten(0, -2), 8).view(x.shape)
         return torch.nn.functional.linear(inputs, few_bits.rounded(weight, of).to(x), bias)
 
     monkeypatch.setattr(fast_llama, "linear", product)
@@ -158,11 +158,11 @@ def test_in_few_bits_it_is_the_model_whose_numbers_are_rounded(
 def test_matrices_of_few_bits_are_near_the_stored_ones(bits: int) -> None:
     """Of normal numbers, with the search of a scale (without: 0.116); zeros and equals stay."""
     torch.manual_seed(0)
-    weight = torch.randn(20, 100)
+    weight = torch.randn(40, 128)
     weight[3] = 0
     weight[4] = -0.7
     off = few_bits.rounded(weight, bits) - weight
-    assert float(off.square().mean().sqrt()) < {8: 0.007, 4: 0.09}[bits]
+    assert float(off.square().mean().sqrt()) < {8: 0.007, 4: 0.0895}[bits]
     assert few_bits.rounded(weight, bits)[3:5].allclose(weight[3:5])
 
 
