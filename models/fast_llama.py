@@ -100,7 +100,8 @@ class FastLlama(LanguageModel):
         return self._native(feed.ids_BT) is not None
 
     def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
-        step, rows = self._native(root.ids_BT), self.module.head_weight.shape[0]
+        rows = self.module.head_weight.shape[0]
+        step = self._native(root.ids_BT) if kv.is_as_read else None
         if step is None or root.num_choices > rows:
             return None
         return best_chain(step, root, length, kv)

@@ -23,7 +23,14 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
+from specctl.core.language_model import (
+    BestChain,
+    ChainRoot,
+    Feed,
+    LanguageModel,
+    LmOut,
+    Masks,
+)
 from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.drafters.states.tree_layout import TreeLayout
@@ -174,6 +181,43 @@ class BorrowedState(KnownTokensState):
     @torch.no_grad()
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         return self._nodes(token_BM, parent_BM + 1)
+
+    @torch.no_grad()
+    def best_chain(self, view: RoundView, length: int) -> BestChain | None:
+        parts = self._chain_parts(view.slots, length)
+        if parts is None:
+            return None
+        kept = [self.num_known[slot] for slot in view.slots]
+        growth = TreeLayout(view, self.kv, kept, view.kept_len_B)
+        if (longest := growth.longest + length) > self.kv.max_len:
+            self.kv.reserve(longest + 64)
+        place = growth.place(torch.full_like(view.root_B[:, None], -1))
+        root = ChainRoot(
+            view.root_B[:, None],
+            self.within(place.position_BM),
+            (0,) * len(view.slots),
+            self.lm.spec.vocab_size,
+            None,
+            self.lm.spec.max_positions - 1,
+            parts,
+            residuals=self.exit_layer > 0,
+        )
+        found = self.runner.best_chain(root, length, self.kv)
+        if found is not None:
+            growth.drafted(length)
+            self._growth = growth
+            self._exits = [] if found.residual_BND is None else [found.residual_BND]
+        return found
+
+    def _chain_parts(self, slots: tuple[int, ...], length: int) -> tuple[SubLayers, ...] | None:
+        """What reads a chain, token by token; None where that differs from row to row, or is not
+        all that reads it."""
+        own = type(self)
+        is_all = own.read is BorrowedState.read and own._nodes is BorrowedState._nodes
+        if not is_all or self.lm.device.type != "cpu":
+            return None
+        parts = [{self.parts_of(slot, first) for slot in slots} for first in range(length)]
+        return tuple(one for (one,) in parts) if all(len(each) == 1 for each in parts) else None
 
     @property
     def growth(self) -> TreeLayout:

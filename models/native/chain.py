@@ -8,6 +8,8 @@ tokens, V target vocabulary, Z slots.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +27,11 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
     (B, T), aim, model = root.ids_BT.shape, kv.aim, step.model
     threads, rotary = torch.get_num_threads(), step.stack.rotary(aim.span + length - 1)
     needed = step.functions.space_needed(ctypes.byref(model), B * T, aim.span + length - 1, threads)
-    chain = BestChain(torch.empty(B, length, dtype=torch.long), torch.empty(B, length))
+    token_BN, best_BN = torch.empty(B, length, dtype=torch.long), torch.empty(B, length)
     fed, space = torch.empty(3, B, dtype=torch.long), step.space(needed)
-    held = {  # alive until the chain is drafted
+    asked = [row * T + at for row, at in enumerate(root.at)]
+    num_read = B * (T + length - 1)
+    held: dict[str, Any] = {  # alive until the chain is drafted
         "ids": root.ids_BT.contiguous(),
         "position": root.position_BT.contiguous(),
         "slot": aim.slot_B1.contiguous(),
@@ -35,8 +39,11 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
         "rotary": rotary,
         "keys": addresses(kv.key_ZJLE),
         "values": addresses(kv.value_ZJLE),
-        "asked": (ctypes.c_int32 * B)(*(row * T + at for row, at in enumerate(root.at))),
+        "attention": _tables([parts.attention for parts in root.parts], model.num_layers),
+        "mlp": _tables([parts.mlp for parts in root.parts], model.num_layers),
+        "asked": (ctypes.c_int32 * B)(*asked),
         "logits": torch.empty(B, model.V),
+        "last": torch.empty(num_read, model.D) if root.residuals else None,
         "space": space,
     }
     call = StepCall(
@@ -49,14 +56,27 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
         root.num_choices,
         model.num_embeddings - 1,
         root.last_position,
-        *map(address, (root.choice_ids, chain.token_BN, chain.best_BN, fed)),
+        *map(address, (root.choice_ids, token_BN, best_BN, fed)),
     )
     outside = step.chain_function(ctypes.byref(model), ctypes.byref(call), ctypes.byref(wanted))
     step.spaces.append(space)
     if outside:
-        ids = torch.cat([root.ids_BT, chain.token_BN], 1)
+        ids = torch.cat([root.ids_BT, token_BN], 1)
         raise IndexError(step.message(outside, ids, root.position_BT, kv, rotary))
-    return chain
+    if not root.residuals:
+        return BestChain(token_BN, best_BN)
+    last_RD = held["last"].to(step.dtype)
+    behind_NBD = last_RD[B * T :].view(length - 1, B, model.D)
+    residual_NBD = torch.cat([last_RD[asked][None], behind_NBD])
+    return BestChain(token_BN, best_BN, residual_NBD.transpose(0, 1))
+
+
+def _tables(layers: Sequence[tuple[int, ...]], num_layers: int) -> Any:
+    """Of each forward, which layers are among its own; None where nothing is said of any."""
+    if not layers:
+        return None
+    flags = [layer in own for own in layers for layer in range(num_layers)]
+    return (ctypes.c_uint8 * len(flags))(*flags)
 
 
 class NextToken:
