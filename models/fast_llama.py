@@ -108,8 +108,8 @@ class FastLlama(LanguageModel):
 
     def next_token(self, slots: tuple[int, ...], kv: SlotKV) -> NextToken | None:
         """What reads one token a row behind another in these slots of `kv`; None where that takes
-        a whole forward each."""
-        step = self._native(kv.aim.slot_B1)
+        an ordinary forward each."""
+        step = self._native(kv.aim.slot_B1) if kv.is_as_read else None
         return None if step is None else NextToken(step, slots, kv)
 
     def run_at(self, feed: Feed, kv: SlotKV, at_Q: Tensor) -> LmOut:

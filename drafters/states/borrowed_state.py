@@ -33,7 +33,10 @@ from specctl.core.language_model import (
 )
 from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
-from specctl.drafters.states.tree_layout import TreeLayout
+from specctl.drafters.states.tree_layout import Place, TreeLayout
+from specctl.models.fast_llama import FastLlama
+from specctl.models.native.chain import NextToken
+from specctl.models.native.step import RESIDUAL
 
 CHUNK = 512  # known tokens written at once
 
@@ -130,6 +133,7 @@ class BorrowedState(KnownTokensState):
         self._growth: TreeLayout | None = None
         self._ready_BMD = torch.empty(0)
         self._exits: list[Tensor] = []
+        self._next_token: NextToken | None = None
 
     def observe(self, outcome: Outcome) -> None:
         self._growth, self._exits = None, []
@@ -228,15 +232,40 @@ class BorrowedState(KnownTokensState):
         """[B, M, V]: logits behind nodes, of which the root is the first."""
         growth, first = self.growth, self.growth.num_nodes
         place = growth.place(parent_BM)
-        masks = growth.masks(place, self.lm.windows)
-        feed = Feed(token_BM, self.within(place.position_BM), masks)
         groups: dict[SubLayers, list[int]] = {}
         for row, slot in enumerate(growth.view.slots):
             groups.setdefault(self.parts_of(slot, first), []).append(row)
+        if len(groups) == 1 and place.is_next:
+            (parts,) = groups
+            if (logits_BMV := self._read_next(token_BM, place, parts)) is not None:
+                return logits_BMV
+        masks = growth.masks(place, self.lm.windows)
+        feed = Feed(token_BM, self.within(place.position_BM), masks)
         if len(groups) == 1:
             (parts,) = groups
             return self.read(replace(feed, parts=parts), range(len(token_BM)))
         return self._by_group(feed, groups, first, place.span)
+
+    def _read_next(self, token_B1: Tensor, place: Place, parts: SubLayers) -> Tensor | None:
+        """[B, 1, V]: the logits behind the next token of a chain, by the short call for that."""
+        slots, runner = self.growth.view.slots, self.runner
+        if type(self).read is not BorrowedState.read or not isinstance(runner, FastLlama):
+            return None
+        held, is_root = self._next_token, self.growth.num_nodes == 1
+        if held is not None and is_root and not held.is_current(slots):
+            held = None
+        if held is None or not held.is_of(self.kv):
+            held = runner.next_token(slots, self.kv)
+        self._next_token = held
+        if held is None:
+            return None
+        position_B1 = self.within(place.position_BM)
+        out = held.read(token_B1, position_B1, self.kv, parts, residual=self.exit_layer > 0)
+        if self.exit_layer:
+            self._left(out.taps[RESIDUAL])
+        assert out.logits_BTV is not None
+        self._ready_BMD = out.taps[self.lm.spec.num_layers]
+        return out.logits_BTV
 
     def _by_group(
         self, feed: Feed, groups: Mapping[SubLayers, list[int]], first: int, span: int

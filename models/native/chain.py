@@ -16,8 +16,9 @@ from torch import Tensor
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import BestChain, ChainRoot, LmOut
+from specctl.core.sub_layers import SubLayers
 from specctl.models.native.library import ChainCall, StepCall
-from specctl.models.native.step import NativeStep, address, addresses
+from specctl.models.native.step import RESIDUAL, NativeStep, address, addresses
 
 AHEAD = 64  # positions that a `NextToken` is made for
 
@@ -39,8 +40,8 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
         "rotary": rotary,
         "keys": addresses(kv.key_ZJLE),
         "values": addresses(kv.value_ZJLE),
-        "attention": _tables([parts.attention for parts in root.parts], model.num_layers),
-        "mlp": _tables([parts.mlp for parts in root.parts], model.num_layers),
+        "attention": _table([parts.attention for parts in root.parts], model.num_layers),
+        "mlp": _table([parts.mlp for parts in root.parts], model.num_layers),
         "asked": (ctypes.c_int32 * B)(*asked),
         "logits": torch.empty(B, model.V),
         "last": torch.empty(num_read, model.D) if root.residuals else None,
@@ -71,7 +72,7 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
     return BestChain(token_BN, best_BN, residual_NBD.transpose(0, 1))
 
 
-def _tables(layers: Sequence[tuple[int, ...]], num_layers: int) -> Any:
+def _table(layers: Sequence[tuple[int, ...]], num_layers: int) -> Any:
     """Of each forward, which layers are among its own; None where nothing is said of any."""
     if not layers:
         return None
@@ -80,8 +81,8 @@ def _tables(layers: Sequence[tuple[int, ...]], num_layers: int) -> Any:
 
 
 class NextToken:
-    """Forwards of one token a row behind each other: all that they share is prepared once. One
-    round at a time may use it."""
+    """Forwards of one token a row behind each other, by all layers or by some: all that they share
+    is prepared once. One round at a time may use it."""
 
     def __init__(self, step: NativeStep, slots: tuple[int, ...], kv: SlotKV) -> None:
         model, self.step, self.slots = step.model, step, slots
@@ -90,6 +91,7 @@ class NextToken:
         self.threads, self.rotary = torch.get_num_threads(), step.stack.rotary(self.most)
         self.tap = (ctypes.c_int32 * 1)(len(step.stack.layers))
         self.tapped = (ctypes.c_void_p * 1)()
+        self.tables: dict[SubLayers | None, tuple[Any, Any]] = {None: (None, None)}
         self.stores = addresses(kv.key_ZJLE), addresses(kv.value_ZJLE)
         needed = step.functions.space_needed(ctypes.byref(model), self.B, self.most, self.threads)
         self.memory = torch.empty(needed)
@@ -113,15 +115,36 @@ class NextToken:
         """Whether that is its cache, and not too long for it."""
         return self.keys is kv.key_ZJLE and kv.aim.span <= self.most
 
-    def read(self, ids_B1: Tensor, position_B1: Tensor, kv: SlotKV) -> LmOut:
+    def read(
+        self,
+        ids_B1: Tensor,
+        position_B1: Tensor,
+        kv: SlotKV,
+        parts: SubLayers | None = None,
+        residual: bool = False,
+    ) -> LmOut:
         """Logits behind the tokens that `kv` is aimed at, which see all before them, and the state
-        in front of the LM head (the last tap)."""
+        in front of the LM head (the last tap); with `residual` also what leaves the last layer
+        (tap RESIDUAL)."""
         step, call, aim = self.step, self.call, kv.aim
         logits, state = torch.empty(self.B, step.model.V), torch.empty(self.B, 1, step.model.D)
+        last = torch.empty_like(state) if residual else None
+        call.attention, call.mlp = map(address, self._tables(parts))
+        call.last = address(last)
         held = ids_B1.contiguous(), position_B1.contiguous(), aim.start_B1.contiguous()
         call.ids, call.position, call.start = (each.data_ptr() for each in held)
         call.span, call.logits, self.tapped[0] = aim.span, logits.data_ptr(), state.data_ptr()
         outside = step.function(ctypes.byref(step.model), ctypes.byref(call))
         if outside:
             raise IndexError(step.message(outside, ids_B1, position_B1, kv, self.rotary))
-        return LmOut(logits.to(step.dtype)[:, None], {self.tap[0]: state.to(step.dtype)})
+        taps = {self.tap[0]: state.to(step.dtype)}
+        if last is not None:
+            taps[RESIDUAL] = last.to(step.dtype)
+        return LmOut(logits.to(step.dtype)[:, None], taps)
+
+    def _tables(self, parts: SubLayers | None) -> tuple[Any, Any]:
+        if parts not in self.tables:
+            assert parts is not None
+            count = self.step.model.num_layers
+            self.tables[parts] = _table([parts.attention], count), _table([parts.mlp], count)
+        return self.tables[parts]

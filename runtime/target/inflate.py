@@ -114,6 +114,9 @@ class InflatedLM(FastLlama):
             return found
         return replace(found, residual_BND=found.residual_BND[..., :width])
 
+    def next_token(self, slots: tuple[int, ...], kv: SlotKV) -> None:
+        """None: forwards of a large model gain nothing by the short call."""
+
     def _large_parts(self, parts: SubLayers) -> SubLayers:
         return SubLayers(self._held(parts.attention), self._held(parts.mlp))
 
