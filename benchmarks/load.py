@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from load_others import LlamaCpp, OtherFailed, Transformers, Vllm
-from load_ways import Answer, OverHttp, Served, Way
+from load_ways import Answer, OverHttp, OwnServer, Served, Way
 from rich.console import Console
 from rich.table import Table
 
@@ -172,6 +172,15 @@ def ours(
     return ways
 
 
+def servers(args: argparse.Namespace, target: Target) -> list[Way]:
+    """`specctl serve` as users start it, without and with the drafter."""
+    flags = ["--dtype", args.dtype]
+    if args.inflate is not None:
+        flags += ["--inflate", args.inflate]
+    drafts = {"specctl serve": "none", "specctl serve with draft": args.draft}
+    return [OwnServer(name, draft, target, args.tokens, flags) for name, draft in drafts.items()]
+
+
 def show(
     console: Console, about: str, rows: Sequence[dict[str, Any]], evens: dict[str, Any]
 ) -> None:
@@ -211,7 +220,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--capacity", type=int, default=48, help="of tetris")
     parser.add_argument("--inflate", default=None)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--http", action="store_true", help="plain and goodput over HTTP as well")
+    parser.add_argument("--http", action="store_true", help="over HTTP as well, and specctl serve")
     parser.add_argument("--llama-cpp", metavar="PYTHON", default=None)
     parser.add_argument("--vllm", metavar="PYTHON", default=None)
     parser.add_argument("--only", default=None, help="ways by name, comma-separated")
@@ -237,6 +246,7 @@ def report(
     ways: list[Way] = list(own)
     if args.http:
         ways += [OverHttp(way) for way in own if way.name in ("plain", "goodput")]
+        ways += servers(args, target)
     ways.append(Transformers(target, args.tokens))
     if args.llama_cpp is not None:
         threads = torch.get_num_threads()

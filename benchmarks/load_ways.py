@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
@@ -148,7 +150,7 @@ class OverHttp:
         with self.inner.open(users, longest):
             service, sock = Started(self.inner.service), bind("127.0.0.1", 0)
             self.url, ready = url_of(sock), threading.Event()
-            listener = Listener(create_app(service, "target"), service, sock, 5.0)
+            listener = Listener(create_app(service, self.inner.target.name), service, sock, 5.0)
             thread = threading.Thread(target=lambda: asyncio.run(listener.run(ready.set)))
             thread.start()
             assert ready.wait(60), "the HTTP server did not start"
@@ -159,23 +161,49 @@ class OverHttp:
                 thread.join()
 
     async def ask(self, prompt: Sequence[int]) -> Answer:
-        ends = {str(token): -100 for token in self.inner.target.eos_ids}
-        body = {
-            "model": "target",
-            "prompt": list(prompt),
-            "max_tokens": self.inner.tokens,
-            "temperature": 0,
-            "stream": True,
-            "specctl": True,
-            "logit_bias": ends,
-        }
-        stamps = Stamps()
-        async for chunk in stream(f"{self.url}/v1/completions", body):
-            stamps.count(len(chunk.get("specctl", {}).get("spans", ())))
-        return stamps.answer()
+        return await _counted(self.url, self.inner.target.name, prompt, self.inner.tokens)
 
     def notes(self) -> dict[str, Any]:
         return self.inner.notes()
+
+
+@dataclass
+class OwnServer:
+    """`specctl serve` in a process of its own, as the servers of other engines are."""
+
+    name: str
+    draft: str
+    target: Target
+    tokens: int
+    flags: Sequence[str]
+
+    @contextmanager
+    def open(self, users: int, longest: int) -> Iterator[None]:
+        from serve_common import serve_process
+
+        words = ["--draft", self.draft, "--max-batch", str(users), *self.flags]
+        words += ["--max-len", str(longest + self.tokens), "--max-queue", str(users)]
+        with tempfile.TemporaryDirectory() as folder, serve_process(Path(folder), *words) as server:
+            self.url = server.url
+            yield
+
+    async def ask(self, prompt: Sequence[int]) -> Answer:
+        return await _counted(self.url, self.target.name, prompt, self.tokens)
+
+    def notes(self) -> dict[str, Any]:
+        return {}
+
+
+async def _counted(url: str, model: str, prompt: Sequence[int], tokens: int) -> Answer:
+    """The answer of our server."""
+    body = {
+        "model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0,
+        "stream": True, "specctl": True, "ignore_eos": True,
+    }  # fmt: skip
+    stamps = Stamps()
+    async for chunk in stream(f"{url}/v1/completions", body):
+        stamps.count(len(chunk.get("specctl", {}).get("spans", ())))
+    return stamps.answer()
 
 
 class Started:

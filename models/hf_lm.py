@@ -71,12 +71,13 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The kernel transformers calls for the attention implementation named `ATTENTION`."""
+    """The kernel transformers calls for the attention implementation named `ATTENTION`. Some of its
+    releases give no mask where every token sees all before it."""
     assert dropout == 0.0 or not module.training, "attention dropout is not supported"
     if kwargs.get("position_bias") is not None:
         raise IncompatibleError(
@@ -84,6 +85,9 @@ def _attention(
             expected="rotary or learned positions",
             do="choose a target with rotary positions",
         )
+    if attention_mask is None:
+        T, S = query.shape[2], key.shape[2]
+        attention_mask = query.new_ones(1, 1, T, S, dtype=torch.bool).tril(S - T)
     if attention_mask.shape[1] != 1:
         raise IncompatibleError(
             f"{type(module).__name__} masks each head by itself",

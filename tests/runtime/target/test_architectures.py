@@ -31,6 +31,7 @@ from specctl.runtime.target.target import Target
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/targets.md").read_text(encoding="utf-8")
+READ_AHEAD = {"5.17.0": {"moshi"}}  # where transformers is given no mask, it makes none
 SLICE = (
     *(
         "afmoe",
@@ -184,6 +185,8 @@ def test_an_architecture_does_what_the_document_says(
     """Equal to transformers' `generate` (asserted inside), or refused with that reason."""
     if matrix.kind_of(name) not in matrix.names():
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    if name in READ_AHEAD.get(transformers.__version__, ()):
+        pytest.skip(f"transformers {transformers.__version__} lets {name} read later tokens")
     found, told = matrix.find(name), documented[name]
     is_other = found.verdict == "refused" != told.verdict
     if is_other and f"transformers {transformers.__version__}:" not in PAGE:
