@@ -3,8 +3,8 @@
 Without: every drafted token is an ordinary forward of the compiled step. With: a greedy chain is
 one call, any other a short call a token. Draft models and layers of the target alike. Both ways in
 turn in one process, prompt by prompt, at one thread; medians over the prompts, and the quartiles of
-the ratio. Texts and drafts must be equal. `--served` drafts as the recipe or the package says, with
-its stop rule, in place of chains of `--length`.
+the ratio. Texts and drafts must be equal. `--served` drafts as a recipe or a package of that name
+says, with its stop rule (a family: chains of five), in place of chains of `--length`.
 
     python benchmarks/draft_chains.py --draft runs/quickstart/package
     python benchmarks/draft_chains.py --draft unified-skip layer-skip [--served] [--inflate 300m]
