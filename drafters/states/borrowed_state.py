@@ -6,8 +6,8 @@ draft begins from the target's true context whatever was left out while drafting
 target's own where the engine gives it (`Space.target_kv`), else a copy for the layers that may run,
 made of the residuals that the target's layers read (taps). In the target's own, the keys and values
 of drafts by whole first layers are those that the verification would write, and stay.
-Letters: A anchors, B rows, D hidden width, L positions, M new nodes, S sequence, T fed tokens,
-V target vocabulary, W window, X any axes.
+Letters: A anchors, B rows, D hidden width, L positions, M new nodes, N nodes, S sequence, T fed
+tokens, V target vocabulary, W window, X any axes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chains by the compiled step: a greedy one in a single call, any other with a short call a token.
 
 Both give the numbers of as many forwards (`NativeStep.run`) bit for bit.
-Letters: B rows, D hidden width, E head width, J key/value heads, L positions, N nodes, T fed
-tokens, V target vocabulary, Z slots.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, N nodes, R flat
+rows, T fed tokens, V target vocabulary, Z slots.
 """
 
 from __future__ import annotations
