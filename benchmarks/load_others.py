@@ -20,7 +20,7 @@ from vllm_common import serving as serving_vllm
 
 from specctl.export.layouts.llama_cpp.target import write_target
 from specctl.runtime.target.checkpoint import as_transformers
-from specctl.runtime.target.save_target import write_target as write_checkpoint
+from specctl.runtime.target.save_target import write_tokenizer
 from specctl.runtime.target.target import Target
 
 PAGE = 64  # tokens in a page of transformers' cache
@@ -146,7 +146,8 @@ class Vllm:
     def start(self) -> str:
         model, threads = self.folder / "vllm-target", {"OMP_NUM_THREADS": str(self.threads)}
         model.mkdir()
-        write_checkpoint(self.target, model)
+        as_transformers(self.target.lm).save_pretrained(model)
+        write_tokenizer(self.target.tokenizer, model)
         return self.running.enter_context(
             serving_vllm(
                 self.python, model, self.folder / "vllm.log",

@@ -236,6 +236,38 @@ def table(rows: Sequence[dict[str, Any]], arm: str) -> str:
     return "\n".join(lines)
 
 
+def draw(rows: Sequence[dict[str, Any]], arm: str, path: Path) -> None:
+    """Tau of every family with bars of two standard errors: served and as a chain, both heats."""
+    from matplotlib.figure import Figure
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["arm"] == arm and not row.get("sets"):
+            found.setdefault(row["family"], []).append(row)
+    order = sorted(map(pooled, found.values()), key=lambda row: mean(row["served greedy"]["tau"]))
+    figure = Figure(figsize=(7.5, 1.2 + 0.27 * len(order)), layout="constrained")
+    axes = figure.subplots(1, len(HEATS), sharey=True)
+    for axis, (word, heat) in zip(axes, HEATS.items(), strict=True):
+        for shape, mark, shift in (("served", "o", 0.12), ("chain", "s", -0.12)):
+            shown = [(i, row[f"{shape} {word}"]) for i, row in enumerate(order)
+                     if f"{shape} {word}" in row]  # fmt: skip
+            taus = [mean(each["tau"]) for _, each in shown]
+            bars = [2 * stdev(each["tau"]) / len(each["tau"]) ** 0.5 for _, each in shown]
+            label = "as its recipe serves it" if shape == "served" else "as a chain of five"
+            axis.errorbar(taus, [i + shift for i, _ in shown], xerr=bars, fmt=mark, markersize=4,
+                          linewidth=1, label=label)  # fmt: skip
+        axis.set_title("greedy" if heat == 0 else f"T = {heat:g}")
+        axis.set_xlabel("tau (tokens a round)")
+        axis.set_xlim(left=1)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0].set_yticks(range(len(order)), [row["family"] for row in order])
+    axes[0].set_ylim(-0.7, len(order) - 0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle("Drafter families on the embedded target (bars: two standard errors)")
+    figure.savefig(path, dpi=150)
+
+
 def curves(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     """Markdown of the learning curves: tau over prompts, each seen equally often."""
     found = {
@@ -274,6 +306,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--plan", action="store_true", help="say what would be run, and stop")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, default=None, help="tau of the first arm's families")
     parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out = args.out.resolve()
@@ -292,6 +325,8 @@ def main() -> None:
         name for arm in args.arms.split(",") for name in run_all(list(cases(args, arm)), args)
     ]
     rows = list(finished(args.out).values())
+    if args.plot is not None:
+        draw(rows, args.arms.split(",")[0], args.plot)
     if args.json:
         print(json.dumps(rows))
     else:

@@ -102,7 +102,10 @@ class Feed:
 class ChainRoot:
     """What a greedy chain is drafted behind: fed tokens, of row b a causal run whose token `at[b]`
     is the root. Each next token is that of the largest of the first `num_choices` logits, of those
-    `choice_ids` [K] (None: of choice k the id k). Tokens behind `last_position` stand there."""
+    `choice_ids` [K] (None: of choice k the id k). Tokens behind `last_position` stand there.
+
+    `parts`: the sub-layers that read the root, and those that read each drafted token but the last,
+    which is not read; empty: all. `residuals`: what leaves the last of them is kept."""
 
     ids_BT: Tensor
     position_BT: Tensor
@@ -110,14 +113,19 @@ class ChainRoot:
     num_choices: int
     choice_ids: Tensor | None
     last_position: int
+    parts: tuple[SubLayers, ...] = ()
+    residuals: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BestChain:
-    """Tokens [B, N] that were likeliest one behind another, and their logits, float32 [B, N]."""
+    """Tokens [B, N] that were likeliest one behind another, and their logits, float32 [B, N].
+    `residual_BND`: behind the last layer at the root and at the tokens that were read, if asked
+    for."""
 
     token_BN: Tensor
     best_BN: Tensor
+    residual_BND: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

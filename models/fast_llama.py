@@ -100,15 +100,16 @@ class FastLlama(LanguageModel):
         return self._native(feed.ids_BT) is not None
 
     def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
-        step, rows = self._native(root.ids_BT), self.module.head_weight.shape[0]
+        rows = self.module.head_weight.shape[0]
+        step = self._native(root.ids_BT) if kv.is_as_read else None
         if step is None or root.num_choices > rows:
             return None
         return best_chain(step, root, length, kv)
 
     def next_token(self, slots: tuple[int, ...], kv: SlotKV) -> NextToken | None:
         """What reads one token a row behind another in these slots of `kv`; None where that takes
-        a whole forward each."""
-        step = self._native(kv.aim.slot_B1)
+        an ordinary forward each."""
+        step = self._native(kv.aim.slot_B1) if kv.is_as_read else None
         return None if step is None else NextToken(step, slots, kv)
 
     def run_at(self, feed: Feed, kv: SlotKV, at_Q: Tensor) -> LmOut:

@@ -6,8 +6,8 @@ draft begins from the target's true context whatever was left out while drafting
 target's own where the engine gives it (`Space.target_kv`), else a copy for the layers that may run,
 made of the residuals that the target's layers read (taps). In the target's own, the keys and values
 of drafts by whole first layers are those that the verification would write, and stay.
-Letters: A anchors, B rows, D hidden width, L positions, M new nodes, S sequence, T fed tokens,
-V target vocabulary, W window, X any axes.
+Letters: A anchors, B rows, D hidden width, L positions, M new nodes, N nodes, S sequence, T fed
+tokens, V target vocabulary, W window, X any axes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,20 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
+from specctl.core.language_model import (
+    BestChain,
+    ChainRoot,
+    Feed,
+    LanguageModel,
+    LmOut,
+    Masks,
+)
 from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
-from specctl.drafters.states.tree_layout import TreeLayout
+from specctl.drafters.states.tree_layout import Place, TreeLayout
+from specctl.models.fast_llama import FastLlama
+from specctl.models.native.chain import NextToken
+from specctl.models.native.step import RESIDUAL
 
 CHUNK = 512  # known tokens written at once
 
@@ -123,6 +133,7 @@ class BorrowedState(KnownTokensState):
         self._growth: TreeLayout | None = None
         self._ready_BMD = torch.empty(0)
         self._exits: list[Tensor] = []
+        self._next_token: NextToken | None = None
 
     def observe(self, outcome: Outcome) -> None:
         self._growth, self._exits = None, []
@@ -175,6 +186,43 @@ class BorrowedState(KnownTokensState):
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         return self._nodes(token_BM, parent_BM + 1)
 
+    @torch.no_grad()
+    def best_chain(self, view: RoundView, length: int) -> BestChain | None:
+        parts = self._chain_parts(view.slots, length)
+        if parts is None:
+            return None
+        kept = [self.num_known[slot] for slot in view.slots]
+        growth = TreeLayout(view, self.kv, kept, view.kept_len_B)
+        if (longest := growth.longest + length) > self.kv.max_len:
+            self.kv.reserve(longest + 64)
+        place = growth.place(torch.full_like(view.root_B[:, None], -1))
+        root = ChainRoot(
+            view.root_B[:, None],
+            self.within(place.position_BM),
+            (0,) * len(view.slots),
+            self.lm.spec.vocab_size,
+            None,
+            self.lm.spec.max_positions - 1,
+            parts,
+            residuals=self.exit_layer > 0,
+        )
+        found = self.runner.best_chain(root, length, self.kv)
+        if found is not None:
+            growth.drafted(length)
+            self._growth = growth
+            self._exits = [] if found.residual_BND is None else [found.residual_BND]
+        return found
+
+    def _chain_parts(self, slots: tuple[int, ...], length: int) -> tuple[SubLayers, ...] | None:
+        """What reads a chain, token by token; None where that differs from row to row, or is not
+        all that reads it."""
+        own = type(self)
+        is_all = own.read is BorrowedState.read and own._nodes is BorrowedState._nodes
+        if not is_all or self.lm.device.type != "cpu":
+            return None
+        parts = [{self.parts_of(slot, first) for slot in slots} for first in range(length)]
+        return tuple(one for (one,) in parts) if all(len(each) == 1 for each in parts) else None
+
     @property
     def growth(self) -> TreeLayout:
         assert self._growth is not None, "root() begins a round"
@@ -184,15 +232,40 @@ class BorrowedState(KnownTokensState):
         """[B, M, V]: logits behind nodes, of which the root is the first."""
         growth, first = self.growth, self.growth.num_nodes
         place = growth.place(parent_BM)
-        masks = growth.masks(place, self.lm.windows)
-        feed = Feed(token_BM, self.within(place.position_BM), masks)
         groups: dict[SubLayers, list[int]] = {}
         for row, slot in enumerate(growth.view.slots):
             groups.setdefault(self.parts_of(slot, first), []).append(row)
+        if len(groups) == 1 and place.is_next:
+            (parts,) = groups
+            if (logits_BMV := self._read_next(token_BM, place, parts)) is not None:
+                return logits_BMV
+        masks = growth.masks(place, self.lm.windows)
+        feed = Feed(token_BM, self.within(place.position_BM), masks)
         if len(groups) == 1:
             (parts,) = groups
             return self.read(replace(feed, parts=parts), range(len(token_BM)))
         return self._by_group(feed, groups, first, place.span)
+
+    def _read_next(self, token_B1: Tensor, place: Place, parts: SubLayers) -> Tensor | None:
+        """[B, 1, V]: the logits behind the next token of a chain, by the short call for that."""
+        slots, runner = self.growth.view.slots, self.runner
+        if type(self).read is not BorrowedState.read or not isinstance(runner, FastLlama):
+            return None
+        held, is_root = self._next_token, self.growth.num_nodes == 1
+        if held is not None and is_root and not held.is_current(slots):
+            held = None
+        if held is None or not held.is_of(self.kv):
+            held = runner.next_token(slots, self.kv)
+        self._next_token = held
+        if held is None:
+            return None
+        position_B1 = self.within(place.position_BM)
+        out = held.read(token_B1, position_B1, self.kv, parts, residual=self.exit_layer > 0)
+        if self.exit_layer:
+            self._left(out.taps[RESIDUAL])
+        assert out.logits_BTV is not None
+        self._ready_BMD = out.taps[self.lm.spec.num_layers]
+        return out.logits_BTV
 
     def _by_group(
         self, feed: Feed, groups: Mapping[SubLayers, list[int]], first: int, span: int

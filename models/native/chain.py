@@ -1,21 +1,24 @@
 """Chains by the compiled step: a greedy one in a single call, any other with a short call a token.
 
 Both give the numbers of as many forwards (`NativeStep.run`) bit for bit.
-Letters: B rows, D hidden width, E head width, J key/value heads, L positions, N nodes, T fed
-tokens, V target vocabulary, Z slots.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, N nodes, R flat
+rows, T fed tokens, V target vocabulary, Z slots.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import BestChain, ChainRoot, LmOut
+from specctl.core.sub_layers import SubLayers
 from specctl.models.native.library import ChainCall, StepCall
-from specctl.models.native.step import NativeStep, address, addresses
+from specctl.models.native.step import RESIDUAL, NativeStep, address, addresses
 
 AHEAD = 64  # positions that a `NextToken` is made for
 
@@ -25,9 +28,11 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
     (B, T), aim, model = root.ids_BT.shape, kv.aim, step.model
     threads, rotary = torch.get_num_threads(), step.stack.rotary(aim.span + length - 1)
     needed = step.functions.space_needed(ctypes.byref(model), B * T, aim.span + length - 1, threads)
-    chain = BestChain(torch.empty(B, length, dtype=torch.long), torch.empty(B, length))
+    token_BN, best_BN = torch.empty(B, length, dtype=torch.long), torch.empty(B, length)
     fed, space = torch.empty(3, B, dtype=torch.long), step.space(needed)
-    held = {  # alive until the chain is drafted
+    asked = [row * T + at for row, at in enumerate(root.at)]
+    num_read = B * (T + length - 1)
+    held: dict[str, Any] = {  # alive until the chain is drafted
         "ids": root.ids_BT.contiguous(),
         "position": root.position_BT.contiguous(),
         "slot": aim.slot_B1.contiguous(),
@@ -35,8 +40,11 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
         "rotary": rotary,
         "keys": addresses(kv.key_ZJLE),
         "values": addresses(kv.value_ZJLE),
-        "asked": (ctypes.c_int32 * B)(*(row * T + at for row, at in enumerate(root.at))),
+        "attention": _table([parts.attention for parts in root.parts], model.num_layers),
+        "mlp": _table([parts.mlp for parts in root.parts], model.num_layers),
+        "asked": (ctypes.c_int32 * B)(*asked),
         "logits": torch.empty(B, model.V),
+        "last": torch.empty(num_read, model.D) if root.residuals else None,
         "space": space,
     }
     call = StepCall(
@@ -49,19 +57,32 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
         root.num_choices,
         model.num_embeddings - 1,
         root.last_position,
-        *map(address, (root.choice_ids, chain.token_BN, chain.best_BN, fed)),
+        *map(address, (root.choice_ids, token_BN, best_BN, fed)),
     )
     outside = step.chain_function(ctypes.byref(model), ctypes.byref(call), ctypes.byref(wanted))
     step.spaces.append(space)
     if outside:
-        ids = torch.cat([root.ids_BT, chain.token_BN], 1)
+        ids = torch.cat([root.ids_BT, token_BN], 1)
         raise IndexError(step.message(outside, ids, root.position_BT, kv, rotary))
-    return chain
+    if not root.residuals:
+        return BestChain(token_BN, best_BN)
+    last_RD = held["last"].to(step.dtype)
+    behind_NBD = last_RD[B * T :].view(length - 1, B, model.D)
+    residual_NBD = torch.cat([last_RD[asked][None], behind_NBD])
+    return BestChain(token_BN, best_BN, residual_NBD.transpose(0, 1))
+
+
+def _table(layers: Sequence[tuple[int, ...]], num_layers: int) -> Any:
+    """Of each forward, which layers are among its own; None where nothing is said of any."""
+    if not layers:
+        return None
+    flags = [layer in own for own in layers for layer in range(num_layers)]
+    return (ctypes.c_uint8 * len(flags))(*flags)
 
 
 class NextToken:
-    """Forwards of one token a row behind each other: all that they share is prepared once. One
-    round at a time may use it."""
+    """Forwards of one token a row behind each other, by all layers or by some: all that they share
+    is prepared once. One round at a time may use it."""
 
     def __init__(self, step: NativeStep, slots: tuple[int, ...], kv: SlotKV) -> None:
         model, self.step, self.slots = step.model, step, slots
@@ -70,6 +91,7 @@ class NextToken:
         self.threads, self.rotary = torch.get_num_threads(), step.stack.rotary(self.most)
         self.tap = (ctypes.c_int32 * 1)(len(step.stack.layers))
         self.tapped = (ctypes.c_void_p * 1)()
+        self.tables: dict[SubLayers | None, tuple[Any, Any]] = {None: (None, None)}
         self.stores = addresses(kv.key_ZJLE), addresses(kv.value_ZJLE)
         needed = step.functions.space_needed(ctypes.byref(model), self.B, self.most, self.threads)
         self.memory = torch.empty(needed)
@@ -93,15 +115,36 @@ class NextToken:
         """Whether that is its cache, and not too long for it."""
         return self.keys is kv.key_ZJLE and kv.aim.span <= self.most
 
-    def read(self, ids_B1: Tensor, position_B1: Tensor, kv: SlotKV) -> LmOut:
+    def read(
+        self,
+        ids_B1: Tensor,
+        position_B1: Tensor,
+        kv: SlotKV,
+        parts: SubLayers | None = None,
+        residual: bool = False,
+    ) -> LmOut:
         """Logits behind the tokens that `kv` is aimed at, which see all before them, and the state
-        in front of the LM head (the last tap)."""
+        in front of the LM head (the last tap); with `residual` also what leaves the last layer
+        (tap RESIDUAL)."""
         step, call, aim = self.step, self.call, kv.aim
         logits, state = torch.empty(self.B, step.model.V), torch.empty(self.B, 1, step.model.D)
+        last = torch.empty_like(state) if residual else None
+        call.attention, call.mlp = map(address, self._tables(parts))
+        call.last = address(last)
         held = ids_B1.contiguous(), position_B1.contiguous(), aim.start_B1.contiguous()
         call.ids, call.position, call.start = (each.data_ptr() for each in held)
         call.span, call.logits, self.tapped[0] = aim.span, logits.data_ptr(), state.data_ptr()
         outside = step.function(ctypes.byref(step.model), ctypes.byref(call))
         if outside:
             raise IndexError(step.message(outside, ids_B1, position_B1, kv, self.rotary))
-        return LmOut(logits.to(step.dtype)[:, None], {self.tap[0]: state.to(step.dtype)})
+        taps = {self.tap[0]: state.to(step.dtype)}
+        if last is not None:
+            taps[RESIDUAL] = last.to(step.dtype)
+        return LmOut(logits.to(step.dtype)[:, None], taps)
+
+    def _tables(self, parts: SubLayers | None) -> tuple[Any, Any]:
+        if parts not in self.tables:
+            assert parts is not None
+            count = self.step.model.num_layers
+            self.tables[parts] = _table([parts.attention], count), _table([parts.mlp], count)
+        return self.tables[parts]

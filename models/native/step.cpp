@@ -220,7 +220,8 @@ struct Call {
 };
 
 // The likeliest tokens one after another: behind the asked row of each row of a forward without a
-// mask the first, and `length` in all.
+// mask the first, and `length` in all. The forwards read what the call names for each of them, one
+// behind another: sub-layers (`attention`, `mlp`: [length, num_layers]) and places (`last`).
 struct Chain {
     int32_t length, num_choices;  // the first so many logits are looked at
     int32_t last_id, last_position;  // what lies behind is fed as these
@@ -555,6 +556,7 @@ template <class W, class M> Outside chain(const Model &m, Call c, const Chain &c
     int64_t *ids = chain.fed, *position = ids + c.B, *start = position + c.B;
     Outside found = forward<W, M>(m, c);
     for (int b = 0; b < c.B; b++) start[b] = c.start[b] + c.asked[b] - b * c.T;
+    if (c.last) c.last += size_t(c.B) * c.T * m.D;
     c.T = 1;
     c.asked = nullptr;
     c.ids = ids;
@@ -573,7 +575,10 @@ template <class W, class M> Outside chain(const Model &m, Call c, const Chain &c
             c.span = start[b] < c.span ? c.span : int(start[b]) + 1;
         }
         if (at + 1 == chain.length) break;
+        if (c.attention) c.attention += m.num_layers;
+        if (c.mlp) c.mlp += m.num_layers;
         found = forward<W, M>(m, c);
+        if (c.last) c.last += size_t(c.B) * m.D;
     }
     return found;
 }

@@ -83,7 +83,8 @@ class Chain:
             depth = min(depth, int(wanted_B.max()))
             if depth <= 0:  # no pass of the drafter either
                 return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
-        if stopper is None and growth.sampling.all_greedy:
+        looks = stopper is not None and stopper.looks
+        if not looks and wanted_B is None and growth.sampling.all_greedy:
             best_BN = growth.best_chain(depth)
             if best_BN is not None:
                 valid_BN = torch.ones_like(best_BN, dtype=torch.bool)

@@ -39,6 +39,11 @@ class DraftStep:
 class StopRule:
     """Never stops; the base of every rule. One writer: the chain policy of one engine."""
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at drafted tokens; else `length` and `planned` say all."""
+        return type(self).stops is not StopRule.stops
+
     def length(self, most: int) -> int:
         """Tokens to draft this round, decided before the first one (1 to `most`)."""
         return most

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
 from specctl.core.kv_cache import KVShape, SlotKV
-from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
+from specctl.core.language_model import (
+    BestChain,
+    Borrowed,
+    ChainRoot,
+    Feed,
+    LanguageModel,
+    LmOut,
+)
 from specctl.core.sub_layers import SubLayers
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.device import check_memory
@@ -92,13 +99,26 @@ class InflatedLM(FastLlama):
         large = replace(
             feed,
             taps=tuple(self.tap_map[k] for k in feed.taps),
-            parts=parts and SubLayers(self._held(parts.attention), self._held(parts.mlp)),
+            parts=parts and self._large_parts(parts),
             residual_BTD=None if given is None else self._widened(given),
         )
         out = self.large.run(large, kv)
         width = self.spec.hidden_size
         found = {k: out.taps[self.tap_map[k]][..., :width].contiguous() for k in feed.taps}
         return LmOut(out.logits_BTV, found)
+
+    def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
+        parts, width = tuple(map(self._large_parts, root.parts)), self.spec.hidden_size
+        found = self.large.best_chain(replace(root, parts=parts), length, kv)
+        if found is None or found.residual_BND is None:
+            return found
+        return replace(found, residual_BND=found.residual_BND[..., :width])
+
+    def next_token(self, slots: tuple[int, ...], kv: SlotKV) -> None:
+        """None: forwards of a large model gain nothing by the short call."""
+
+    def _large_parts(self, parts: SubLayers) -> SubLayers:
+        return SubLayers(self._held(parts.attention), self._held(parts.mlp))
 
     def _held(self, layers: Iterable[int]) -> tuple[int, ...]:
         """The large layers that these of the base stand for."""
