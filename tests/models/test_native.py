@@ -156,13 +156,13 @@ def test_in_few_bits_it_is_the_model_whose_numbers_are_rounded(
 @needs_compiler
 @pytest.mark.parametrize("bits", [8, 4])
 def test_matrices_of_few_bits_are_near_the_stored_ones(bits: int) -> None:
-    """Of normal numbers, with the search of a scale (without: 0.116); zeros and equals stay."""
+    """Of normal numbers, with the search of a scale (without: 0.0874); zeros and equals stay."""
     torch.manual_seed(0)
     weight = torch.randn(40, 128)
     weight[3] = 0
     weight[4] = -0.7
     off = few_bits.rounded(weight, bits) - weight
-    assert float(off.square().mean().sqrt()) < {8: 0.007, 4: 0.0895}[bits]
+    assert float(off.square().mean().sqrt()) < {8: 0.007, 4: 0.0855}[bits]
     assert few_bits.rounded(weight, bits)[3:5].allclose(weight[3:5])
 
 
