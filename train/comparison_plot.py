@@ -8,6 +8,7 @@ from typing import Any
 
 MARKERS = "osD^vP*X<>"
 MOST_LINES = 10  # of acceptance by position; more cannot be told apart
+LONGEST = 32  # characters of a name that leave room for the panels
 
 
 def save_comparison(
@@ -21,7 +22,8 @@ def save_comparison(
     share of drafted tokens accepted at each position. None without matplotlib or anything to draw.
 
     `series[label][i]` belongs to `names[i]`; None leaves the bar out. `positions[name][k]` is the
-    chance, in 0..1, that position k + 1 is accepted given that it was reached.
+    chance, in 0..1, that position k + 1 is accepted given that it was reached. Of long names, such
+    as folders, the end is shown.
     """
     try:
         from matplotlib.figure import Figure
@@ -37,7 +39,7 @@ def save_comparison(
         _lines(right, positions)
     else:
         left = figure.subplots()
-    _bars(left, names, series)
+    _bars(left, [_shown(name) for name in names], series)
     if len(series) > 1:
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=9)
@@ -66,7 +68,9 @@ def _lines(axes: Any, positions: Mapping[str, Sequence[float]]) -> None:
     shown, hidden = list(positions.items())[:MOST_LINES], len(positions) > MOST_LINES
     for (name, shares), marker in zip(shown, MARKERS, strict=False):
         places = range(1, len(shares) + 1)
-        axes.plot(places, [100 * x for x in shares], marker=marker, label=name, linewidth=1.5)
+        axes.plot(
+            places, [100 * x for x in shares], marker=marker, label=_shown(name), linewidth=1.5
+        )
     longest = max((len(shares) for _, shares in shown), default=1)
     axes.set_xticks(range(1, longest + 1, max(1, longest // 8)))
     axes.set_ylim(
@@ -79,3 +83,12 @@ def _lines(axes: Any, positions: Mapping[str, Sequence[float]]) -> None:
         title="Acceptance by position" + (f" (first {MOST_LINES})" if hidden else ""),
     )
     axes.legend(fontsize=9)
+
+
+def _shown(name: str) -> str:
+    """The name, or of a long one its last folders that fit, at least its last characters."""
+    if len(name) <= LONGEST:
+        return name
+    end = name[-(LONGEST - 1) :]
+    slash = end.find("/")
+    return "\u2026" + (end[slash:] if 0 <= slash < LONGEST // 2 else end)

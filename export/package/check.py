@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.core.drafter import Drafter
+from specctl.core.drafter import Drafter, RoundSeconds
 from specctl.core.errors import GateError, SpecctlError
 from specctl.drafters import families
 from specctl.export.package.folder import package_tensors
@@ -27,6 +27,8 @@ from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+
+STEADY = RoundSeconds(draft=0.1, verify=1.0, commit=0.0)  # of every round, as policies hear it
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,14 @@ def measure(
     new_tokens: int,
     temperature: float,
 ) -> DrafterAcceptance:
-    """Decode every prompt with a drafter as the manifest's serve settings say."""
+    """Decode every prompt with a drafter as the manifest's serve settings say. Policies that follow
+    the clock (ProPD) hear that all rounds take as long, so that equal drafters draft alike."""
     if not all(prompts):
         raise SpecctlError("a check prompt is empty", do="give prompts of at least one token")
     serve = dict(manifest.serve) or {"policy": families()[drafter.family].policies[0]}
     rule = str(serve.get("rule", "auto"))
-    engine = Engine(target, drafter, make_policy(serve), rule, num_slots=min(8, len(prompts)))
+    slots = min(8, len(prompts))
+    engine = Engine(target, drafter, make_policy(serve), rule, num_slots=slots, told=STEADY)
     requests = [
         Request(tuple(ids), Sampling(temperature=temperature, seed=i, max_new_tokens=new_tokens))
         for i, ids in enumerate(prompts)

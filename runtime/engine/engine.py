@@ -42,7 +42,8 @@ class Engine:
     rows by the rule that fits the policy's node kind. `chooser` picks the draft length of each
     round from measured costs (None = always the policy's own length), `batching` that of every row.
     With a `prefill_chunk` no round reads more than so many prompt tokens of joining rows.
-    `wrap_drafter` is put around what drafts, such as a `Guard`.
+    `wrap_drafter` is put around what drafts, such as a `Guard`. `told` is what those who learn from
+    rounds hear that each took, so that two runs draft alike (None: what it took).
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Engine:
         batching: Batching | None = None,
         prefill_chunk: int | None = None,
         wrap_drafter: Callable[[RoundDrafter], RoundDrafter] | None = None,
+        told: RoundSeconds | None = None,
     ) -> None:
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
+        self.told = told
         self.context, self.num_slots, self.max_len = target.spec.max_positions, num_slots, max_len
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
         self._usual_rule = sampling_rule(rule, drafter, self.policy)
@@ -177,9 +180,10 @@ class Engine:
         self.drafting.observe(outcome, logits_BTV)
         learned = time.perf_counter() - began
         seconds = replace(spent, draft=spent.draft + learned, commit=learned)
-        self.drafting.learn(outcome, seconds)
+        told = self.told or seconds
+        self.drafting.learn(outcome, told)
         if self.batching is not None:
-            self.batching.observe(outcome, seconds)
+            self.batching.observe(outcome, told)
         self.draft_seconds += seconds.draft
         self.verify_seconds += seconds.verify
         self._catch_up_seconds += seconds.wake

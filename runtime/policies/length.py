@@ -141,7 +141,8 @@ class LengthChooser:
 @dataclass(slots=True)
 class FixedLength(LengthChooser):
     """Always the same draft length, with per-round times kept, and how long it took to read so many
-    positions: the probe that fills a table."""
+    positions: the probe that fills a table. Rounds of a drafter that had less to say are left out;
+    a tree that branches is whole though its best paths are shorter than the length."""
 
     first_is_free: ClassVar[bool] = False
 
@@ -157,6 +158,8 @@ class FixedLength(LengthChooser):
         if self.missed and seconds.wake:
             self.reads.append((self.missed, seconds.wake))
         is_full = len(outcome.emitted) == self.costs.batch  # rows may have left already
-        if outcome.tree.depth == self.fixed and is_full:
+        tree = outcome.tree
+        is_whole = tree.depth == self.fixed or tree.num_nodes > tree.depth > 0  # no draft cut short
+        if is_whole and is_full:
             self.draft_seconds.append(seconds.draft)
             self.verify_seconds.append(seconds.verify)

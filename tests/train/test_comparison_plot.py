@@ -24,3 +24,20 @@ def test_bars_and_lines_carry_the_figures(tmp_path: Path) -> None:
     for part in ("2.37", "temperature 0.8", "Acceptance by position", "Drafters of tiny", "eagle3"):
         assert part in text
     assert save_comparison([], {}, {}, "nothing", tmp_path / "none.png") is None
+
+
+def test_of_long_names_the_end_is_shown(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    folder = "/srv/of/many/people/and/projects/runs/eagle3-of-today/package"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        path = save_comparison(
+            [folder, "x" * 80], {"greedy": [1.5, 1.0]}, {folder: [0.8]}, "", tmp_path / "bench.svg"
+        )
+    assert path is not None
+    text = path.read_text()
+    assert text.count("\u2026/runs/eagle3-of-today/package") == 2, (
+        "below the bars and in the legend"
+    )
+    assert "\u2026" + "x" * 31 in text
+    assert "/srv" not in text
+    assert "x" * 32 not in text

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specctl.core.drafter import RoundSeconds
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.stats import Stats
 from specctl.runtime.policies.propd import Experience, Progressive, Regression
@@ -110,6 +112,23 @@ def test_what_survives_reads_as_in_a_whole_forward(make_target: Any) -> None:
     )
     assert [o.token_ids for o in pruned.outputs] == [o.token_ids for o in plain.outputs]
     assert pruned.stats.accepted > 0
+
+
+def test_runs_that_are_told_the_same_learn_the_same(make_target: Any) -> None:
+    """The tree follows the clock, but an engine may be told what its rounds took."""
+    shape = {"num_layers": 2, "vocab": 48}
+    target = make_target(**shape)
+    steady = RoundSeconds(draft=0.1, verify=1.0, commit=0.0)
+
+    def sums(told: RoundSeconds | None) -> Any:
+        drafter = disturbed(make_target, target, **shape)
+        engine = Engine(target, drafter, Progressive(3, 12, refresh=2), num_slots=1, told=told)
+        engine.run([Request((1, 2, 3), Sampling(max_new_tokens=24, ignore_eos=True))])
+        learned = engine.policy.learned
+        return learned.verify.sums, learned.draft.sums, learned.size
+
+    assert sums(steady) == sums(steady)
+    assert sums(None)[:2] != sums(None)[:2], "a clock that stands still"
 
 
 def test_targets_that_cannot_be_stopped_half_way_are_refused(make_target: Any) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from specctl.core.drafter import Outcome, RoundSeconds, RoundView
+from specctl.core.drafter import Budget, Outcome, RoundSeconds, RoundView, Space
 from specctl.core.errors import RecipeError
-from specctl.core.tree import NodeKind, chain_tree
+from specctl.core.tree import DraftTree, NodeKind, chain_tree
 from specctl.drafters import families
 from specctl.recipes.serve import POLICY_FIELDS, ServePart
 from specctl.runtime.measure.cost import equip, measure_costs
@@ -22,7 +23,7 @@ from specctl.runtime.proof import prove
 from specctl.runtime.proof.reference_checks import Replay, chi_square
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify import RULES, default_rule, legal
-from specctl_testing.runtime.markov import Pair, mixed
+from specctl_testing.runtime.markov import MarkovDrafter, MarkovState, Pair, mixed
 from specctl_testing.runtime.pairs import disturbed
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -191,6 +192,28 @@ def test_what_is_measured_for_a_fitted_tree_are_chains_of_its_drafter(battery: A
     costs = measure_costs(one.target, one.drafter, one.policy, [[1, 2]], rounds=2)
     assert set(costs.verify) == {0, 1, 2, 4, 8}
     assert equip(one.policy, costs).policy.nodes <= 8
+
+
+class Broad(MarkovDrafter):
+    """Proposes first tokens alone, however deep a tree is allowed."""
+
+    def open(self, space: Space) -> MarkovState:
+        self.state = BroadState(self.log_VV)
+        return self.state
+
+
+class BroadState(MarkovState):
+    def propose(self, view: RoundView, budget: Budget) -> DraftTree:
+        token_BN = torch.arange(budget.nodes).expand(len(view.slots), -1)
+        root_BN, is_real_BN = torch.full_like(token_BN, -1), torch.ones_like(token_BN).bool()
+        return DraftTree(token_BN, root_BN, token_BN, is_real_BN, NodeKind.POINT, 1)
+
+
+def test_trees_of_short_paths_have_their_price(battery: Any) -> None:
+    drafter, policy = Broad(torch.full((32, 32), 1 / 32)), make_policy({"policy": "direct"})
+    costs = measure_costs(battery(policy).target, drafter, policy, [[1, 2]], rounds=4)
+    assert max(costs.verify) == policy.depth > 1
+    assert all(0 < seconds < inf for seconds in costs.verify.values())
 
 
 def test_a_fitted_tree_that_does_not_pay_is_not_drafted() -> None:
