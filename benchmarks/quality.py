@@ -101,19 +101,19 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     target = load_target(str(result.target or "tiny"), dtype="float32")
     drafter = load_drafter(str(result.package), target)
     own = make_policy(recipe.serve.model_dump(mode="json"))
-    policies = {"served": own}
+    shapes = {"served": (own, recipe.serve.rule)}
     if "chain" in (drafter.policies or policies_of(family(case.family))):
-        policies["chain"] = make_policy({"policy": "chain", "length": 5})
+        shapes["chain"] = make_policy({"policy": "chain", "length": 5}), "auto"
     held = heldout_prompts(target, args.prompts)
     found: dict[str, Any] = {**asdict(case), "seconds": json.loads(spent.read_text())}
     found["numbers"] = sum(weight.numel() for weight in drafter.trainable().values())
-    for shape, policy in policies.items():
+    for shape, (policy, rule) in shapes.items():
         for word, heat in HEATS.items():
             sampling = {"temperature": heat, "max_new_tokens": args.tokens, "ignore_eos": True}
             asked = [
                 Request(tuple(p.ids), Sampling(**sampling, seed=i)) for i, p in enumerate(held)
             ]
-            done = Engine(target, drafter, policy, num_slots=8).run(asked)
+            done = Engine(target, drafter, policy, rule, num_slots=8).run(asked)
             tested = add_counts(row.stats.tested_at for row in done)
             found[f"{shape} {word}"] = {
                 "tau": [row.stats.tokens / row.stats.rounds for row in done],
