@@ -206,7 +206,7 @@ def _serve(
     """The settings of serving: what was given over what the package says."""
     serve = dict(packaged)
     if "policy" in given and given["policy"] != packaged.get("policy"):
-        kept = ("length", "rule", "adaptive", "parallel")
+        kept = ("length", "adaptive", "parallel")  # the rule was chosen for the packaged policy
         serve = {k: v for k, v in serve.items() if k in kept}
     serve |= {k: v for k, v in given.items() if k != "stop_rule"}
     if given.get("stop_rule") is not None and "confidence" not in given:

@@ -9,7 +9,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import specctl
+from specctl.api.drafting import load_draft
 from specctl.api.train import TrainResult
+from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.target.target import Target
 
 SHORT: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
@@ -88,3 +90,15 @@ def test_errors_of_the_system_are_errors_of_ours(tiny_target: Target, tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(specctl.SpecctlError, match="cannot use"):
         specctl.train(tiny_target, out=tmp_path / "file" / "run")
+
+
+def test_another_policy_has_a_rule_of_its_own(tiny_target: Target) -> None:
+    """The packaged rule was chosen for the packaged policy, and may not be lossless for others."""
+    drafter = SmallLm.from_lm(tiny_target.lm, tiny_target.spec)
+    drafter.serve = {"policy": "mcsd", "branch": [2, 1], "rule": "spectr", "length": 2}
+    assert load_draft(drafter, tiny_target).rule == "spectr"
+    other = load_draft(drafter, tiny_target, policy="dynamic-tree")
+    assert other.rule == "auto"
+    assert other.policy is not None
+    assert other.policy.depth == 2
+    assert load_draft(drafter, tiny_target, policy="chain", rule="chain").rule == "chain"
