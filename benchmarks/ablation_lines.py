@@ -62,6 +62,7 @@ def _option(name: str, value: str) -> tuple[str, ...]:
 
 STATIC = ("serve.branch=[3,2,1,1]",)  # 21 nodes
 SIZE = ("serve.nodes=21", "serve.length=4")
+STATIC_ALONE = (*STATIC, "serve.nodes=null", "serve.acceptance=null")  # of a recipe with a tree
 SELECTED = ("train.select=highest", "train.select_share=0.4")
 UNTRAINED = ("train.learning_rate=1e-9",)
 TRAINED = (
@@ -152,9 +153,6 @@ TRAINED = (
             whole=(*_option("head_groups", "16"), *_option("head_top", "4"))),
     Trained("Improved blockwise drafts", "n-grams choose among the heads' tokens (+5 to +21 %)",
             "blockwise", (), whole=_option("rescore", "ngram")),
-    Trained("S2D", "exits that learned together, the last of them against one that learned alone",
-            "sorted", (*_option("exits", "[3]"), *_option("only", "3")),
-            whole=_option("only", "3")),
 )  # fmt: skip
 SERVED = (
     Served("EAGLE-2", "a tree that follows confidence accepts more than a fixed one, 21 nodes",
@@ -222,10 +220,10 @@ SERVED = (
            ("aded", *_option("maker", "ranks"))),
     Served("ADED", "the same, sampled", ("aded",), ("aded", *_option("maker", "ranks")), "T = 1"),
     Served("STAND", "drafts are drawn, not the best tokens, 21 nodes",
-           ("stand", "serve.policy=static-tree", *STATIC),
-           ("stand", "serve.policy=dynamic-tree", *SIZE), "T = 1"),
+           ("stand", "serve.policy=static-tree", *STATIC_ALONE),
+           ("stand", "serve.policy=dynamic-tree", *SIZE, "serve.acceptance=null"), "T = 1"),
     Served("STAND", "a tree for measured acceptances, 21 nodes", ("stand",),
-           ("stand", "serve.policy=static-tree", *STATIC), "T = 1"),
+           ("stand", "serve.policy=static-tree", *STATIC_ALONE), "T = 1"),
     Served("CopySpec", "ten tokens from the first place of three, against prompt lookup of ten",
            ("copyspec",), ("prompt-lookup", "serve.length=10")),
     Served("RASD", "the draft tree fused with what was retrieved, 24 nodes", ("rasd",),

@@ -9,7 +9,8 @@ prompts that agree is shown: caches in half precision round otherwise.
     python benchmarks/peers_cpu.py --draft runs/quickstart/package --dtype int8 --inflate 300m
 
 `--dtype int8`: targets of 8 bits, ours and llama.cpp's Q8_0, which round otherwise, so that texts
-part. `--inflate`: at the cost of a larger target. Both are for llama.cpp alone.
+part; int4: ours and Q4_0. `--inflate`: at the cost of a larger target. These are for llama.cpp
+alone.
 """
 
 from __future__ import annotations
@@ -106,13 +107,19 @@ def add_q8(writer: Any, name: str, tensor: torch.Tensor, kind: str, gguf: Any) -
     add_tensor(writer, name, tensor, "Q8_0", gguf)
 
 
+def add_q4(writer: Any, name: str, tensor: torch.Tensor, kind: str, gguf: Any) -> None:
+    """Matrices as Q4_0, but embedding and LM head as Q8_0, as ours has them."""
+    is_head = name.startswith(("token_embd", "output."))
+    add_tensor(writer, name, tensor, "Q8_0" if is_head else "Q4_0", gguf)
+
+
 def beside_llama_cpp(args: argparse.Namespace, target: Target) -> dict[str, Way]:
     """A target that only llama.cpp is given in the same form; the draft in float32 there, as ours
     was loaded."""
     gguf, script = args.out / f"{args.inflate}-{args.dtype}.gguf", ENGINES["llama.cpp"][0]
     if not gguf.exists():
         args.out.mkdir(parents=True, exist_ok=True)
-        how = add_q8 if args.dtype == "int8" else add_tensor
+        how = {"int8": add_q8, "int4": add_q4}.get(args.dtype, add_tensor)
         with patch.object(llama_cpp, "add_tensor", how):
             write_gguf(target, gguf)
     python = dict(pair.split("=", 1) for pair in args.python).get("llama.cpp")
@@ -195,7 +202,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--python", action="append", default=[], help="ENGINE=ENV/bin/python")
     parser.add_argument("--without", action="append", default=[], help="an engine to leave out")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"))
+    dtypes = ("float32", "bfloat16", "int8", "int4")
+    parser.add_argument("--dtype", default="float32", choices=dtypes)
     parser.add_argument("--inflate", default=None, help="300m")
     args = parser.parse_args()
     args.out = args.out.resolve()

@@ -9,8 +9,9 @@ in the real engine with whole and with trimmed heads. Letters: V target vocabula
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from specctl.core.vocab import VocabMap
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -208,6 +210,12 @@ def draft_calls(drafter: Drafter, policy: Policy) -> int:
     return 1 if drafter.one_call else max(policy.depth, 1)
 
 
+def _reached(tables: Collection[CostTable]) -> int:
+    """The longest draft that every table has a price of."""
+    common = set.intersection(*({k for k, s in t.draft.items() if s < inf} for t in tables))
+    return max(common)
+
+
 def measure_head_cost(
     target: Target,
     drafter: Drafter,
@@ -218,7 +226,8 @@ def measure_head_cost(
     every_length: bool = False,
 ) -> HeadCost:
     """Times drafting with all ids, a third and a twelfth of them, and fits body and head; with
-    `every_length` also verification of every draft length up to the policy's."""
+    `every_length` also verification of every draft length up to the policy's. Of drafts that always
+    end early, the longest that occur are timed, and their price is that of a whole one's part."""
     num_ids, tables = rank.numel(), {}
     lengths = range(1, policy.depth + 1) if every_length else (policy.depth,)
     ids = [p.ids for p in prompts]
@@ -226,12 +235,17 @@ def measure_head_cost(
         ids_K = rank[:size].sort().values.to(target.device)
         small = drafter.trimmed(VocabMap(ids_K, target.spec.vocab_size))
         tables[size] = measure_costs(target, small, policy, ids, lengths=lengths, rounds=rounds)
+        if tables[size].draft[policy.depth] == inf:
+            shorter = range(1, policy.depth + 1)
+            tables[size] = measure_costs(target, small, policy, ids, lengths=shorter, rounds=rounds)
+    reached = _reached(tables.values())
+    whole = 1.0 if drafter.one_call else max(policy.depth, 1) / max(reached, 1)
     fitted = fit_cost(
         plain=min(t.round_seconds(0) for t in tables.values()),
-        verify=min(t.verify[policy.depth] for t in tables.values()),
-        rounds=[(size, table.draft[policy.depth]) for size, table in tables.items()],
+        verify=min(t.verify[reached] for t in tables.values()),
+        rounds=[(size, whole * table.draft[reached]) for size, table in tables.items()],
         calls=draft_calls(drafter, policy),
         vocab_size=target.spec.vocab_size,
     )
-    verify_at = {k: min(t.verify[k] for t in tables.values()) for k in lengths}
+    verify_at = {k: min(t.verify[min(k, reached)] for t in tables.values()) for k in lengths}
     return replace(fitted, verify_at=verify_at, is_parallel=drafter.one_call)
