@@ -149,6 +149,8 @@ TRAINED = (
     Trained("EESD's layer", "a trained layer behind the first one, against an untrained one",
             "eesd", UNTRAINED),
     Trained("PaSS", "look-ahead tokens that learned", "pass", UNTRAINED),
+    Trained("CORAL's LM head", "in groups, of which a quarter is read: none lost", "coral",
+            _option("head_groups", "null")),
     Trained("Improved blockwise drafts", "n-grams choose among the heads' tokens (+5 to +21 %)",
             "blockwise", (), whole=_option("rescore", "ngram")),
 )  # fmt: skip
