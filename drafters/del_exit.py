@@ -134,8 +134,12 @@ class DelState(BorrowedState):
 
     def _nodes(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         depth = self.growth.num_nodes
-        logits_BMK = super()._nodes(token_BM, parent_BM)
         is_over = [self.choice[slot].length <= depth for slot in self.growth.view.slots]
+        if all(is_over):  # nothing is drafted, so that no layer has to run
+            spec, device = self.lm.spec, token_BM.device
+            self._ready_BMD = torch.zeros(*token_BM.shape, spec.hidden_size, device=device)
+            return torch.full((*token_BM.shape, spec.vocab_size), -torch.inf, device=device)
+        logits_BMK = super()._nodes(token_BM, parent_BM)
         over_B11 = torch.tensor(is_over, device=logits_BMK.device)[:, None, None]
         return logits_BMK.masked_fill(over_B11, -torch.inf)
 

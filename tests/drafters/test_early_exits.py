@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.drafters import family
 from specctl.drafters.del_exit import Del, DelOptions, DelState, ExitChoice, best_choice
 from specctl.drafters.depth_decay import DepthDecay, DepthDecayOptions
+from specctl.drafters.layer_skip import LayerSkip, LayerSkipOptions
+from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode
 
@@ -52,6 +56,73 @@ def test_del_finds_the_layer_after_which_nothing_changes(make_model: Any, settle
     assert min(choice.length for choice in ran.state.choice) >= 4
     alpha = ran.state.alpha(0)
     assert alpha[settled] > 0.9 > alpha[settled - 1]
+
+
+EASY, HARD = (3, 1, 4, 1, 5), (40, 33, 47, 50)  # texts that go on with tokens of their own half
+
+
+def parted_target(make_model: Any, seed: int) -> Target:
+    """Eight layers. Behind tokens of the lower half of the vocabulary, those above the second add
+    nothing: the first number of a state, which no layer changes, closes their gates. A text stays
+    in its half."""
+    model = make_model("llama", num_layers=8, hidden=64, vocab=64, seed=seed)
+    half_V = torch.where(torch.arange(64) < 32, 1.0, -1.0)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 5.0 * half_V
+        model.lm_head.weight[:, 0] = 20.0 * half_V
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+            if index >= 2:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.gate_proj.weight.zero_()
+                layer.mlp.gate_proj.weight[:, 0] = -20.0
+    return Target.from_model(model)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_del_is_worth_more_than_any_exit_and_length_where_texts_differ(
+    make_model: Any, layers_read: list[int], seed: int
+) -> None:
+    target, prompts = parted_target(make_model, seed), (EASY, HARD)
+
+    def worth(drafter: Drafter, length: int) -> float:
+        """Tokens for the cost of a forward pass."""
+        layers_read.clear()
+        ran = decode(target, drafter, prompts, tokens=48, policy="chain", length=length)
+        rounds = sum(completion.stats.rounds for completion in ran.completions)
+        return 96 / (rounds + sum(layers_read) / 8)
+
+    fixed = [
+        worth(LayerSkip(LayerSkipOptions(layers), target.spec), length)
+        for layers in range(1, 8)
+        for length in (1, 2, 4, 8)
+    ]
+    assert worth(Del(DelOptions(), target.spec), 8) > 1.05 * max(fixed) > 1.05
+
+
+def test_del_reads_nothing_that_it_does_not_draft(make_model: Any, layers_read: list[int]) -> None:
+    """Neither behind the last token of a draft nor in a round without one."""
+    target = parted_target(make_model, 0)
+    ran = decode(target, Del(DelOptions(), target.spec), (EASY, HARD), tokens=48, policy="chain")
+    assert len(layers_read) == ran.drafted
+    assert 0 in [outcome.tree.num_nodes for outcome in ran.outcomes]
+
+
+@pytest.fixture
+def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of every token that was read for a draft: the layers that ran."""
+    found: list[int] = []
+    nodes = BorrowedState._nodes
+
+    def noted(self: BorrowedState, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        first = self.growth.num_nodes
+        found.extend(len(self.parts_of(slot, first).mlp) for slot in self.growth.view.slots)
+        return nodes(self, token_BM, parent_BM)
+
+    monkeypatch.setattr(BorrowedState, "_nodes", noted)
+    monkeypatch.setattr(BorrowedState, "best_chain", lambda *_: None)  # several in one call
+    return found
 
 
 def test_del_drafts_nothing_where_no_exit_is_right(make_target: Any) -> None:

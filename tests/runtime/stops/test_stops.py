@@ -429,3 +429,61 @@ def test_the_mixture_learns_from_tested_tokens_alone() -> None:
         rule.stops(DraftStep(index, torch.zeros(1, SIZE), torch.zeros(1, dtype=torch.long), state))
     rule.observe(outcome_of([3], [1]), NO_TIME)
     assert rule.pairs == [(0.25, True), (0.25, False)]
+
+
+# -- toys: what a rule is worth, where its idea must show ------------------------------------------
+
+PRICE = 0.3  # forward passes of the target that a drafted token costs
+
+
+def sure_where_right(coins: random.Random, turn: int) -> tuple[bool, float]:
+    """Whether a drafted token is right, and its probability, which tells."""
+    is_right = coins.random() < 2 / 3
+    return is_right, coins.betavariate(6, 2) if is_right else coins.betavariate(2, 6)
+
+
+def now_easy_now_hard(coins: random.Random, turn: int) -> tuple[bool, float]:
+    """A hundred rounds of text that is drafted well, a hundred of text that is not; probabilities
+    say nothing."""
+    return coins.random() < (0.95 if turn // 100 % 2 == 0 else 0.1), 0.5
+
+
+def tokens_for_cost(ends: StopRule | int, draw: Any, seed: int, rounds: int = 400) -> float:
+    """Tokens per forward pass of the target with drafts that a rule ends, or of one length."""
+    coins, tokens, cost = random.Random(seed), 0, 0.0
+    for turn in range(rounds):
+        most = ends if isinstance(ends, int) else ends.length(8)
+        drafted = hits = 0
+        is_over = most == 0
+        while not is_over:
+            is_right, chance = draw(coins, turn)
+            hits += is_right and hits == drafted
+            drafted += 1
+            is_over = drafted == most
+            if not is_over and not isinstance(ends, int):
+                logit = math.log(3 * chance / (1 - chance))  # beside three others
+                step = step_of([logit, 0.0, 0.0, 0.0], 0, drafted - 1)
+                is_over = bool(ends.stops(step))  # type: ignore[arg-type]
+        if not isinstance(ends, int):
+            ends.observe(outcome_of([drafted], [hits]), NO_TIME)
+        tokens += 1 + hits
+        cost += 1 + PRICE * drafted
+    return tokens / cost
+
+
+def best_length(draw: Any, seed: int) -> float:
+    return max(tokens_for_cost(length, draw, seed) for length in range(9))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("rule", "draw"), [(BetaMixture, sure_where_right), (Thompson, now_easy_now_hard)]
+)
+def test_a_rule_that_learns_is_worth_more_than_any_length(rule: Any, draw: Any, seed: int) -> None:
+    assert tokens_for_cost(rule(), draw, seed) > 1.05 * best_length(draw, seed)
+
+
+def test_a_threshold_is_worth_less_than_a_length_where_probabilities_say_nothing() -> None:
+    """So that it is what the threshold reads that is worth something."""
+    rule = tokens_for_cost(BetaMixture(), now_easy_now_hard, 0)
+    assert rule < best_length(now_easy_now_hard, 0)
