@@ -8,6 +8,7 @@ Letters: B rows, E head width, J key/value heads, L positions, P path, T fed tok
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -42,6 +43,13 @@ class KVShape:
     def size(self) -> int:
         """Numbers kept of a token."""
         return self.key_heads * self.key_width + self.value_heads * self.value_width
+
+
+Pointers = ctypes.Array[ctypes.c_void_p]
+
+
+def _pointers(tensors: Sequence[Tensor]) -> Pointers:
+    return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
 
 
 class SlotKV:
@@ -102,6 +110,15 @@ class SlotKV:
         self._slot_B1 = torch.zeros(1, 1, dtype=torch.long, device=device)
         self._start_B1 = self._at_BT = self._slot_B1
         self._span, self._whole, self._contiguous = 0, False, -1
+        self._addresses: tuple[list[Tensor], tuple[Pointers, Pointers]] | None = None
+
+    @property
+    def addresses(self) -> tuple[Pointers, Pointers]:
+        """Where each layer's keys and values lie."""
+        if self._addresses is None or self._addresses[0] is not self.key_ZJLE:
+            both = _pointers(self.key_ZJLE), _pointers(self.value_ZJLE)
+            self._addresses = self.key_ZJLE, both
+        return self._addresses[1]
 
     def begin(
         self,

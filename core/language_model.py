@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,28 @@ class Masks:
         """Those of the fed tokens behind the first `num_fed`."""
         windows = {size: mask[:, :, num_fed:] for size, mask in self.windows.items()}
         return Masks(self.full[:, :, num_fed:], windows)
+
+
+class RunMasks(Masks):
+    """Those of a causal run of `num_fed` tokens behind the kept positions, made when they are read:
+    the compiled step needs none."""
+
+    kept_len_B: Tensor
+    num_fed: int
+    span: int
+    sizes: tuple[int, ...]
+
+    def __init__(self, kept_len_B: Tensor, num_fed: int, span: int, sizes: tuple[int, ...]) -> None:
+        self.__dict__.update(kept_len_B=kept_len_B, num_fed=num_fed, span=span, sizes=sizes)
+
+    @cached_property
+    def full(self) -> Tensor:  # type: ignore[override]
+        return chain_mask(self.kept_len_B, self.num_fed, self.span)
+
+    @cached_property
+    def windows(self) -> Mapping[int, Tensor]:  # type: ignore[override]
+        run = self.kept_len_B, self.num_fed, self.span
+        return {size: chain_mask(*run, size) for size in self.sizes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +299,7 @@ class LanguageModel(ABC):
 
     def chain_masks(self, kept_len_B: Tensor, num_fed: int, span: int) -> Masks:
         """Masks of a causal run of `num_fed` tokens behind the kept positions."""
-        windows = {w: chain_mask(kept_len_B, num_fed, span, w) for w in self.windows}
-        return Masks(chain_mask(kept_len_B, num_fed, span), windows)
+        return RunMasks(kept_len_B, num_fed, span, self.windows)
 
     def tree_masks(self, tree: DraftTree, kept_len_B: Tensor, span: int) -> Masks:
         """Masks of a round: root and nodes, each seeing the kept positions and its ancestors."""

@@ -18,7 +18,7 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import BestChain, ChainRoot, LmOut
 from specctl.core.sub_layers import SubLayers
 from specctl.models.native.library import ChainCall, StepCall
-from specctl.models.native.step import RESIDUAL, NativeStep, address, addresses
+from specctl.models.native.step import RESIDUAL, NativeStep, address
 
 AHEAD = 64  # positions that a `NextToken` is made for
 
@@ -38,8 +38,8 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
         "slot": aim.slot_B1.contiguous(),
         "start": aim.start_B1.contiguous(),
         "rotary": rotary,
-        "keys": addresses(kv.key_ZJLE),
-        "values": addresses(kv.value_ZJLE),
+        "keys": kv.addresses[0],
+        "values": kv.addresses[1],
         "attention": _table([parts.attention for parts in root.parts], model.num_layers),
         "mlp": _table([parts.mlp for parts in root.parts], model.num_layers),
         "asked": (ctypes.c_int32 * B)(*asked),
@@ -92,7 +92,7 @@ class NextToken:
         self.tap = (ctypes.c_int32 * 1)(len(step.stack.layers))
         self.tapped = (ctypes.c_void_p * 1)()
         self.tables: dict[SubLayers | None, tuple[Any, Any]] = {None: (None, None)}
-        self.stores = addresses(kv.key_ZJLE), addresses(kv.value_ZJLE)
+        self.stores = kv.addresses
         needed = step.functions.space_needed(ctypes.byref(model), self.B, self.most, self.threads)
         self.memory = torch.empty(needed)
         self.call = StepCall(

@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int LINE = 64, PAGE = 4096;
+constexpr int LINE = 64, PAGE = 4096, AHEAD = 4 * PAGE;
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
 constexpr int CACHE = 2;  // which weights are asked for into: the second, as the first is soon full
 #else
@@ -73,13 +73,11 @@ template <int R, int O> inline void added_up(const Lanes (&sum)[R][O], float out
         }
 }
 
-// out[r][o] = sum_k x[r][k] w[o][k] of R rows and O outputs. By the way it asks for `lines` lines of
+// The partial sums of x[r][k] w[o][k] of R rows and O outputs. By the way it asks for `lines` lines of
 // memory from `next` on at every step.
 template <int R, int O, class W>
-inline void tile(const float *x, const W *w, int K, const char *next, int lines, float out[R][O]) {
-    Lanes sum[R][O] = {};
-    const int whole = K / LANES * LANES;
-    for (int k = 0; k < whole; k += LANES) {
+inline void summed(const float *x, const W *w, int K, const char *next, int lines, Lanes (&sum)[R][O]) {
+    for (int k = 0; k + LANES <= K; k += LANES) {
         Lanes wide[O];
 #pragma GCC unroll 8
         for (int o = 0; o < O; o++) wide[o] = load(w + size_t(o) * K + k);
@@ -91,9 +89,14 @@ inline void tile(const float *x, const W *w, int K, const char *next, int lines,
             for (int o = 0; o < O; o++) sum[r][o] = fused(row, wide[o], sum[r][o]);
         }
     }
+}
+
+// Their totals, and the inputs that are not a whole step.
+template <int R, int O, class W>
+inline void finished(const float *x, const W *w, int K, const Lanes (&sum)[R][O], float out[R][O]) {
     added_up<R, O>(sum, out);
     for (int r = 0; r < R; r++)
-        for (int k = whole; k < K; k++)
+        for (int k = K / LANES * LANES; k < K; k++)
             for (int o = 0; o < O; o++)
                 out[r][o] = fused(x[r * apart(K) + k], widened(w[size_t(o) * K + k]), out[r][o]);
 }
@@ -101,8 +104,7 @@ inline void tile(const float *x, const W *w, int K, const char *next, int lines,
 #ifdef __AVX512BF16__
 // The same, of inputs in bfloat16: 32 of them in a step, two to a partial sum.
 template <int R, int O, class W>
-inline void tile(const bf16 *x, const W *w, int K, const char *next, int lines, float out[R][O]) {
-    Lanes sum[R][O] = {};
+inline void summed(const bf16 *x, const W *w, int K, const char *next, int lines, Lanes (&sum)[R][O]) {
     for (int k = 0; k < K; k += PAIRS) {
         const __mmask32 there = K - k < PAIRS ? (1u << (K - k)) - 1 : ~0u;
         __m512bh wide[O];
@@ -117,9 +119,35 @@ inline void tile(const bf16 *x, const W *w, int K, const char *next, int lines, 
             for (int o = 0; o < O; o++) sum[r][o] = Lanes(_mm512_dpbf16_ps(__m512(sum[r][o]), row, wide[o]));
         }
     }
+}
+
+template <int R, int O, class W>
+inline void finished(const bf16 *, const W *, int, const Lanes (&sum)[R][O], float out[R][O]) {
     added_up<R, O>(sum, out);
 }
 #endif
+
+// out[r][o] = sum_k x[r][k] w[o][k] of R rows and O outputs side by side.
+template <int R, int O, class X, class W>
+inline void tile(const X *x, const W *w, int K, const char *next, int lines, float out[R][O]) {
+    Lanes sum[R][O] = {};
+    summed<R, O>(x, w, K, next, lines, sum);
+    finished<R, O>(x, w, K, sum, out);
+}
+
+// The same of one row, output after output: memory is read in its order.
+template <int O, class X, class W>
+inline void in_order(const X *x, const W *w, int K, float out[1][O]) {
+    Lanes sum[1][O] = {};
+#pragma GCC unroll 8
+    for (int o = 0; o < O; o++) {
+        const W *own = w + size_t(o) * K;
+        Lanes one[1][1] = {};
+        summed<1, 1>(x, own, K, reinterpret_cast<const char *>(own) + AHEAD, 1, one);
+        sum[0][o] = one[0][0];
+    }
+    finished<1, O>(x, w, K, sum, out);
+}
 
 // All rows against O neighbouring outputs, in passes of as many rows as the registers take. Meanwhile
 // the weights of the next strip come, but where a single row reads whole pages: processors other than
@@ -127,6 +155,12 @@ inline void tile(const bf16 *x, const W *w, int K, const char *next, int lines, 
 template <int O, class X, class W, class Keep>
 inline void strip(const X *x, const W *w, int R, int K, int o, Keep keep) {
     constexpr int step = Inputs<X>::STEP;
+    if (CACHE == 2 && R == 1 && K * sizeof(W) < PAGE) {
+        float out[1][O];
+        in_order<O, X, W>(x, w + size_t(o) * K, K, out);
+        for (int j = 0; j < O; j++) keep(0, o + j, out[0][j]);
+        return;
+    }
     const int passes = (R + ROWS - 1) / ROWS;
     const bool is_seen = CACHE == 3 && R == 1 && K * sizeof(W) >= PAGE;
     const int lines = is_seen ? 0 : (O * step * int(sizeof(W)) + LINE * passes - 1) / (LINE * passes);
@@ -136,7 +170,7 @@ inline void strip(const X *x, const W *w, int R, int K, int o, Keep keep) {
             constexpr int N = decltype(count)::value;
             if constexpr (N * O <= ROWS * OUTPUTS || O == 1) {
                 float out[N][O];
-                tile<N, O, W>(x + r * Inputs<X>::apart(K), w + size_t(o) * K, K, next, lines, out);
+                tile<N, O>(x + r * Inputs<X>::apart(K), w + size_t(o) * K, K, next, lines, out);
                 next += size_t(K / step) * lines * LINE;
                 for (int i = 0; i < N; i++)
                     for (int j = 0; j < O; j++) keep(r + i, o + j, out[i][j]);

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LmOut, StackedTaps
+from specctl.core.language_model import Feed, LmOut, Masks, RunMasks, StackedTaps
 from specctl.models.native.bits import packed
 from specctl.models.native.library import (
     INT8_SWITCH,
@@ -105,7 +105,7 @@ class NativeStep:
         weights, head = stack.weights(), stack.head
         watched = weights if release is None else [_beside_matrices(layer) for layer in weights]
         self.stack, self.tensors = stack, [*stack.beside(), *_held(watched)]
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.addresses = [*map(Tensor.data_ptr, self.tensors)]
         self.dtype, self.bits = stack.head.dtype, bits
         kind = DTYPES[self.dtype] + ("" if bits is None else f"_int{bits}")
         self.functions = functions
@@ -148,7 +148,7 @@ class NativeStep:
     @property
     def is_current(self) -> bool:
         """Whether the weights still lie where they lay, and copies of them are of these."""
-        if self.addresses != [tensor.data_ptr() for tensor in self.tensors]:
+        if self.addresses != [*map(Tensor.data_ptr, self.tensors)]:
             return False
         return self.bits is None or self.version == self._version()
 
@@ -160,8 +160,7 @@ class NativeStep:
         """The forward of `feed` against the aimed `kv`."""
         B, T = feed.ids_BT.shape
         D, aim, parts = self.model.D, kv.aim, feed.parts
-        window = self.stack.window
-        mask = feed.masks.full if window is None else feed.masks.windows[window]
+        mask = self._mask(feed.masks, kv)
         threads = torch.get_num_threads()
         needed = self.functions.space_needed(ctypes.byref(self.model), B * T, aim.span, threads)
         space = self.space(needed)
@@ -179,10 +178,9 @@ class NativeStep:
             aim.slot_B1.contiguous(),
             aim.start_B1.contiguous(),
             None if feed.residual_BTD is None else feed.residual_BTD.float().contiguous(),
-            mask.expand(B, -1, -1, -1).contiguous(),
+            None if mask is None else mask.expand(B, -1, -1, -1).contiguous(),
             rotary,
-            addresses(kv.key_ZJLE),
-            addresses(kv.value_ZJLE),
+            *kv.addresses,
             None if parts is None else _chosen(parts.attention, self.model.num_layers),
             None if parts is None else _chosen(parts.mlp, self.model.num_layers),
             (ctypes.c_int32 * len(taps))(*taps),
@@ -203,6 +201,14 @@ class NativeStep:
         if not asked:
             return LmOut(None, states)
         return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), states)
+
+    def _mask(self, masks: Masks, kv: SlotKV) -> Tensor | None:
+        """None for a run of tokens behind those that `kv` keeps, which the step sees by itself."""
+        start_B1 = kv.aim.start_B1
+        if isinstance(masks, RunMasks) and masks.kept_len_B.data_ptr() == start_B1.data_ptr():
+            return None
+        window = self.stack.window
+        return masks.full if window is None else masks.windows[window]
 
     def message(
         self, outside: int, ids: Tensor, position: Tensor, kv: SlotKV, rotary: Tensor
@@ -303,10 +309,6 @@ def _asked(feed: Feed, T: int) -> list[int]:
 
 def _chosen(layers: Sequence[int], num_layers: int) -> Any:
     return (ctypes.c_uint8 * num_layers)(*(layer in layers for layer in range(num_layers)))
-
-
-def addresses(tensors: Sequence[Tensor]) -> Any:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def address(held: Tensor | ctypes.Array[Any] | None) -> int | None:

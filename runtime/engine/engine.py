@@ -62,6 +62,7 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
         self.told = told
+        self._choosing = batching if isinstance(batching, Choosing) else None
         self.context, self.num_slots, self.max_len = target.spec.max_positions, num_slots, max_len
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
         self._usual_rule = sampling_rule(rule, drafter, self.policy)
@@ -149,8 +150,8 @@ class Engine:
         if round is None:
             return []
         tree = self.drafting.draft(round)
-        if isinstance(self.batching, Choosing):
-            tree = self.batching.chosen(tree)
+        if self._choosing is not None:
+            tree = self._choosing.chosen(tree)
         drafted = time.perf_counter()
         tree, out = self.reader.read(round, tree)
         assert out.logits_BTV is not None

@@ -84,7 +84,8 @@ class RoundPlanner:
         if most == 0 or lengths is None or self.policy.is_chain:
             depth = min(depth, most)
         budget = Budget(nodes=self.policy.nodes, depth=depth)
-        return RoundPlan(budget, lengths, isinstance(self.batching, Choosing))
+        chooses = self.batching is not None and isinstance(self.batching, Choosing)
+        return RoundPlan(budget, lengths, chooses)
 
     @property
     def first_is_free(self) -> bool:
@@ -208,7 +209,7 @@ class Scheduler:
             self._admit()
         if not self.rows:
             return None
-        began, device = time.perf_counter(), self.reader.target.device
+        began, device = time.perf_counter(), self.reader.device
         rows, (roots, self._roots) = tuple(self.rows), (self._roots, None)
         view, sampling = view_of(rows, device), self._batch_sampling()
         noise = self._noise(sampling)
@@ -246,9 +247,9 @@ class Scheduler:
     def _noise(self, sampling: SamplingBatch) -> RoundNoise:
         """Greedy rows read no random numbers, so theirs are made once."""
         if not sampling.all_greedy:
-            return noise_of(self.rows, self.reader.target.device)
+            return noise_of(self.rows, self.reader.device)
         if self._unread is None:
-            self._unread = noise_of(self.rows, self.reader.target.device)
+            self._unread = noise_of(self.rows, self.reader.device)
         return self._unread
 
     # -- rows join and leave --------------------------------------------------------------------

@@ -39,7 +39,7 @@ class TargetReader:
         taps: tuple[int, ...],
         drafter: Drafter | None = None,
     ) -> None:
-        self.target, self.taps = target, taps
+        self.target, self.taps, self.device = target, taps, target.device
         pruning = pruning_of(target.lm, policy, drafter)
         self._unpadded = Unpadded.of(target.lm)
         self._forward: TreeForward = pruning.forward if pruning is not None else self._whole
@@ -47,7 +47,7 @@ class TargetReader:
 
     def open(self, num_slots: int, max_len: int) -> None:
         """A new cache."""
-        self._kv = self.target.new_kv(num_slots, max_len)
+        self._kv, self.device = self.target.new_kv(num_slots, max_len), self.target.device
 
     @property
     def is_open(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.parametrize import register_parametrization
 
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LmOut
+from specctl.core.language_model import Feed, LmOut, Masks
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree, NodeKind
@@ -210,6 +210,26 @@ def test_parts_of_it_are_borrowed(eagerly: Any) -> None:
         mine = forward(lm, kv, ids, [9, 4], **wanted)
         torch.testing.assert_close(mine.logits_BTV, theirs.logits_BTV, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(dict(mine.taps), dict(theirs.taps), atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
+def test_of_a_run_no_mask_is_made_and_of_other_tokens_the_mask_counts() -> None:
+    lm, ids, start_B = make(), torch.randint(0, VOCAB, (2, 3)), torch.tensor([9, 4])
+    kv = filled(lm, 2)
+    own, fewer = lm.chain_masks(start_B, 3, 12), lm.chain_masks(start_B - 2, 3, 12)
+
+    def logits(masks: Masks) -> Tensor:
+        kv.begin((0, 1), torch.tensor([0, 1]), start_B, 3, 12)
+        with torch.no_grad():
+            found = lm.run(Feed(ids, start_B[:, None] + torch.arange(3), masks), kv).logits_BTV
+        assert found is not None
+        return found
+
+    whole = logits(own)
+    assert "full" not in vars(own)
+    torch.testing.assert_close(whole, logits(Masks(own.full)), atol=0, rtol=0)
+    torch.testing.assert_close(logits(fewer), logits(Masks(fewer.full)), atol=0, rtol=0)
+    assert (logits(fewer) - whole).abs().max() > 1e-3
 
 
 @needs_compiler
