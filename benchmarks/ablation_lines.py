@@ -33,6 +33,37 @@ class Served:
     without: tuple[str, ...]
     heat: str = "greedy"
     trained: str | None = None
+    without_sets: tuple[str, ...] = ()  # with which the second arm's drafter was trained
+    price: float = 0.0  # of a drafted token, where a forward pass of the target costs 1
+    counts_layers: bool = False  # a drafted token costs PRICE by the layers that it goes through
+    fits: bool = False  # the first arm's tree is sized by these costs
+
+
+@dataclass(frozen=True, slots=True)
+class Piped:
+    """A recipe and its stages with these settings beside another, which trains a drafter of its own
+    for the same prompts: chains of `length`. No more than its steps are taken from quality.py."""
+
+    system: str
+    claim: str
+    whole: tuple[str, ...]
+    without: tuple[str, ...]
+    length: int = 5
+    heat: str = "greedy"
+
+
+@dataclass(frozen=True, slots=True)
+class Batched:
+    """A batch policy at a load beside the best of `fixed` lengths (see ablation_batches.py)."""
+
+    system: str
+    claim: str
+    batching: str
+    users: int
+    fixed: tuple[int, ...]
+    setting: int | None = None
+    fills: int | None = None  # tokens of a forward pass that costs no more than one token
+    price: float = 0.1  # of a drafted level
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +95,7 @@ STATIC = ("serve.branch=[3,2,1,1]",)  # 21 nodes
 SIZE = ("serve.nodes=21", "serve.length=4")
 STATIC_ALONE = (*STATIC, "serve.nodes=null", "serve.acceptance=null")  # of a recipe with a tree
 SELECTED = ("train.select=highest", "train.select_share=0.4")
+SIZED = ("medusa", "serve.policy=hardware-tree", "serve.nodes=64")
 UNTRAINED = ("train.learning_rate=1e-9",)
 TRAINED = (
     Trained("EAGLE", "the next token is read beside the state: acceptance collapses without it",
@@ -237,6 +269,24 @@ SERVED = (
            _tree("chain", "serve.length=5", "serve.rule=block"), "T = 1", "small-lm"),
     Served("Speculative Jacobi", "drafts accepted by probability", ("speculative-jacobi",),
            ("jacobi",), "T = 1"),
+    Served("S2D", "the deepest of three exits: as good as a draft trained alone",
+           ("sorted", *_option("only", "2")), ("sorted",), trained="sorted",
+           without_sets=_option("exits", "[3]")),
+    Served("S2D", "the same, the first exit",
+           ("sorted", *_option("only", "0")), ("sorted",), trained="sorted",
+           without_sets=(*_option("layers", "1"), *_option("exits", "[1]"))),
+    Served("S2D", "leaves where it is sure, against the deepest exit alone", ("sorted",),
+           ("sorted", *_option("only", "2")), trained="sorted", counts_layers=True),
+    Served("S2D", "the same, against the second exit alone", ("sorted",),
+           ("sorted", *_option("only", "1")), trained="sorted", counts_layers=True),
+    Served("S2D", "the same, against the first exit alone", ("sorted",),
+           ("sorted", *_option("only", "0")), trained="sorted", counts_layers=True),
+    Served("Trees sized for the device", "as large as pays where a node costs .05, not 24 nodes",
+           SIZED, ("medusa", "serve.policy=hardware-tree", "serve.nodes=24"), trained="medusa",
+           price=0.05, fits=True),
+    Served("Trees sized for the device", "the same where it costs .001",
+           SIZED, ("medusa", "serve.policy=hardware-tree", "serve.nodes=24"), trained="medusa",
+           price=0.001, fits=True),
 )  # fmt: skip
 STOPPED = (
     Stopped("SVIP", "stops by entropy: up to 20 % faster than a fixed length", "svip",
@@ -248,4 +298,57 @@ STOPPED = (
     Stopped("AdaEAGLE", "a predicted length: 66.4 tokens/s against 64.7 of the best fixed one",
             "ada-eagle", trained="eagle"),
     Stopped("EESD", "Thompson sampling decides how far to draft", "thompson"),
+)  # fmt: skip
+_ANSWERS = (
+    "{regenerate: true, prompts: 1000, prompt_tokens: 48, new_tokens: 96, temperature: 0.8, "
+    "greedy_share: 0.5}"
+)
+_TEXT, _CODE = "{source: 'corpus:docstring', limit_tokens: 700000}", "{limit_tokens: 1000000}"
+
+
+def _stages(**stages: tuple[str, int, float]) -> str:
+    """Data, steps and learning rate of each stage."""
+    parts = [
+        f"{name}: {{data: {data}, train: {{steps: {steps}, learning_rate: {rate}}}}}"
+        for name, (data, steps, rate) in stages.items()
+    ]
+    return "stages={" + ", ".join(parts) + "}"
+
+
+def _fastdraft(**stages: tuple[str, int, float]) -> tuple[str, ...]:
+    return ("fastdraft", "train.rows=4", _stages(**stages))
+
+
+def _mlp(**stages: tuple[str, int, float]) -> tuple[str, ...]:
+    return ("mlp-speculator", "train.rows=4", _stages(**stages))
+
+
+_RAW = "{regenerate: false, limit_tokens: 1000000}"
+_BEFORE = {"pretrain": (_TEXT, 41, 5e-3), "continue": (_CODE, 51, 4e-3)}
+_LONG = {"pretrain": (_CODE, 120, 5e-3)}
+PIPED = (
+    Piped("FastDraft", "text, code, then answers of the target, against as many steps on answers",
+          _fastdraft(**_BEFORE, align=(_ANSWERS, 28, 2e-3)),
+          _fastdraft(align=(_ANSWERS, 120, 5e-3))),
+    Piped("FastDraft", "the same, against as many steps on text and code",
+          _fastdraft(**_BEFORE, align=(_ANSWERS, 28, 2e-3)),
+          _fastdraft(pretrain=(_TEXT, 41, 5e-3), **{"continue": (_CODE, 79, 4e-3)})),
+    Piped("MLP speculator's stages", "a second stage on what the target writes, against text alone",
+          _mlp(text=(_RAW, 72, 8e-3), written=(_ANSWERS, 48, 4e-3)),
+          _mlp(text=(_RAW, 120, 8e-3)), length=4),
+    Piped("MLP speculator's stages", "text first, against as many steps on what the target writes",
+          _mlp(text=(_RAW, 72, 8e-3), written=(_ANSWERS, 48, 4e-3)),
+          _mlp(written=(_ANSWERS, 120, 8e-3)), length=4),
+    Piped("Scylla", "pre-training: 120 steps on text before 60 on answers",
+          _fastdraft(**_LONG, align=(_ANSWERS, 60, 4e-3)),
+          _fastdraft(align=(_ANSWERS, 60, 4e-3))),
+)  # fmt: skip
+BATCHED = (
+    Batched("BASS", "one length that follows the batch, 8 users", "bass", 8, (1, 2, 3, 4, 6)),
+    Batched("SmartSpec", "as fast as the best fixed length, 4 users", "goodput", 4,
+            (0, 2, 3, 4), fills=16),
+    Batched("SmartSpec", "the same, 16 users", "goodput", 16, (0, 1, 2), fills=16),
+    Batched("SmartSpec", "the same, against drafts of two tokens", "goodput", 16, (2,), fills=16),
+    Batched("TETRIS", "24 tokens a round for 8 users, where they are likeliest, against 3 each",
+            "tetris", 8, (3,), setting=24, price=0.0),
 )  # fmt: skip

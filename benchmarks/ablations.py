@@ -1,13 +1,14 @@
 """What is each system's own idea worth? Our figure with it and without it, on the embedded target.
 
-Three kinds of lines (ablation_lines.py). *Trained*: two drafters of one family on the same rows,
-one with the idea switched off; or two families, one of which is the other and the idea. *Served*:
-one drafter, or one memory, under two ways to draft or to verify, with as many nodes. *Stopped*: a
-rule that ends drafts beside the best fixed length, by tokens a unit of cost. Figures are counted on
-held-out prompts, not timed; differences are paired over prompts, each prompt's figures being means
-over seeds. A line is `reproduced` or `opposite` where the difference is more than two standard
-errors from zero and every seed has its sign, else `level`. What has no two ways to compare on this
-target has a toy of its own among the tests.
+Five kinds of lines (ablation_lines.py). *Trained*: two drafters of one family on the same rows, one
+with the idea switched off; or two families, one of which is the other and the idea. *Served*: one
+drafter, or one memory, under two ways to draft or to verify, with as many nodes. *Piped*: two
+pipelines of stages. *Stopped*: a rule that ends drafts beside the best fixed length, by tokens a
+unit of cost. *Batched*: a batch policy beside the best fixed length (ablation_batches.py). Figures
+are counted on held-out prompts, not timed; differences are paired over prompts (of batches: over
+groups of users), each prompt's figures being means over seeds. A line is `reproduced` or `opposite`
+where the difference is more than two standard errors from zero and every seed has its sign, else
+`level`. What has no two ways to compare on this target has a toy of its own among the tests.
 
 The trained arms are cases of quality.py and lie in the same folder, so that neither script trains
 what the other has: run again, it goes on.
@@ -21,47 +22,63 @@ what the other has: run again, it goes on.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from ablation_batches import BatchArm, batch_arms, serve_batches
 from ablation_lines import (
+    BATCHED,
     FIXED,
     LONGEST,
+    PIPED,
     PRICE,
     SERVED,
     STOPPED,
     TRAINED,
+    Batched,
+    Piped,
     Served,
     Stopped,
     Trained,
 )
-from quality import Case, check_settings, finished, run_all, write
+from quality import HELD_UNMEASURED, Case, check_settings, finished, run_all, write
 from training_free import CORPUS_PROMPTS, build
+from trees import tally
 
 from specctl import load_drafter, load_target
+from specctl.api.train import train_and_package
 from specctl.core.drafter import Drafter
 from specctl.drafters import families
+from specctl.drafters.sorted_lm import SortedLm
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
-from specctl.runtime.policies import make_policy
+from specctl.runtime.measure.cost_table import TreeCosts
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.policies import Policy, make_policy
+from specctl.runtime.policies.hardware_tree import HardwareTree, check_profile
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.stops import trained_stops
 from specctl.runtime.stops.learned import write_stop
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
+from specctl.train.planning.scaling import share_data
+from specctl.train.runs.stages import stages
 from specctl.train.stop_rules import collect, fit, learned_rule
 
 HEATS = {"greedy": 0.0, "T = 1": 1.0}
 WORDS = {"greedy": "greedy", "T = 1": "sampled"}  # of quality.py
+OPTIONS = "drafter.options."
 LEARNING_PROMPTS = 48  # of trained stop rules: none of them is asked
 
 
@@ -75,18 +92,56 @@ class Arm:
     trained: str | None
     seed: int
     price: float = 0.0
+    sets: tuple[str, ...] = ()  # with which the drafter was trained
+    counts_layers: bool = False
+    fits: bool = False
 
     @property
     def name(self) -> str:
-        pairs = [word.partition("=") for word in self.words]
-        words = [key.rsplit(".", 1)[-1] + equals + value for key, equals, value in pairs]
-        words = [word for word in words if not word.startswith("stop_file=")]
+        words = [word for word in _short(self.words) if not word.startswith("stop_file=")]
         cost = [f"price={self.price:g}"] if self.price else []
+        cost += [word for word in ("counts_layers", "fits") if getattr(self, word)]
         heat = self.heat.replace(" ", "")
-        return "-".join([*words, *cost, heat, self.trained or "none", str(self.seed)])
+        sets = _short(self.sets)
+        return "-".join([*words, *cost, heat, self.trained or "none", *sets, str(self.seed)])
+
+    def case(self, steps: int, prompts: int) -> Case:
+        """The training of its drafter."""
+        assert self.trained is not None
+        return Case(self.trained, "tokens", self.seed, steps, prompts, self.sets)
 
     def file(self, out: Path) -> Path:
         return out / "served" / f"{self.name}.json"
+
+
+def _short(words: Sequence[str]) -> list[str]:
+    pairs = [word.partition("=") for word in words]
+    return [key.rsplit(".", 1)[-1] + equals + value for key, equals, value in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class PipedArm:
+    """A recipe with settings, trained and asked."""
+
+    words: tuple[str, ...]
+    length: int
+    heat: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        said = hashlib.sha256(" ".join(self.words).encode()).hexdigest()[:8]
+        return f"{self.words[0]}-{said}-{self.length}-{self.heat.replace(' ', '')}-{self.seed}"
+
+    def file(self, out: Path) -> Path:
+        return out / "piped" / f"{self.name}.json"
+
+
+def piped_arms(line: Piped, seed: int) -> tuple[PipedArm, PipedArm]:
+    whole, without = (
+        PipedArm(words, line.length, line.heat, seed) for words in (line.whole, line.without)
+    )
+    return whole, without
 
 
 def trained_cases(line: Trained, seeds: int, steps: int, prompts: int) -> list[tuple[Case, Case]]:
@@ -102,10 +157,10 @@ def trained_cases(line: Trained, seeds: int, steps: int, prompts: int) -> list[t
 
 
 def served_arms(line: Served, seed: int) -> tuple[Arm, Arm]:
-    whole, without = (
-        Arm(words, line.heat, line.trained, seed) for words in (line.whole, line.without)
-    )
-    return whole, without
+    cost = {"price": line.price, "counts_layers": line.counts_layers}
+    at = (line.heat, line.trained, seed)
+    whole = Arm(line.whole, *at, **cost, fits=line.fits)
+    return whole, Arm(line.without, *at, **cost, sets=line.without_sets)
 
 
 def stopped_arms(line: Stopped, seed: int, out: Path) -> tuple[list[Arm], list[Arm]]:
@@ -154,25 +209,88 @@ def serve(arm: Arm, args: argparse.Namespace) -> None:
         return
     name, *sets = arm.words
     target = load_target("tiny", dtype="float32")
-    asked = heldout_prompts(target, args.prompts)
     if arm.trained is None:
         recipe = load_recipe(name, sets)
         assert not families()[recipe.drafter.family].trainable, name
         drafter = build(recipe, target, other_prompts(target))
     else:
-        package = args.out / "runs" / f"{arm.trained}-tokens-{arm.seed}" / "package"
+        package = args.out / "runs" / arm.case(args.steps, args.data).name / "package"
         drafter = load_drafter(str(package), target)
         learn_to_stop(arm, target, drafter)
         recipe = _recipe(name, sets)
-    policy = make_policy(recipe.serve.model_dump(mode="json"))
-    fields: dict[str, Any] = {"temperature": HEATS[arm.heat], "max_new_tokens": args.tokens}
-    requests = [
-        Request(tuple(p.ids), Sampling(**fields, ignore_eos=True, seed=1000 * arm.seed + i))
-        for i, p in enumerate(asked)
-    ]
+        drafter.options = replace(drafter.options, **_given(recipe, sets))
+    policy = sized(arm, make_policy(recipe.serve.model_dump(mode="json")), target, drafter)
+    requests = asked(target, arm.heat, arm.seed, args)
+    if arm.counts_layers:
+        write(arm.file(args.out), _by_layers(target, drafter, policy, requests))
+        return
     done = Engine(target, drafter, policy, num_slots=8, rule=recipe.serve.rule).run(requests)
     stats = [row.stats for row in done]
     write(arm.file(args.out), [s.tokens / (s.rounds + arm.price * s.drafted) for s in stats])
+
+
+def asked(target: Target, heat: str, seed: int, args: argparse.Namespace) -> list[Request]:
+    fields: dict[str, Any] = {"temperature": HEATS[heat], "max_new_tokens": args.tokens}
+    return [
+        Request(tuple(p.ids), Sampling(**fields, ignore_eos=True, seed=1000 * seed + i))
+        for i, p in enumerate(heldout_prompts(target, args.prompts))
+    ]
+
+
+def _given(recipe: Recipe, sets: Sequence[str]) -> dict[str, Any]:
+    """Options of a trained drafter that are to be others than it was trained with."""
+    names = [word.split("=", 1)[0] for word in sets]
+    changed = [n.removeprefix(OPTIONS) for n in names if n.startswith(OPTIONS)]
+    return {name: recipe.drafter.options[name] for name in changed}
+
+
+def sized(arm: Arm, policy: Policy, target: Target, drafter: Drafter) -> Policy:
+    """Trees of the best ranks by the accuracies of this drafter, and by what nodes cost."""
+    if not isinstance(policy, HardwareTree):
+        return policy
+    greedy = Sampling(max_new_tokens=64, ignore_eos=True)
+    found = tally(target, drafter, other_prompts(target, 8), greedy, width=4, depth=3)
+    policy = replace(policy, profile=check_profile(found.profile))
+    costs = TreeCosts(0.0, {0: 1.0, policy.nodes: 1.0 + arm.price * policy.nodes})
+    return policy.fitted(costs) if arm.fits else policy
+
+
+def _by_layers(
+    target: Target, drafter: Drafter, policy: Policy, requests: Sequence[Request]
+) -> list[float]:
+    """Tokens a unit of cost, PRICE for a pass through all of the drafter's layers."""
+    assert isinstance(drafter, SortedLm)
+    found, own, counted = list[float](), drafter.lm.through, [0]
+
+    def through(*given: Any) -> Any:
+        counted[0] += len(given[-1])
+        return own(*given)
+
+    with patch.object(drafter.lm, "through", through):
+        for request in requests:
+            counted[0] = 0
+            stats = Engine(target, drafter, policy).run([request])[0].stats
+            found.append(stats.tokens / (stats.rounds + PRICE * counted[0] / drafter.exits[-1]))
+    return found
+
+
+def pipe(arm: PipedArm, args: argparse.Namespace) -> None:
+    """Trains by a recipe of stages, and tau of chains, prompt by prompt, into the arm's file."""
+    torch.set_num_threads(1)
+    if arm.file(args.out).exists():
+        return
+    recipe = load_recipe(arm.words[0], (f"train.seed={arm.seed}", HELD_UNMEASURED, *arm.words[1:]))
+    folder = args.out / "piped" / "runs" / arm.name
+    for stage in stages(recipe, folder):  # answers and texts are the same for all
+        same = sorted(folder.parent.glob(f"*/stage-*-{stage.name}/finished.json"))
+        share_data([file.parent for file in same], stage.folder)
+    result = train_and_package(SilentReporter(), recipe, folder, command=sys.argv)
+    assert result.package is not None
+    target = load_target("tiny", dtype="float32")
+    drafter = load_drafter(str(result.package), target)
+    policy = make_policy({"policy": "chain", "length": arm.length})
+    done = Engine(target, drafter, policy, num_slots=8).run(asked(target, arm.heat, arm.seed, args))
+    write(arm.file(args.out), [row.stats.tokens / row.stats.rounds for row in done])
 
 
 Figures = Sequence[float]
@@ -220,7 +338,15 @@ def lines_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if all(file.exists() for file in files):
                 pairs.append((_read(files[0]), _read(files[1])))
         if pairs:
-            yield _said(served, f"tau, {served.heat}") | compare(pairs)
+            yield _said(served, _measure(served)) | compare(pairs)
+    for piped in PIPED:
+        pairs = []
+        for seed in range(args.seeds):
+            files = [arm.file(args.out) for arm in piped_arms(piped, seed)]
+            if all(file.exists() for file in files):
+                pairs.append((_read(files[0]), _read(files[1])))
+        if pairs:
+            yield _said(piped, f"tau, chain, {piped.heat}") | compare(pairs)
     for stopped in STOPPED:
         ruled, fixed = [], []
         for seed in range(args.seeds):
@@ -234,8 +360,33 @@ def lines_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             whole, without = a[best(a)], b[best(b)]
             yield _said(stopped, length) | compare(list(zip(whole, without, strict=True)))
 
+    for batched in BATCHED:
+        ruled, fixed = [], []
+        for seed in range(args.seeds):
+            batches = batch_arms(batched, seed)
+            if all(arm.file(args.out).exists() for side in batches for arm in side):
+                ruled.append([_read(arm.file(args.out)) for arm in batches[0]])
+                fixed.append([_read(arm.file(args.out)) for arm in batches[1]])
+        if ruled:
+            a, b = (list(zip(*side, strict=True)) for side in (ruled, fixed))
+            length = batched.fixed[best(b)]
+            what = "tokens a unit of cost" if batched.price else "tokens a round and row"
+            at = f"{what}, greedy; fixed length {length}"
+            yield _said(batched, at) | compare(list(zip(a[0], b[best(b)], strict=True)))
 
-def _said(line: Trained | Served | Stopped, at: str) -> dict[str, Any]:
+
+def _measure(line: Served) -> str:
+    if line.counts_layers:
+        return f"tokens a unit of cost, {line.heat}"
+    if line.price:
+        return f"tokens a unit of cost, {line.heat}"
+    return f"tau, {line.heat}"
+
+
+Line = Trained | Served | Piped | Stopped | Batched
+
+
+def _said(line: Line, at: str) -> dict[str, Any]:
     return {"system": line.system, "claim": line.claim, "at": at}
 
 
@@ -269,10 +420,38 @@ def wanted_arms(args: argparse.Namespace) -> list[Arm]:
     return list(dict.fromkeys(found))
 
 
+def batched_arms(args: argparse.Namespace) -> list[BatchArm]:
+    """Those of batch policies, each once."""
+    found = [
+        arm
+        for seed in range(args.seeds)
+        for line in BATCHED
+        if _is_asked(line, args)
+        for side in batch_arms(line, seed)
+        for arm in side
+    ]
+    return list(dict.fromkeys(found))
+
+
+def piped_wanted(args: argparse.Namespace) -> list[PipedArm]:
+    """Pipelines to train, each once."""
+    found = [
+        arm
+        for seed in range(args.seeds)
+        for line in PIPED
+        if _is_asked(line, args)
+        for arm in piped_arms(line, seed)
+    ]
+    return list(dict.fromkeys(found))
+
+
 def wanted_cases(args: argparse.Namespace, arms: Sequence[Arm]) -> list[Case]:
     """Drafters to train: those that arms are served with, and both sides of trained lines."""
-    found = [
-        Case(arm.trained, "tokens", arm.seed, args.steps, args.data) for arm in arms if arm.trained
+    found = [arm.case(args.steps, args.data) for arm in arms if arm.trained]
+    found += [
+        Case(arm.trained, "tokens", arm.seed, args.steps, args.data)
+        for arm in batched_arms(args)
+        if args.only != "trained"
     ]
     if args.only != "served":
         found += [
@@ -285,7 +464,7 @@ def wanted_cases(args: argparse.Namespace, arms: Sequence[Arm]) -> list[Case]:
     return sorted(dict.fromkeys(found), key=lambda case: case.seed)
 
 
-def _is_asked(line: Trained | Served | Stopped, args: argparse.Namespace) -> bool:
+def _is_asked(line: Line, args: argparse.Namespace) -> bool:
     names = [name for name in args.systems.split(",") if name]
     return not names or line.system in names
 
@@ -310,29 +489,43 @@ def main() -> None:
     arms = [] if args.only == "trained" else wanted_arms(args)
     wanted = wanted_cases(args, arms)
     missing = [case.name for case in wanted if case.name not in finished(args.out)]
-    arms = [arm for arm in arms if not arm.file(args.out).exists()]
-    print(f"{len(missing)} drafters to train, {len(arms)} arms to serve", file=sys.stderr)
+    batches = [] if args.only == "trained" else batched_arms(args)
+    pipes = [] if args.only == "served" else piped_wanted(args)
+    jobs: list[Job] = [
+        *((serve, arm) for arm in arms),
+        *((serve_batch, arm) for arm in batches),
+        *((pipe, arm) for arm in pipes),
+    ]
+    jobs = [(work, arm) for work, arm in jobs if not arm.file(args.out).exists()]
+    print(f"{len(missing)} drafters to train, {len(jobs)} arms to serve", file=sys.stderr)
     if args.plan:
-        print("\n".join([*missing, *(arm.name for arm in arms)]))
+        print("\n".join([*missing, *(arm.name for _, arm in jobs)]))
         return
     failed: list[str] = []
     if not args.table:
-        failed = run_all(wanted, args) + serve_all(arms, args)
+        failed = run_all(wanted, args) + do_all(jobs, args)
     lines = list(lines_of(args))
     print(json.dumps(lines) if args.json else markdown(lines))
     if failed:
         raise SystemExit("not in this table, since they failed: " + ", ".join(failed))
 
 
-def serve_all(arms: Sequence[Arm], args: argparse.Namespace) -> list[str]:
+def serve_batch(arm: BatchArm, args: argparse.Namespace) -> None:
+    serve_batches(arm, args.out)
+
+
+Job = tuple[Callable[[Any, argparse.Namespace], None], Arm | BatchArm | PipedArm]
+
+
+def do_all(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
     """Serves each arm; names of those that failed, with the reason."""
     failed: list[str] = []
     with ProcessPoolExecutor(args.workers) as pool:
-        waiting = [(arm, pool.submit(serve, arm, args)) for arm in arms]
+        waiting = [(arm, pool.submit(work, arm, args)) for work, arm in jobs]
         for number, (arm, future) in enumerate(waiting, 1):
             if (error := future.exception()) is not None:
                 failed.append(f"{arm.name}: {error}")
-            print(f"{number} of {len(arms)} arms served: {arm.name}", file=sys.stderr, flush=True)
+            print(f"{number} of {len(jobs)} arms served: {arm.name}", file=sys.stderr, flush=True)
     return failed
 
 

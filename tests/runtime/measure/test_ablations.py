@@ -9,6 +9,10 @@ from types import ModuleType
 
 import pytest
 
+from specctl.recipes.load import load_recipe
+from specctl.recipes.stages import runs_of
+from specctl.runtime.batching import RowView
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -54,6 +58,31 @@ def test_arms_that_differ_have_files_of_their_own(ablations: ModuleType, tmp_pat
         ruled, fixed = ablations.stopped_arms(line, 0, tmp_path)
         files = [arm.file(tmp_path) for arm in (*ruled, *fixed)]
         assert len(set(files)) == len(line.thresholds) + len(ablations.FIXED)
+    served = [ablations.served_arms(line, 0) for line in ablations.SERVED]
+    piped = [ablations.piped_arms(line, 0) for line in ablations.PIPED]
+    batched = [side for line in ablations.BATCHED for side in ablations.batch_arms(line, 0)]
+    for pairs in (served, piped, batched):
+        arms = {arm for pair in pairs for arm in pair}
+        assert len({arm.file(tmp_path) for arm in arms}) == len(arms)
+
+
+def test_a_pipeline_is_a_recipe_whose_stages_are_as_long_as_it_says(ablations: ModuleType) -> None:
+    for line in ablations.PIPED:
+        for arm in ablations.piped_arms(line, 0):
+            found = runs_of(load_recipe(arm.words[0], arm.words[1:]))
+            assert 60 <= sum(run.train.steps for run in found) <= 180
+            assert {run.train.rows for run in found} == {4}
+
+
+def test_rounds_take_what_the_device_says_and_the_policy_is_told_so(ablations: ModuleType) -> None:
+    arm = ablations.BatchArm("goodput", None, users=4, fills=16, price=0.1, seed=0)
+    assert [arm.seconds(4, length) for length in (0, 3, 7)] == pytest.approx([1.0, 1.3, 2.7])
+    policy = arm.made()
+    assert policy.costs.seconds(4, 7) == pytest.approx(2.7)
+    rows = [RowView(i, room=100) for i in range(4)]
+    device = importlib.import_module("ablation_batches").OnDevice(arm, policy)
+    asked = max(device.lengths(rows))
+    assert device.clock == pytest.approx(arm.seconds(4, asked))
 
 
 def test_every_test_that_the_page_names_is_there() -> None:
