@@ -217,6 +217,11 @@ class StepState(DraftState):
         target's cache, if it was a chain; None: nothing."""
         return None
 
+    def unverified(self, tree: DraftTree) -> Tensor | None:
+        """[B, N]: nodes of this round's tree that are taken whatever the target says (forced; only
+        of drafters that are not lossless). None: every node is verified."""
+        return None
+
     def hidden(self) -> Tensor:
         """[B, D]: the states that the newest logits were read from (of the last node expanded);
         what trained stop rules look at."""

@@ -41,7 +41,7 @@ from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.self_drafter import SelfDrafter, check_layers
+from specctl.drafters.nets.self_drafter import SelfDrafter, UnverifiedOptions, check_layers
 from specctl.drafters.option_checks import Count, OneOf, Options, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState, read_out, said_by
 
@@ -51,7 +51,7 @@ CANDIDATES = tuple(i / 50 for i in range(50, -1, -1))  # thresholds, from the st
 
 
 @dataclass(frozen=True, slots=True)
-class CalmOptions(Options):
+class CalmOptions(UnverifiedOptions):
     """`exits`: layer counts after which a token may leave, None all below the target's. `measure`
     and `threshold` say when; `decay` and `over` how the threshold falls (None: it does not).
     `risk` and `error` are what a calibration allows."""
@@ -91,6 +91,7 @@ class Calm(SelfDrafter):
         self, options: CalmOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
+        self.lossless = options.unverified is None
         every = tuple(range(1, spec.num_layers))
         self.exits = check_layers("exits", options.exits or every, spec.num_layers)
         check_options(options, bool(self.exits) and self.exits[0] > 0, ("exits",), "1 and up")
@@ -213,6 +214,7 @@ class CalmState(BorrowedState):
     def __init__(self, drafter: Calm, lm: LanguageModel, space: Space) -> None:
         super().__init__(lm, drafter.attention, space)
         self.options, self.exits = drafter.options, drafter.exits
+        self.least = drafter.options.unverified
         self.taken: Counter[int] = Counter()
 
     @property

@@ -19,8 +19,10 @@ from typing import Annotated
 
 from specctl.core.drafter import Family, Space
 from specctl.core.language_model import LanguageModel
+from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
-from specctl.drafters.nets.self_drafter import SelfDrafter
+from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.self_drafter import SelfDrafter, UnverifiedOptions
 from specctl.drafters.option_checks import Count, OneOf, Options, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState
 
@@ -28,7 +30,7 @@ SCHEDULES = ("skip-decode", "d3")
 
 
 @dataclass(frozen=True, slots=True)
-class DepthDecayOptions(Options):
+class DepthDecayOptions(UnverifiedOptions):
     """Shares of the target's layers: `most` for the first drafted token, never fewer than `least`.
     `over`: tokens after which skip-decode is at its least; `warm_up`: its lowest layers; `alpha`:
     the decay of d3."""
@@ -70,6 +72,12 @@ class DepthDecay(SelfDrafter):
     shares_kv = True
     options: DepthDecayOptions
 
+    def __init__(
+        self, options: DepthDecayOptions, spec: ModelSpec, vocab: VocabMap | None = None
+    ) -> None:
+        super().__init__(options, spec, vocab)
+        self.lossless = options.unverified is None
+
     @property
     def attention(self) -> tuple[int, ...]:
         return self.options.parts(0, self.spec.num_layers).attention
@@ -83,7 +91,7 @@ class DepthDecayState(BorrowedState):
 
     def __init__(self, drafter: DepthDecay, lm: LanguageModel, space: Space) -> None:
         super().__init__(lm, drafter.attention, space)
-        self.options = drafter.options
+        self.options, self.least = drafter.options, drafter.options.unverified
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
         return self.options.parts(first, self.lm.spec.num_layers)

@@ -16,13 +16,15 @@ from specctl.core.drafter import Family, Space
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.self_drafter import SelfDrafter, check_layer
+from specctl.drafters.nets.self_drafter import SelfDrafter, UnverifiedOptions, check_layer
 from specctl.drafters.states.borrowed_state import FixedState
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSkipOptions:
-    """`layers`: how many of the target's layers draft; None takes a quarter of them."""
+class LayerSkipOptions(UnverifiedOptions):
+    """`layers`: how many of the target's layers draft; None takes a quarter of them. `unverified`
+    is how FREE (arXiv 2310.05424) answers: what the exit is sure of stays, and the whole target
+    reads it at once before it says the next token."""
 
     layers: int | None = None
 
@@ -32,6 +34,7 @@ class LayerSkip(SelfDrafter):
 
     family = "layer-skip"
     shares_kv = True
+    options: LayerSkipOptions
 
     def __init__(
         self, options: LayerSkipOptions, spec: ModelSpec, vocab: VocabMap | None = None
@@ -39,13 +42,14 @@ class LayerSkip(SelfDrafter):
         super().__init__(options, spec, vocab)
         layers = max(1, spec.num_layers // 4) if options.layers is None else options.layers
         self.parts = SubLayers.span(0, check_layer("layers", layers, spec.num_layers))
+        self.lossless = options.unverified is None
 
     @property
     def attention(self) -> tuple[int, ...]:
         return self.parts.attention
 
     def open(self, space: Space) -> FixedState:
-        return FixedState(self.lm, self.parts, space)
+        return FixedState(self.lm, self.parts, space, self.options.unverified)
 
 
 FAMILY = Family(

@@ -32,7 +32,7 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.self_drafter import SelfDrafter, check_layers
+from specctl.drafters.nets.self_drafter import SelfDrafter, UnverifiedOptions, check_layers
 from specctl.drafters.option_checks import Options, Within, check_options
 from specctl.drafters.states.borrowed_state import FixedState, shadow_logits
 
@@ -40,7 +40,7 @@ TEXT, MOST_TEXTS = 128, 16  # tokens of a text that is searched on, and how many
 
 
 @dataclass(frozen=True, slots=True)
-class SkipLayersOptions(Options):
+class SkipLayersOptions(UnverifiedOptions):
     """`skip_attention` and `skip_mlp`: layers whose attention or MLP is left out; None for both
     keeps the share `keep` of whole layers, evenly spread. `trials` sets are looked at where texts
     are searched on."""
@@ -67,7 +67,7 @@ class SkipLayers(SelfDrafter):
         self, options: SkipLayersOptions, spec: ModelSpec, vocab: VocabMap | None = None
     ) -> None:
         super().__init__(options, spec, vocab)
-        count = spec.num_layers
+        self.lossless, count = options.unverified is None, spec.num_layers
         if options.skip_attention is None and options.skip_mlp is None:
             self.parts = SubLayers.evenly(count, max(1, round(options.keep * count)))
         else:
@@ -80,7 +80,7 @@ class SkipLayers(SelfDrafter):
         return self.parts.attention
 
     def open(self, space: Space) -> FixedState:
-        return FixedState(self.lm, self.parts, space)
+        return FixedState(self.lm, self.parts, space, self.options.unverified)
 
     def learn(
         self, texts: Iterable[Sequence[int]], taps: Iterable[Mapping[int, Tensor]] = ()

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
 from specctl.core.language_model import Borrowed, LanguageModel
+from specctl.drafters.option_checks import Options, Within
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnverifiedOptions(Options):
+    """`unverified`: tokens of a chain are taken as they are while the layers that draft give each
+    at least this probability, which is approximate: what the method does that has no target behind
+    it. None: every token is verified."""
+
+    unverified: Annotated[float, Within(0, 1)] | None = None
 
 
 class SelfDrafter(Drafter):

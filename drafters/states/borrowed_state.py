@@ -33,6 +33,7 @@ from specctl.core.language_model import (
 )
 from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
+from specctl.core.tree import DraftTree
 from specctl.drafters.states.tree_layout import Place, TreeLayout
 from specctl.models.fast_llama import FastLlama
 from specctl.models.native.chain import NextToken
@@ -134,6 +135,8 @@ class BorrowedState(KnownTokensState):
         self._ready_BMD = torch.empty(0)
         self._exits: list[Tensor] = []
         self._next_token: NextToken | None = None
+        self.least: float | None = None  # `unverified` of the options that have it
+        self._said: list[Tensor] = []
 
     def observe(self, outcome: Outcome) -> None:
         self._growth, self._exits = None, []
@@ -179,12 +182,25 @@ class BorrowedState(KnownTokensState):
         kept = [self.num_known[slot] for slot in view.slots]
         self._exits = []
         self._growth = TreeLayout(view, self.kv, kept, view.kept_len_B)
-        root_B1 = view.root_B[:, None]
-        return self._nodes(root_B1, torch.full_like(root_B1, -1))[:, 0]
+        root_B1, self._said = view.root_B[:, None], []
+        return self._heard(self._nodes(root_B1, torch.full_like(root_B1, -1)))[:, 0]
 
     @torch.no_grad()
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-        return self._nodes(token_BM, parent_BM + 1)
+        return self._heard(self._nodes(token_BM, parent_BM + 1))
+
+    def _heard(self, logits_BMV: Tensor) -> Tensor:
+        if self.least is not None:
+            self._said.append(logits_BMV.float().softmax(-1))
+        return logits_BMV
+
+    def unverified(self, tree: DraftTree) -> Tensor | None:
+        """Of a chain the tokens in front of the first that is not probable enough."""
+        if self.least is None or not tree.is_chain:
+            return None
+        p_BNV = torch.cat(self._said, dim=1)[:, : tree.num_nodes]
+        p_BN = p_BNV.gather(2, tree.token_BN[:, :, None])[:, :, 0]
+        return ((p_BN >= self.least) & tree.valid_BN).long().cumprod(1).bool()
 
     @torch.no_grad()
     def best_chain(self, view: RoundView, length: int) -> BestChain | None:
@@ -218,7 +234,7 @@ class BorrowedState(KnownTokensState):
         all that reads it."""
         own = type(self)
         is_all = own.read is BorrowedState.read and own._nodes is BorrowedState._nodes
-        if not is_all or self.lm.device.type != "cpu":
+        if not is_all or self.lm.device.type != "cpu" or self.least is not None:
             return None
         parts = [{self.parts_of(slot, first) for slot in slots} for first in range(length)]
         return tuple(one for (one,) in parts) if all(len(each) == 1 for each in parts) else None
@@ -295,11 +311,13 @@ class BorrowedState(KnownTokensState):
 class FixedState(BorrowedState):
     """The same layers for every row at every depth."""
 
-    def __init__(self, lm: LanguageModel, parts: SubLayers, space: Space) -> None:
+    def __init__(
+        self, lm: LanguageModel, parts: SubLayers, space: Space, least: float | None = None
+    ) -> None:
         count = len(parts.attention)
         lower = parts == SubLayers.span(0, count)
         super().__init__(lm, parts.attention, space, exit_layer=count if lower else 0)
-        self.parts = parts
+        self.parts, self.least = parts, least
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
         return self.parts

@@ -129,8 +129,10 @@ class PolicyDrafter(RoundDrafter):
         vocab, guide = self.drafter.vocab, sampling.guide(view)
         given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
         tree = self.policy.grow(GrowRequest(self.state, *given, estimates=plan.estimates))
-        assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         tree = fitted(plan.cut(tree))
+        if isinstance(self.state, StepState) and tree.num_nodes and not self.drafter.lossless:
+            tree = replace(tree, forced_BN=self.state.unverified(tree))
+        assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         if tree.is_chain and tree.num_nodes and isinstance(self.state, StepState):
             tree = replace(tree, exits=self.state.exit_states())
         return tree

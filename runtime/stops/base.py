@@ -76,14 +76,17 @@ class Tested:
 
 
 def tested_rows(outcome: Outcome) -> Iterator[Tested]:
-    """Rows that drafted something and go on: a round cut by the end of a text rejects nothing."""
+    """Rows that drafted something and go on: a round cut by the end of a text rejects nothing, and
+    a row whose draft was taken unverified tests nothing."""
     if outcome.tree.num_nodes == 0:
         return
     drafted = outcome.tree.valid_BN.sum(1).tolist()
+    forced_BN = outcome.tree.forced_BN
+    is_taken = [False] * len(drafted) if forced_BN is None else forced_BN.any(1).tolist()
     for row, (count, accepted, finished) in enumerate(
         zip(drafted, outcome.num_accepted, outcome.finished, strict=True)
     ):
-        if finished is None and count > 0:
+        if finished is None and count > 0 and not is_taken[row]:
             yield Tested(row, count, accepted)
 
 
