@@ -1,14 +1,14 @@
 """A gguf export in llama.cpp itself: the embedded target and a draft of it, with and without.
 
 The target is written as GGUF with the exporter's own writer, the draft is exported, and llama.cpp's
-server (the wheel xllamacpp, in a Python of its own) answers held-out prompts greedily without and
+server (built by llama_common.py) answers held-out prompts greedily without and
 with the draft. Prompts are token ids. It fails (exit 1) unless
 - both answers are the same tokens, and those of specctl without a draft (a difference counts as
   rounding only where the target's two best logits are within a few units in the last place);
 - a share of the drafts is accepted that is within 0.05 of what specctl measures with the package,
   the drafting length being the same.
 
-    python benchmarks/export_llama.py --draft runs/distill/package --llama-cpp PYTHON --json
+    python benchmarks/export_llama.py --draft runs/distill/package --llama-server PATH --json
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import argparse
 import json
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from llama_common import serving
+from llama_common import complete, serving
 
 from specctl import Sampling, generate, load_drafter, load_target
 from specctl.export.formats import export
@@ -58,14 +57,7 @@ class Row:
 def llama(way: str, url: str, prompts: Sequence[Sequence[int]], tokens: int) -> Row:
     row, seconds = Row(way, []), 0.0
     for prompt in prompts:
-        body: dict[str, Any] = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0.0}
-        body |= {"return_tokens": True, "ignore_eos": True, "cache_prompt": False}
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            f"{url}/completion", json.dumps(body).encode(), headers=headers
-        )
-        with urllib.request.urlopen(request) as response:
-            answer = json.load(response)
+        answer = complete(url, prompt, tokens)
         row.answers.append(list(answer["tokens"]))
         timings = answer["timings"]
         row.drafted += timings.get("draft_n", 0)
@@ -115,7 +107,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Row], int, lis
     draft = (str(folder / "draft" / FILE), str(args.length))
     for way, given in (("llama.cpp", ()), ("llama.cpp, draft", draft)):
         file = folder / "target.gguf"
-        with serving(args.llama_cpp, file, 1, context, args.threads, given, "f32") as url:
+        with serving(args.llama_server, file, 1, context, args.threads, given, "f32") as url:
             rows.append(llama(way, url, prompts, args.tokens))
     assert isinstance(target.lm, FastLlama)
     rounding, faults = compared(rows, prompts, as_transformers(target.lm))
@@ -147,7 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="tiny")
     parser.add_argument("--draft", required=True, help="package of a small-lm draft")
-    parser.add_argument("--llama-cpp", required=True, metavar="PYTHON", help="has xllamacpp")
+    parser.add_argument("--llama-server", required=True, metavar="PATH", help="see llama_common.py")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--length", type=int, default=5, help="tokens drafted a round")

