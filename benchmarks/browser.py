@@ -153,7 +153,7 @@ class Page:
         """Waits until the expression is true."""
         deadline = time.monotonic() + seconds
         while not self.run(script):
-            text = self.run("document.body.innerText")
+            text = self.run("document.body ? document.body.innerText : ''")
             assert time.monotonic() < deadline, f"never came: {script}\nthe page says: {text}"
             time.sleep(0.02)
 
