@@ -3,12 +3,15 @@
 A study is a list of arms, drafters in greedy chains of five tokens without a stop rule (PPD: as its
 recipe serves, or with other rows a round; K-Forcing: at temperature 1, beside other ways to train
 it), on the same held-out prompts of the embedded target.
-Where an arm is trained, the study is run for several seeds, which make other batches of the same
-rows. Printed of each arm: acceptance of the first token and tokens per round with their standard
-errors over prompts, tokens per round less those of the study's first arm (or of the arm that is
-named), and what the system says of itself (layers run, bytes kept), seed by seed. Differences are
-paired over prompts, each prompt's figures being means over seeds; they are `level` within two
-standard errors, or where seeds disagree about the sign.
+Where an arm is trained or searched for, the study is run for several seeds, which make other
+batches of the same rows (searches: other texts). Printed of each arm: acceptance of the first token
+and tokens per round with their standard errors over prompts, tokens per round less those of the
+study's first arm (or of the arm that is named), and what the system says of itself (layers run,
+bytes kept), seed by seed. Differences are paired over prompts, each prompt's figures being means
+over seeds; they are `level` within two standard errors, or where seeds disagree about the sign.
+In the studies of PRICED, arms draft with unequal parts of the target, or stop at unequal lengths.
+They are compared by tokens a forward pass instead: a drafted token costs the share of the target's
+attentions and MLPs that it ran through, and what the drafter adds of its own.
 Arms are written to OUT/STUDY-SEED.json as they are measured; run again, it goes on with what is
 missing.
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +33,7 @@ from typing import Any
 
 from ablations import compare
 from quality import write
-from self_speculation import package
+from self_speculation import SEARCHED, package
 from torch import Tensor
 
 from specctl import load_drafter, load_target
@@ -37,6 +41,8 @@ from specctl.core.drafter import Drafter, DraftState, Outcome, Space
 from specctl.drafters import family
 from specctl.drafters.calm import CalmState
 from specctl.drafters.quantspec import QuantSpecState
+from specctl.drafters.skip_layers import SkipLayersOptions
+from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.stats import add_counts, shares
@@ -54,7 +60,9 @@ class Arm:
     weights and options, but for those given here, are those of OUT/runs/TRAINED-SEED/package, which
     is trained now if it is not there (by RECIPE with `sets` in it; None: by the recipe of that
     name); `changed`: it drafts for that run's target, which learned, too. Sampled at `heat` under
-    `rule`. `beside`: the arm that it is compared with (None: the study's first)."""
+    `rule`. `beside`: the arm that it is compared with (None: the study's first). `draws`: the
+    attentions and MLPs that are skipped are drawn at random instead, so many times, as many of each
+    as `trained` skips. `own`: layers of the drafter's own."""
 
     name: str
     family: str
@@ -68,6 +76,8 @@ class Arm:
     heat: float = 0.0
     rule: str = "auto"
     beside: str | None = None
+    draws: int = 0
+    own: int = 0
 
 
 def calm() -> Iterator[Arm]:
@@ -177,6 +187,101 @@ def lexical_unit() -> Iterator[Arm]:
             yield arm(f"kept from {keep}{title}", run, keep)
 
 
+def draft_verify() -> Iterator[Arm]:
+    """Sets of as many attentions and MLPs as the search leaves out, searched for and drawn."""
+    name = "draft-verify"
+    yield Arm("searched", "skip-layers", {}, trained=name)
+    yield Arm("drawn at random", "skip-layers", {}, trained=name, draws=5)
+
+
+def swift() -> Iterator[Arm]:
+    """Half of the sub-layers between first and last layer, found while serving. Ask for 256 tokens,
+    as the search needs an answer to learn from."""
+    for name, more in {
+        "search in every answer": {},
+        "no search": {"enough": 1e-9},  # over when the first set has its score
+        "one search for all answers": {"scope": "process"},
+        "a set tried after every token": {"every": 1},
+    }.items():
+        yield Arm(name, "swift", {"ratio": 0.5, **more})
+
+
+def schedules() -> Iterator[Arm]:
+    """Fewer layers for every further token, beside four layers for each, lowest and uppermost ones
+    of the same kinds: in chains of five (6, 5, 4, 3, 2 layers are 20, too), and as the recipes
+    serve."""
+    stopped = {"policy": "chain", "length": 4, "stop": "draft-verify", "threshold": 0.6}
+    recipes = {
+        "skip-decode": {"schedule": "skip-decode"},
+        "d3": {"schedule": "d3", "alpha": 0.85},
+    }
+    falls = {"skip-decode": ((0.75, 0.25), (0.625, 0.375)), "d3": ((0.75, 0.375), (0.625, 0.375))}
+    for name, options in recipes.items():
+        for how, serve in (("", CHAIN), (", served", stopped)):
+            equal = f"{name}, 4 for all{how}"
+            for share in (0.5, 0.375, 0.625, 0.75):
+                same = {**options, "most": share, "least": share}
+                title = f"{name}, {round(8 * share)} for all{how}"
+                yield Arm(title, "depth-decay", same, serve=serve, beside=equal)
+            for most, least in falls[name]:
+                falling = {**options, "most": most, "least": least}
+                title = f"{name}, {round(8 * most)} to {round(8 * least)}{how}"
+                yield Arm(title, "depth-decay", falling, serve=serve, beside=equal)
+
+
+def early_exits() -> Iterator[Arm]:
+    """Exit and length by DEL beside fixed ones, and FREE's threshold beside fixed lengths: of the
+    embedded target, and of the one that learned to be read early."""
+    for run, what in (("layer-skip-trained", "early exits"), (None, "as it was")):
+
+        def arm(name: str, family: str, first: str, serve: Any, **options: Any) -> Arm:
+            title = f"{name} ({what})"  # noqa: B023
+            return Arm(title, family, options, changed=run, serve=serve, beside=first)  # noqa: B023
+
+        chosen, free = f"del ({what})", f"free, 5 layers ({what})"
+        yield arm("del", "del", chosen, {"policy": "chain", "length": 8})
+        stopped = {"policy": "chain", "length": 8, "stop": "beta-mixture"}
+        yield arm("free, 5 layers", "layer-skip", free, stopped, layers=5)
+        for layers in (3, 4, 5, 6, 7):
+            for length in (1, 2, 3, 4):
+                fixed = {"policy": "chain", "length": length}
+                beside = free if layers == 5 else chosen
+                yield arm(f"{layers} layers, {length}", "layer-skip", beside, fixed, layers=layers)
+
+
+def eesd() -> Iterator[Arm]:
+    """Thompson sampling ends drafts, or a length does, or a threshold of confidence."""
+
+    def arm(name: str, **serve: Any) -> Arm:
+        return Arm(name, "eesd", {}, None, "eesd", None, {"policy": "chain", **serve}, own=1)
+
+    yield arm("thompson", length=8, stop="thompson")
+    for length in (1, 2, 3, 4, 5, 8):
+        yield arm(f"length {length}", length=length)
+    for threshold in (0.2, 0.4, 0.6, 0.8):
+        yield arm(f"confidence {threshold}", length=8, confidence=threshold)
+
+
+def unverified() -> Iterator[Arm]:
+    """Methods that answer by themselves: tokens taken unverified from a probability on. Beside
+    each, the same as a drafter."""
+    stopped = {"policy": "chain", "length": 8}
+    arms: dict[str, tuple[str, dict[str, Any]]] = {
+        "free, 5 layers": ("layer-skip", {"layers": 5}),
+        "calm": ("calm", {"exits": (4, 5, 6, 7), "threshold": 0.9}),
+        "unified-skip, 6 layers": ("skip-layers", {"keep": 0.75}),
+        "skip-decode, 6 to 4 layers": ("depth-decay", {"most": 0.75, "least": 0.5}),
+        "d3, 6 to 4 layers": ("depth-decay", {"schedule": "d3", "most": 0.75, "least": 0.5}),
+    }
+    for name, (method, options) in arms.items():
+        yield Arm(name, method, options, serve={**stopped, "confidence": 0.7}, beside=name)
+        for least in (0.9, 0.7, 0.5, 0.0):
+            # the draft ends behind the first token that is not taken
+            serve = {**stopped, "confidence": least} if least else stopped
+            taken = {**options, "unverified": least}
+            yield Arm(f"{name}, from {least}", method, taken, serve=serve, beside=name)
+
+
 STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "calm": calm,
     "quantspec": quantspec,
@@ -185,14 +290,24 @@ STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "k-forcing": k_forcing,
     "sdsat": sdsat,
     "lexical-unit": lexical_unit,
+    "draft-verify": draft_verify,
+    "swift": swift,
+    "schedules": schedules,
+    "early-exits": early_exits,
+    "eesd": eesd,
+    "unverified": unverified,
 }
+PRICED = ("schedules", "early-exits", "eesd", "unverified")
 
 
 @dataclass(slots=True)
 class Rounds:
-    """Of every round of a prompt: tokens answered before it, and whether its first was accepted."""
+    """Of every round of a prompt: tokens answered before it, and whether its first was accepted;
+    and the forward passes of the target that its drafts cost, with so many layers of its own."""
 
+    own: int = 0
     seen: dict[tuple[int, ...], list[tuple[int, bool]]] = field(default_factory=dict)
+    spent: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def watch(self, state: DraftState) -> None:
         started, observed = state.start, state.observe
@@ -204,6 +319,11 @@ class Rounds:
 
         def observe(outcome: Outcome) -> None:
             view = outcome.view
+            for slot, drafted in zip(
+                view.slots, outcome.tree.valid_BN.sum(1).tolist(), strict=True
+            ):
+                cost = self.spent.get(prompts[slot], 0.0) + self.cost(state, slot, drafted)
+                self.spent[prompts[slot]] = cost
             rows = zip(view.slots, view.kept_len_B.tolist(), outcome.num_accepted, strict=True)
             for slot, known, accepted in rows:
                 rounds = self.seen.setdefault(prompts[slot], [])
@@ -211,6 +331,15 @@ class Rounds:
             observed(outcome)
 
         state.start, state.observe = start, observe  # type: ignore[method-assign]
+
+    def cost(self, state: DraftState, slot: int, drafted: int) -> float:
+        """Of a draft by layers of the target: a token is read by the layers that are asked for its
+        place."""
+        if not isinstance(state, BorrowedState):
+            return 0.0
+        layers = state.lm.spec.num_layers
+        shares = [state.parts_of(slot, place).share(layers) for place in range(drafted)]
+        return sum(shares) + drafted * self.own / layers
 
     def by_third(self, tokens: int) -> str:
         """Acceptance of first tokens in the first and the last third of the answers."""
@@ -237,7 +366,8 @@ def drafter_of(
         drafter = method.build(method.options(**arm.options), target.spec, None)
     else:
         found = load_drafter(str(folder), own_target(folder.parent))
-        drafter = method.build(replace(found.options, **arm.options), target.spec, found.vocab)
+        options = replace(found.options, **arm.options)
+        drafter = method.build(options, target.spec, found.vocab)
         drafter.load_tensors(found.tensors())
     opened = drafter.open
 
@@ -255,9 +385,11 @@ def package_of(arm: Arm, seed: int, args: argparse.Namespace) -> Path | None:
     study's first."""
     if arm.trained is None:
         return None
-    first = next(STUDIES[args.study]()).trained
-    name, sets = f"{arm.trained}-{seed}", (f"train.seed={seed}", *arm.sets)
-    return package(arm.recipe or arm.trained, args.out, name, sets, f"{first}-0")
+    first = next(STUDIES[args.study]())
+    is_search = arm.trained in SEARCHED
+    rows = None if is_search else f"{first.trained or first.changed}-0"
+    sets = (f"{'data' if is_search else 'train'}.seed={seed}", *arm.sets)
+    return package(arm.recipe or arm.trained, args.out, f"{arm.trained}-{seed}", sets, rows)
 
 
 def own_target(run: Path) -> Target:
@@ -280,11 +412,35 @@ def prompts_of(target: Target, count: int, context: int | None) -> list[tuple[in
     return found
 
 
+def drawn(arm: Arm, skipped: SkipLayersOptions, layers: int, seed: int) -> Iterator[Arm]:
+    """Arms that leave out as many attentions and MLPs as a search did, never of the first layer."""
+    coins, upper = random.Random(seed), range(1, layers)
+    for _ in range(arm.draws):
+        out = {
+            name: tuple(sorted(coins.sample(upper, len(getattr(skipped, name) or ()))))
+            for name in ("skip_attention", "skip_mlp")
+        }
+        yield replace(arm, options=out, trained=None, draws=0)
+
+
 def measure(target: Target, arm: Arm, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per round and acceptance of the first token, by prompt."""
-    rounds = Rounds()
+    """What an arm was measured to be, by prompt; means over draws, where it is drawn."""
+    if not arm.draws:
+        return once(target, arm, seed, args)
+    skipped = load_drafter(str(package_of(arm, seed, args)), target).options
+    arms = drawn(arm, skipped, target.spec.num_layers, seed)
+    found = [once(target, each, seed, args) for each in arms]
+    figures = {key: pooled([one[key] for one in found]) for key in ("tau", "alpha", "rate")}
+    each_tau = " ".join(f"{mean(one['tau']):.2f}" for one in found)
+    return {**figures, "said": f"tau of each {each_tau}"}
+
+
+def once(target: Target, arm: Arm, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per round, tokens per forward pass and acceptance of the first token, by prompt."""
+    rounds = Rounds(arm.own)
     folder = package_of(arm, seed, args)
     if arm.changed is not None:
+        package_of(replace(arm, trained=arm.changed), seed, args)
         target = own_target(args.out / "runs" / f"{arm.changed}-{seed}")
     drafter, states = drafter_of(target, arm, rounds, folder)
     engine = Engine(target, drafter, make_policy(arm.serve), arm.rule, num_slots=8)
@@ -304,10 +460,16 @@ def measure(target: Target, arm: Arm, seed: int, args: argparse.Namespace) -> di
             "alpha": [row.stats.accepted_at[0] / row.stats.tested_at[0] for row in done],
             "said": f"alpha by place {by_place}; {mean(tau) / 2:.2f} tokens a forward",
         }
+    state = states[-1]  # of CALM, what was spent is that of its deepest exit
+    of_deepest = state.mean_exit / state.exits[-1] if isinstance(state, CalmState) else 1.0
     found = {
         "tau": tau,
         "alpha": [
             sum(row.stats.accepted_at[:1]) / max(1, sum(row.stats.tested_at[:1])) for row in done
+        ],
+        "rate": [
+            row.stats.tokens / (row.stats.rounds + of_deepest * rounds.spent.get(prompt, 0.0))
+            for row, prompt in zip(done, prompts, strict=True)
         ],
     }
     if not drafter.lossless:
@@ -353,18 +515,22 @@ def above(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], digits: int 
     return f"{found['difference']:+.{digits}f} +- {found['error']:.{digits}f}, {word}"
 
 
-def line(arm: Arm, arms: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
-    """The row of an arm, its seeds averaged prompt by prompt; `others` are those of `beside`."""
-    alpha, tau = (spread(pooled([one[key] for one in arms])) for key in ("alpha", "tau"))
-    less = above([(a["tau"], b["tau"]) for a, b in zip(arms, others, strict=True)])
+def line(
+    arm: Arm, arms: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], by: str
+) -> str:
+    """The row of an arm, its seeds averaged prompt by prompt; `others` are those of `beside`, which
+    it is compared with `by` a figure."""
+    keys = ("alpha", "tau", "rate") if by == "rate" else ("alpha", "tau")
+    figures = " | ".join(spread(pooled([one[key] for one in arms])) for key in keys)
+    less = above([(a[by], b[by]) for a, b in zip(arms, others, strict=True)])
     less += f" ({arm.beside})" if arm.beside else ""
     own = "; ".join(dict.fromkeys(one["said"] for one in arms))
-    return f"| {arm.name} | {alpha} | {tau} | {less} | {own} |"
+    return f"| {arm.name} | {figures} | {less} | {own} |"
 
 
 def seeds_of(arms: Sequence[Arm], seeds: int) -> range:
     """Those of a study: one where nothing is trained."""
-    return range(seeds if any(arm.trained for arm in arms) else 1)
+    return range(seeds if any(arm.trained or arm.changed for arm in arms) else 1)
 
 
 def measured(
@@ -391,11 +557,13 @@ def main() -> None:
     args = parser.parse_args()
     target, arms = load_target("tiny", dtype="float32"), list(STUDIES[args.study]())
     seeds = [measured(target, arms, seed, args) for seed in seeds_of(arms, args.seeds)]
-    print("| arm | alpha of the first token | tau | less the first arm's | |")
-    print("|---|---|---|---|---|")
+    by = "rate" if args.study in PRICED else "tau"
+    priced = "tokens a forward pass | " if by == "rate" else ""
+    print(f"| arm | alpha of the first token | tau | {priced}less the first arm's | |")
+    print("|---" * (6 if priced else 5) + "|")
     for arm in arms:
         other = arm.beside or arms[0].name
-        print(line(arm, *([found[name] for found in seeds] for name in (arm.name, other))))
+        print(line(arm, *([found[name] for found in seeds] for name in (arm.name, other)), by))
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ def package(
             share_data([out / "runs" / rows], folder)
         if recipe in SEARCHED:
             words = ["datastore", "--recipe", recipe, "--out", str(folder)]
+            words += [word for one in sets for word in ("--set", one)]
             subprocess.run([sys.executable, "-m", "specctl", *words], check=True, stdout=sys.stderr)
         else:
             made = load_recipe(recipe, sets=sets)
