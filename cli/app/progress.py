@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TextIO
 
-from specctl.core.printable import PrintableStream, one_line, printable
+from specctl.core.printable import PrintableStream, counted, one_line, printable
 from specctl.runtime.measure.reporter import Advance, EventReporter
 
 DAY = 86_400  # seconds
 PLAIN_SECONDS = 15.0
 NARROW = 80  # columns of a terminal below which only the figures are shown
-AT_ONCE = 0.1  # what is reported this soon was done by an earlier run, and is no measure of speed
+RECENT_SECONDS = 60.0  # of a task: the pace from which the rest is estimated
 
 
 class Progress(Protocol):
@@ -39,7 +40,34 @@ def duration(seconds: float) -> str:
     return f"{whole // DAY:,} days"
 
 
+class RecentPace:
+    """Units a second over the last RECENT_SECONDS. What a task reports first is the start of the
+    measurement, not part of it: it was done by an earlier run, or it pays for compiling and
+    allocating. One writer: the task."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()  # times and units done, oldest first
+
+    def add(self, now: float, done: int) -> None:
+        self._points.append((now, done))
+        while len(self._points) > 2 and self._points[1][0] <= now - RECENT_SECONDS:
+            self._points.popleft()
+
+    @property
+    def rate(self) -> float | None:
+        """None until there is something to measure."""
+        if len(self._points) < 2:
+            return None
+        (start, before), (now, done) = self._points[0], self._points[-1]
+        return (done - before) / (now - start) if now > start else None
+
+
+def plural(unit: str) -> str:
+    return unit if unit.endswith("s") else f"{unit}s"
+
+
 def rate_text(rate: float, unit: str) -> str:
+    unit = plural(unit)
     return f"{rate:,.0f} {unit}/s" if rate >= 20 else f"{rate:.2g} {unit}/s"
 
 
@@ -56,31 +84,32 @@ class PlainProgress:
     def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
         label = one_line(label)
         started = shown = self.clock()
-        done = before = 0
+        pace, done = RecentPace(), 0
         last_note = ""
 
         def advance(amount: int, note: str = "") -> None:
-            nonlocal done, before, shown, last_note
+            nonlocal done, shown, last_note
             now = self.clock()
-            if done == 0 and now - started < AT_ONCE:
-                before = amount
             done += amount
+            pace.add(now, done)
             last_note = one_line(note) or last_note
             if now - shown >= PLAIN_SECONDS:
                 shown = now
-                rate = (done - before) / (now - started)
-                self.print(_line(label, done, total, unit, rate, last_note))
+                self.print(_line(label, done, total, unit, pace.rate, last_note))
 
         yield advance
         spent = self.clock() - started
         if spent >= 2.0:
             note = f" | {last_note}" if last_note else ""
-            self.print(f"{label}: {done:,} {unit} in {duration(spent)}{note}")
+            many = plural(unit)
+            what = counted(done, many.removesuffix("s"), many)
+            self.print(f"{label}: {what} in {duration(spent)}{note}")
 
 
-def _line(label: str, done: int, total: int, unit: str, rate: float, note: str) -> str:
-    left = duration((total - done) / rate) if rate > 0 else "?"
-    parts = [f"{label}: {done:,}/{total:,} {unit}", rate_text(rate, unit), f"eta {left}"]
+def _line(label: str, done: int, total: int, unit: str, rate: float | None, note: str) -> str:
+    parts = [f"{label}: {done:,}/{total:,} {plural(unit)}"]
+    if rate:
+        parts += [rate_text(rate, unit), f"eta {duration((total - done) / rate)}"]
     return " | ".join([*parts, note] if note else parts)
 
 
@@ -113,17 +142,14 @@ class RichProgress:
             self.console.show_cursor(True)
         self._open += 1
         task_id = self._bars.add_task(one_line(label), total=total, note="", rate="")
-        started = time.monotonic()
-        done = before = 0
+        pace, done = RecentPace(), 0
 
         def advance(amount: int, note: str = "") -> None:
-            nonlocal done, before
-            spent = time.monotonic() - started
-            if done == 0 and spent < AT_ONCE:
-                before = amount
+            nonlocal done
             done += amount
+            pace.add(time.monotonic(), done)
             fields = {"note": one_line(note)} if note else {}
-            rate = rate_text((done - before) / spent, unit) if spent > AT_ONCE else ""
+            rate = rate_text(pace.rate, unit) if pace.rate else ""
             self._bars.update(task_id, advance=amount, rate=rate, **fields)
 
         try:

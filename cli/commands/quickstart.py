@@ -18,6 +18,12 @@ from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
+from specctl.cli.commands.quickstart_story import (
+    ProofReporter,
+    StoryReporter,
+    TrimReporter,
+    in_plain_words,
+)
 from specctl.cli.options.flags import Sets
 from specctl.core.errors import Exit, SpecctlError
 from specctl.core.printable import counted
@@ -79,7 +85,9 @@ def quickstart(
     if size != "none":
         size_named(size)
 
-    console.heading(f"1/5 target {target}")
+    console.heading(f"1/5 Load the target: {target}")
+    if target == "tiny":
+        console.say("A small Llama, trained on Python text, stands in for your own model.")
     model = TargetChoice(target, loaded.target.revision, loaded.target.dtype).load(console)
     if size != "none":
         inflatable(model, size, model.dtype)  # known now rather than after the training
@@ -88,28 +96,35 @@ def quickstart(
         f"{spec.model_type}, {spec.num_layers} layers, width {spec.hidden_size}, "
         f"vocabulary {spec.vocab_size:,}"
     )
-    console.heading("2/5 data written by the target, drafter trained on it")
+    console.heading("2/5 Train a drafter")
     console.say(
-        "The draft learns to guess what this target says, so the target writes its lessons."
+        "A drafter has to guess what this target will write. So the target answers some prompts "
+        "first, and the drafter learns from its answers."
     )
     run = _train(console, loaded, out)
     with continued(out):
-        console.heading("3/5 vocabulary trimmed")
+        console.heading("3/5 Trim the drafter's vocabulary")
         console.say(
-            "Scoring words that hardly ever occur costs a draft time. They are cut out, and the "
-            "cut is kept only if it pays."
+            "A drafter that scores fewer tokens is faster, and guesses a little less. The trimmed "
+            "one is used only if it is faster in the end."
         )
         package = _faster(console, model, out, _trim(console, model, out))
-        console.heading("4/5 lossless?")
-        console.say("The text must be what the target writes alone, whatever the draft guesses.")
+        console.heading("4/5 Prove that the output stays the same")
+        console.say(
+            "The target checks every guess, so drafting must not change the text. This is tested "
+            "with the drafter just trained."
+        )
         _prove(console, model, package)
-        console.heading("5/5 plain against speculative")
-        console.say("tau: tokens per forward pass of the target; plain decoding has 1.")
+        console.heading("5/5 Measure the speed")
+        console.say(
+            "The same held-out prompts are decoded plainly and with the drafter. Plain decoding "
+            "makes one token per forward pass of the target."
+        )
         report = compare(
             console, model, package, None if size == "none" else size, out / "quickstart.png"
         )
     seconds = time.monotonic() - started
-    console.say(f"\ndone in {duration(seconds)}, {peak_text()}; everything is in {out}")
+    console.say(f"\nDone in {duration(seconds)}, {peak_text()}. Everything is in {out}.")
     result = {"out": str(out), "package": str(package), "seconds": round(seconds, 1)}
     result["peak_bytes"] = peak_memory()
     result |= {"tau_trained": run, **report}
@@ -117,9 +132,9 @@ def quickstart(
     console.done(
         result,
         next=[
-            f'specctl generate --target {target} --draft {package} --stats "def main("',
-            f"specctl bench {package} prompt-lookup {package}+prompt-lookup --inflate 300m",
-            "specctl train-draft --target tiny --recipe eagle3   (the same with an EAGLE-3 head)",
+            f'specctl generate {package} "def main("   (accepted guesses are green at a terminal)',
+            f"specctl bench {package} {package}+prompt-lookup --inflate 300m   (with copying, too)",
+            f"specctl train-draft --target {target} --recipe eagle3   (an EAGLE-3 head instead)",
         ],
     )
 
@@ -161,9 +176,12 @@ def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> R
 def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
     from specctl.api.train import train_and_package
 
-    result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
-    tau = "not measured" if result.tau is None else f"{result.tau:.2f}"
-    console.say(f"trained {counted(result.steps, 'step')} in {duration(result.seconds)}, tau {tau}")
+    result = train_and_package(
+        StoryReporter(console), recipe, out, command=["specctl", *sys.argv[1:]]
+    )
+    steps = f"trained {counted(result.steps, 'step')} in {duration(result.seconds)}"
+    tau = "" if result.tau is None else f": {result.tau:.2f} tokens per forward pass of the target"
+    console.say(steps + tau)
     return result.tau
 
 
@@ -179,7 +197,7 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     mark = folder / "of.json"
     digest = check_files(source).files[WEIGHTS].sha256
     if mark.is_file() and json.loads(mark.read_text()).get("digest") == digest:
-        console.say("trimmed before; kept")
+        console.say("trimmed by an earlier run")
         return folder
     draft = DraftChoice(str(source)).load(model)
     settings = TrimSettings(new_tokens=TRIM_TOKENS)
@@ -187,9 +205,9 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
     job = TrimJob(
         model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS, command=words
     )
-    report = trim_and_package(console, job, folder).report
+    report = trim_and_package(TrimReporter(console), job, folder).report
     console.say(
-        f"{report.size:,} of {report.size_before:,} tokens kept; they make up "
+        f"{report.size:,} of {report.size_before:,} tokens are kept; they make up "
         f"{report.coverage:.0%} of held-out text"
     )
     mark.write_text(json.dumps({"digest": digest}))
@@ -202,14 +220,13 @@ def _faster(console: Console, model: Target, out: Path, trimmed: Path) -> Path:
     mark, packages = trimmed / "of.json", {"whole": out / "package", "trimmed": trimmed / "package"}
     kept = json.loads(mark.read_text())
     if "tokens_per_second" not in kept:
-        console.say("measuring it against the whole draft")
         kept["tokens_per_second"] = _rates(model, packages)
         mark.write_text(json.dumps(kept))
     found = kept["tokens_per_second"]
     faster = max(packages, key=lambda name: float(found[name]))
     console.say(
-        f"{found['whole']:.0f} tokens/s with the whole draft, {found['trimmed']:.0f} with the "
-        f"trimmed one: the {faster} one goes on"
+        f"{found['whole']:.0f} tokens/s with the whole drafter, {found['trimmed']:.0f} with the "
+        f"trimmed one: the {faster} one is used"
     )
     return packages[faster]
 
@@ -221,11 +238,17 @@ def _prove(console: Console, model: Target, package: Path) -> None:
 
     draft = DraftChoice(str(package)).load(model)
     assert draft.drafter is not None, "a package holds a drafter"
-    proof = verify(model, draft.drafter, policy=draft.policy, rule=draft.rule, reporter=console)
+    proof = verify(
+        model, draft.drafter, policy=draft.policy, rule=draft.rule, reporter=ProofReporter(console)
+    )
+    show = console.detail if proof.passed else console.say
     for line in proof.lines():
         if not line.startswith("warning:"):
+            show(line)
+    if proof.passed:
+        for line in in_plain_words(proof.checks):
             console.say(line)
-    if not proof.passed:
+    else:
         raise GateError(
             "the drafter is not lossless",
             where=str(package),
@@ -247,6 +270,12 @@ class Pair:
     @property
     def speedup(self) -> float:
         return self.fast.stats.tokens_per_second / max(self.plain.stats.tokens_per_second, 1e-9)
+
+    @property
+    def shown(self) -> str:
+        """The target in the words of a reader."""
+        name, _, size = self.target.partition(" as ")
+        return f"{name} at the cost of {size.upper()}" if size else name
 
     @property
     def identical(self) -> bool | None:
@@ -274,7 +303,10 @@ def compare(
     if inflate is not None:
         from specctl.cli.options.target_choice import TargetChoice
 
-        console.say(f"and the same target at the cost of {inflate} parameters")
+        console.say(
+            "So small a target gains little. It is also measured at the cost of "
+            f"{inflate.upper()} parameters."
+        )
         large = TargetChoice(model.name, inflate=inflate).load(console)
         targets.append((large, max(1, COMPARE_PROMPTS // 3), (0.0,)))
     pairs: list[Pair] = []
@@ -285,11 +317,10 @@ def compare(
     dtypes = {str(t.dtype).removeprefix("torch.") for t, *_ in targets if t.inflated}
     if "bfloat16" in dtypes and any(p.identical is False for p in pairs):
         console.out("in bfloat16 near-ties may flip; --dtype float32 gives token identity")
-    console.out("lossless check passed")
     console.out(verdict(pairs))
     drawn = draw(pairs, picture)
     if drawn is not None:
-        console.say(f"picture: {drawn}")
+        console.say(f"Picture: {drawn}")
     return {
         "lossless": True,
         "comparisons": [pair.to_json() for pair in pairs],
@@ -320,17 +351,19 @@ def draw(pairs: Sequence[Pair], path: Path) -> Path | None:
     """Speed-up on every target, and acceptance by position; None without matplotlib."""
     from specctl.train.comparison_plot import save_comparison
 
-    names = list(dict.fromkeys(pair.target for pair in pairs))
+    names = list(dict.fromkeys(pair.shown for pair in pairs))
     speeds: dict[str, dict[str, float]] = {}
     for pair in pairs:
-        speeds.setdefault(pair.setting, {})[pair.target] = pair.speedup
+        speeds.setdefault(pair.setting, {})[pair.shown] = pair.speedup
     series = {setting: [by.get(name) for name in names] for setting, by in speeds.items()}
     positions = {
-        f"{pair.target}, {pair.setting}": shares
+        f"{pair.shown}, {pair.setting}": shares
         for pair in pairs
         if (shares := pair.fast.stats.accepted_per_position)
     }
-    return save_comparison(names, series, positions, "The trained draft on held-out prompts", path)
+    return save_comparison(
+        names, series, positions, "The trained drafter on held-out prompts", path
+    )
 
 
 def _rates(target: Target, packages: Mapping[str, Path]) -> dict[str, float]:
@@ -405,20 +438,18 @@ def _speculate(
 
 def _show(console: Console, pairs: list[Pair]) -> None:
     columns = (
-        "target", "sampling", "tau", "accepted per position", "plain tok/s", "specctl tok/s",
-        "speed-up", "identical", "repetition",
+        "target", "sampling", "tokens per pass", "plain tokens/s", "drafted tokens/s", "speed-up",
+        "same text",
     )  # fmt: skip
     rows = [
         (
-            pair.target,
+            pair.shown,
             pair.setting,
             f"{pair.fast.stats.tau:.2f}",
-            " ".join(f"{share:.2f}" for share in pair.fast.stats.accepted_per_position),
             f"{pair.plain.stats.tokens_per_second:.0f}",
             f"{pair.fast.stats.tokens_per_second:.0f}",
-            f"{pair.speedup:.2f}",
+            f"{pair.speedup:.2f}x",
             pair.identical,
-            f"{pair.fast.stats.repetition_rate:.2f}",
         )
         for pair in pairs
     ]

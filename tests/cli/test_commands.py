@@ -361,7 +361,7 @@ def test_the_quickstart_goes_on_with_the_faster_draft_and_says_so(
     wanted = tmp_path / ("package" if whole > trimmed else "trimmed/package")
     assert chosen == wanted
     assert "212" in told[-1]
-    assert f"the {'whole' if whole > trimmed else 'trimmed'} one goes on" in told[-1]
+    assert f"the {'whole' if whole > trimmed else 'trimmed'} one is used" in told[-1]
     monkeypatch.setattr(quickstart, "_rates", None)  # it was measured, and is kept
     assert quickstart._faster(console, model, tmp_path, tmp_path / "trimmed") == wanted
 
@@ -437,23 +437,19 @@ def test_quickstart_goes_from_nothing_to_a_table(
     assert ran.code == 0, ran.err[-2000:]
     for heading in ("1/5", "2/5", "3/5", "4/5", "5/5"):
         assert f"== {heading}" in ran.err
-    for part in (
-        "tau",
-        "accepted per position",
-        "speed-up",
-        "tiny as 100m",
-        "lossless check",
-        "Verdict:",
-    ):
+    for part in ("tokens per pass", "speed-up", "tiny at the cost of 100M", "Verdict:"):
         assert part in ran.out
+    assert "passed: greedy text is that of plain decoding (" in ran.err
+    for bookkeeping in ("rows to train on", "embed_tokens", "Chain block", "q: z"):
+        assert bookkeeping not in ran.err
     assert "Next: specctl generate" in ran.err
     assert (tmp_path / "q" / "quickstart.png").is_file()
     again = run(*words, "--json")
     assert again.code == 0
     assert again.json["result"]["lossless"] is True
     assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 100m"
-    assert "trimmed before; kept" in again.err
-    assert "one goes on" in ran.err
+    assert "trimmed by an earlier run" in again.err
+    assert "one is used" in ran.err
     kept = json.loads((tmp_path / "q" / "trimmed" / "of.json").read_text())
     assert set(kept["tokens_per_second"]) == {"whole", "trimmed"}
     assert again.json["result"]["package"].endswith("package")

@@ -50,6 +50,33 @@ def test_what_an_earlier_run_did_is_no_speed() -> None:
     assert "1 steps/s | eta 1m25s" in stream.getvalue().splitlines()[0]
 
 
+def test_the_estimate_is_of_the_recent_pace_and_none_comes_before_there_is_one() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with PlainProgress(stream, clock).task("write", 480, "prompt") as advance:
+        clock.now += 18.0  # compiles, loads
+        advance(1, "5 tok/s")
+        for _ in range(15):
+            clock.now += 1.0
+            advance(10)
+        for _ in range(90):
+            clock.now += 1.0
+            advance(1)
+        clock.now += 1.0
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "write: 1/480 prompts | 5 tok/s"
+    assert lines[1].startswith("write: 151/480 prompts | 10 prompts/s | eta 33s")
+    assert lines[-2].startswith("write: 241/480 prompts | 1 prompts/s | eta 3m59s")
+    assert lines[-1].startswith("write: 241 prompts in 2m04s")
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with PlainProgress(stream, clock).task("compare", 1, "runs") as advance:
+        clock.now += 3.0
+        advance(1)
+    assert stream.getvalue() == "compare: 1 run in 3s\n"
+
+
 def test_bars_show_rate_eta_and_note_on_a_terminal() -> None:
     stream = io.StringIO()
     progress = RichProgress(RichConsole(file=stream, force_terminal=True, width=120))
