@@ -127,8 +127,9 @@ RARE_PANELS = (
 )  # fmt: skip
 USUAL = {
     "--draft", "--length", "--adaptive", "--temperature", "--max-new-tokens", "--target", "--dtype",
-    "--device", "--inflate", "--json", "--quiet", "--gpus", "--steps", "--dry-run", "--resume",
-    "--help-all", "--host", "--port", "--api-key-file", "--max-batch", "--max-len",
+    "--device", "--inflate", "--json", "--quiet", "--gpus", "--steps", "--lr", "--batch-size",
+    "--dry-run", "--resume", "--help-all", "--host", "--port", "--api-key-file", "--max-batch",
+    "--max-len",
 }  # fmt: skip
 
 

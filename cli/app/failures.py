@@ -156,15 +156,19 @@ def _usage(error: Exception) -> SpecctlError:
     path = context.command_path if context is not None else _typed()
     usage = context.get_usage().removeprefix("Usage: ") if context is not None else f"{path} ..."
     config = context.meta.get(META) if context is not None else None
-    close = ""
+    close = as_word = ""
     if context is not None and message.startswith("No such command"):
         wanted = message.split("'")[1] if "'" in message else ""
         near = difflib.get_close_matches(wanted, context.command.list_commands(context), 1, NEAR)
         meant = MEANT if context.parent is None else {}
         close = meant.get(wanted, "".join(near))
         message = f"unknown command {wanted!r}"
+        if wanted == "help":
+            commands = context.command.list_commands(context)
+            close = next((word for word in sys.argv[2:3] if word in commands), "")
+        elif context.parent is None and not close:
+            as_word = _use_of(wanted)
     option = getattr(error, "option_name", None)
-    as_word = ""
     if option is not None and context is not None and message.startswith("No such option"):
         as_word = _as_word(option, path, context.command.params)
         close = meant_flag(option, context.command.params)
@@ -224,11 +228,25 @@ def meant_flag(wanted: str, params: Sequence[Any]) -> str:
 
 def _meant_recipe(message: str, params: Iterable[Any]) -> str:
     """`--recipe NAME` where the word too many is the name of a recipe, or nothing."""
+    word = _recipe_named(message.rpartition("(")[2].rstrip(")").split(" ")[0])
+    takes_one = any("--recipe" in parameter.opts for parameter in params)
+    return f"--recipe {word}" if takes_one and word else ""
+
+
+def _use_of(name: str) -> str:
+    """The command for the name of a drafter or a recipe, or nothing."""
+    from specctl.cli.options.names import free_drafters
+
+    if name in free_drafters():
+        return f'specctl generate --draft {name} "TEXT"'
+    return f"specctl train-draft --recipe {name}" if _recipe_named(name) else ""
+
+
+def _recipe_named(word: str) -> str:
+    """The word where it is the name of a recipe, or nothing."""
     from specctl.recipes.files import recipe_names
 
-    word = message.rpartition("(")[2].rstrip(")").split(" ")[0]
-    takes_one = any("--recipe" in parameter.opts for parameter in params)
-    return f"--recipe {word}" if takes_one and word in recipe_names() else ""
+    return word if word in recipe_names() else ""
 
 
 def near_flag(wanted: str, params: Iterable[Any]) -> str:

@@ -37,17 +37,18 @@ def adapt(
     package: Word = None,
     draft: DraftFlag = None,
     rank: Annotated[
-        int | None, typer.Option("--rank", min=1, help="Rank of the additions; else the recipe's.")
+        int | None, typer.Option("--rank", min=1, help="Rank of LoRA; else the recipe's.")
     ] = None,
     keep_adapter: Annotated[
         bool,
         typer.Option(
-            "--keep-adapter/--no-keep-adapter", help="Also write the additions, OUT/adapter (peft)."
+            "--keep-adapter/--no-keep-adapter",
+            help="Also write the adapter by itself, OUT/adapter (peft).",
         ),
     ] = True,
     run: TrainingFlags = ADAPT,
 ) -> None:
-    """Train low-rank additions (LoRA) to a drafter, and merge them into a package for the target.
+    """Adapt a drafter by LoRA, and merge the result into a package for the target.
 
     For a target that was fine-tuned after the drafter was made, or for a new kind of text. Tau is
     measured before and after on held-out prompts of the data; what drafted best is packaged. With

@@ -106,7 +106,7 @@ def export(
         bool, typer.Option("--prove", help="Serve it in its engine and compare with specctl.")
     ] = False,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="Engine for --prove: " + ", ".join(PROVERS))
+        str | None, typer.Option("--engine", help=f"Engine for --prove: {', '.join(PROVERS)}.")
     ] = None,
     engine_python: Annotated[
         str | None,

@@ -133,7 +133,7 @@ def show(
 ) -> None:
     """Explain a recipe: what it does, its paper, and what differs from the defaults.
 
-    Beside each value stands where it comes from: a recipe or a flag and, in recipes for real
+    Each value is shown with its source: a recipe or a flag and, in recipes for real
     targets, the paper or trainer that it was taken from.
 
     Examples:

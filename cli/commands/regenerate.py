@@ -46,7 +46,9 @@ class AnswerFlags:
     ] = None
     thinking: Annotated[
         bool | None,
-        typer.Option("--thinking/--no-thinking", help="Set the template's thinking switch."),
+        typer.Option(
+            "--thinking/--no-thinking", help="Turn the thinking of the chat template on or off."
+        ),
     ] = None
 
     def given(self) -> dict[str, Any]:

@@ -48,7 +48,8 @@ Draft = Annotated[
     drafting_option(
         "--draft",
         "-d",
-        help="Package folder, model folder or hub id, prompt-lookup, token-recycling, or none.",
+        help="Package, run or model folder, hub id, a drafter's name (auto, prompt-lookup, ...), "
+        "several of them joined by +, or none.",
         autocompletion=complete_draft,
     ),
 ]

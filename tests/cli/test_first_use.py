@@ -43,6 +43,22 @@ def test_the_word_too_many_may_be_a_recipe(run: Any) -> None:
     assert "--recipe" not in run("plan", "eagle4", "--json").json["error"]["do"]
 
 
+def test_the_name_of_a_recipe_or_a_command_to_explain_is_understood(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meant = {
+        ("eagle3",): "specctl train-draft --recipe eagle3",
+        ("prompt-lookup",): 'specctl generate --draft prompt-lookup "TEXT"',
+        ("help", "train-draft"): "specctl train-draft --help",
+        ("help", "eagle3"): "specctl --help",
+        ("nonsense",): "specctl --help",
+    }
+    for words, do in meant.items():
+        monkeypatch.setattr("sys.argv", ["specctl", *words])
+        error = run(*words, "--json").json["error"]
+        assert (error["code"], error["do"]) == (2, do), words
+
+
 def test_where_nothing_was_trained_there_are_no_runs(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
