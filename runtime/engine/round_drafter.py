@@ -130,8 +130,9 @@ class PolicyDrafter(RoundDrafter):
         given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
         tree = self.policy.grow(GrowRequest(self.state, *given, estimates=plan.estimates))
         tree = fitted(plan.cut(tree))
-        if isinstance(self.state, StepState) and tree.num_nodes and not self.drafter.lossless:
-            tree = replace(tree, forced_BN=self.state.unverified(tree))
+        if isinstance(self.state, StepState) and tree.num_nodes:
+            forced_BN = self.state.unverified(tree)
+            tree = tree if forced_BN is None else replace(tree, forced_BN=forced_BN)
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         if tree.is_chain and tree.num_nodes and isinstance(self.state, StepState):
             tree = replace(tree, exits=self.state.exit_states())
