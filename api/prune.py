@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
 from specctl.api.failures import raises_user_errors
 from specctl.api.preflight import check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
@@ -218,7 +220,7 @@ def prune(
     check_out(folder)
     check_run(made, folder)
     job = PruneJob(made, job_cut, folder, command or _words(recipe, made, job_cut, folder))
-    model = given or load_part(made.target)
+    model = given or load_part(made.target, device=str(PartialState().device))
     if model.inflated:
         reporter.warn(inflated_note(model))
     run = _cut_and_heal(reporter, job, model, on_cut or (lambda report: None))

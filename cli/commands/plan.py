@@ -7,6 +7,7 @@ it makes the small run and writes what it took to OUT/rehearsal.json.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
 from specctl.cli.options.flags import Offline
-from specctl.cli.options.recipe_flags import RecipeFlags
+from specctl.cli.options.recipe_flags import PlanFlags
 from specctl.cli.options.target_choice import TargetChoice, go_offline
 from specctl.core.errors import SpecctlError, one_of_two
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 def plan(
     console: Console,
-    run: RecipeFlags,
+    run: PlanFlags,
     rehearse: Annotated[
         bool,
         typer.Option("--rehearse", help="Run five steps in a process of its own, and measure."),
@@ -86,7 +87,7 @@ def plan(
       specctl plan --recipe eagle3 --target tiny --rehearse
       specctl plan --target llama3-8b --recipe llama3-8b-eagle3 --gpu h100 --gpus 8
       specctl plan --scaling --recipe scaling --out runs/scaling
-      specctl plan --recipe medusa --set train.steps=2000 --json
+      specctl plan --recipe medusa --steps 2000 --batch-size 16 --json
     """
     loaded = run.load()
     if rehearse and scaling:
@@ -95,6 +96,7 @@ def plan(
     from specctl.recipes.stages import runs_of
     from specctl.train.job import check_rows
 
+    _see_device(run.device, gpu, gpus)
     cluster = _cluster(gpu, gpus, nodes)
     if offline:
         go_offline()
@@ -110,6 +112,18 @@ def plan(
     result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster)
     chosen = "" if run.target is None else f" --target {run.target}"
     console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])
+
+
+def _see_device(device: str, gpu: str | None, gpus: int) -> None:
+    """Plan, calibrate and rehearse on that device of this machine."""
+    from specctl.cli.options.training import use_device  # which imports this module
+
+    if device != "auto" and gpu is not None:
+        told = "a plan is for a device of this machine or for GPUs of a named kind"
+        raise one_of_two(told, f"--device {device} --gpu {gpu}", "leave --device out")
+    use_device(device, gpus)
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # neither measured nor planned for
 
 
 def _cluster(gpu: str | None, gpus: int, nodes: int | None) -> Cluster | None:

@@ -13,16 +13,16 @@ from specctl.cli.app.console import Console
 from specctl.cli.commands.plan import shown, without_dry_run
 from specctl.cli.commands.shapes import SearchFlags, search_shapes
 from specctl.cli.options.flags import Offline
-from specctl.cli.options.recipe_flags import DryRun, RecipeFlags
+from specctl.cli.options.recipe_flags import DryRun, TunedFlags
 from specctl.cli.options.target_choice import go_offline
-from specctl.cli.options.training import finish
+from specctl.cli.options.training import finish, use_device
 from specctl.core.errors import RecipeError
 
 if TYPE_CHECKING:
     from specctl.api.prune import PruneJob, PruneResult
     from specctl.recipes.schema import Recipe
 
-PRUNE, NO_SEARCH = RecipeFlags(recipe="prune"), SearchFlags()
+PRUNE, NO_SEARCH = TunedFlags(recipe="prune"), SearchFlags()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class CutFlags:
 
 def prune(
     console: Console,
-    run: RecipeFlags = PRUNE,
+    run: TunedFlags = PRUNE,
     cut: CutFlags = CutFlags(),
     search: SearchFlags = NO_SEARCH,
     dry_run: DryRun = False,
@@ -96,6 +96,7 @@ def prune(
     recipe, wanted = run.load(), Cut(**asdict(cut))
     wanted.check(recipe)
     search.refuse_ignored()
+    use_device(run.device, 1)
     if offline:
         go_offline()
     out = run.folder(recipe)
@@ -105,7 +106,7 @@ def prune(
     if search.search:
         if dry_run:
             raise _search_unplanned()
-        search_shapes(console, recipe, out, search, cut.heal_steps)
+        search_shapes(console, recipe, out, search, cut.heal_steps, run.device)
         return
     if dry_run:
         _show_plans(console, PruneJob(recipe, wanted, out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,14 +87,19 @@ class SearchFlags:
 
 
 def search_shapes(
-    console: Console, recipe: Recipe, out: Path, flags: SearchFlags, steps: int | None
+    console: Console,
+    recipe: Recipe,
+    out: Path,
+    flags: SearchFlags,
+    steps: int | None,
+    device: str = "auto",
 ) -> None:
     """Heal or read acceptances, measure latency, rank; OUT/shapes.json holds all of it."""
     from specctl.train.data.heldout import heldout_prompts
     from specctl.train.prune.cut import prunable
     from specctl.train.prune.shapes import DraftShape, fit_acceptance, measure_latency, rank
 
-    target = TargetChoice.of_recipe(recipe.target).load(console)
+    target = replace(TargetChoice.of_recipe(recipe.target), device=device).load(console)
     base = prunable(target).module.shape
     widths = flags.widths or ",".join(str(base.hidden_size * n // 4) for n in (4, 3, 2))
     grid = [

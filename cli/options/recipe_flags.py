@@ -114,16 +114,12 @@ class RecipeFlags:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingFlags(RecipeFlags):
-    """The flags of a training command."""
+class TunedFlags(RecipeFlags):
+    """The flags of every command that trains, or plans a training."""
 
     FIELDS: ClassVar[Mapping[str, str]] = {
-        **RecipeFlags.FIELDS, "steps": "train.steps", "lr": "train.learning_rate",
-        "batch_size": "train.rows",
+        **RecipeFlags.FIELDS, "lr": "train.learning_rate", "batch_size": "train.rows",
     }  # fmt: skip
-    steps: Annotated[
-        int | None, run_option("--steps", min=1, help="Training steps; else the recipe's.")
-    ] = None
     lr: Annotated[
         float | None, run_option("--lr", min=0.0, help="Peak learning rate; else the recipe's.")
     ] = None
@@ -134,6 +130,22 @@ class TrainingFlags(RecipeFlags):
     device: Annotated[
         str, hardware_option("--device", help="Training device: auto, cpu, cuda, cuda:1.")
     ] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFlags(TunedFlags):
+    """The flags of a training command that a plan depends on."""
+
+    FIELDS: ClassVar[Mapping[str, str]] = {**TunedFlags.FIELDS, "steps": "train.steps"}
+    steps: Annotated[
+        int | None, run_option("--steps", min=1, help="Training steps; else the recipe's.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlags(PlanFlags):
+    """The flags of a training command."""
+
     gpus: Annotated[
         int, hardware_option("--gpus", min=1, max=1024, help="GPUs, one process each.")
     ] = 1

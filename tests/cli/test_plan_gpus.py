@@ -29,6 +29,26 @@ def test_a_plan_for_other_gpus_says_what_each_holds_and_what_they_cost(
     assert (low, high) == tuple(16 * s / 3600 for s in plan["seconds_range"])
 
 
+def test_a_plan_takes_the_short_flags_of_training(run: Run, tmp_path: Path) -> None:
+    words = (
+        "plan",
+        "--recipe",
+        "medusa",
+        *SMALL,
+        "--out",
+        tmp_path / "new",
+        "--json",
+        "--gpu",
+        "l4",
+    )
+    ran = run(*words, "--steps", "30", "--lr", "0.25", "--batch-size", "2")
+    assert ran.code == 0, ran.err
+    train = ran.json["result"]["recipe"]["train"]
+    assert (train["steps"], train["learning_rate"], train["rows"]) == (30, 0.25, 2)
+    refused = run(*words, "--device", "cpu")
+    assert refused.code == Exit.USAGE, refused.err
+
+
 def test_the_change_that_a_plan_proposes_makes_it_fit(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
