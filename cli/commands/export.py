@@ -138,6 +138,8 @@ def export(
       specctl export --target tiny --to gguf --out tiny-gguf
       specctl export runs/eagle3 --push OWNER/my-eagle3
     """
+    if to is not None:
+        _check_format(to)
     if package is None and not draft:
         _write_target(console, out, to, target)
         return
@@ -151,14 +153,6 @@ def export(
         )
         return
     to = to or "hf"
-    if to not in (*FORMATS, *ENGINES):
-        raise RecipeError(
-            f"unknown format {to!r}",
-            where="--to",
-            found=to,
-            expected="one of " + ", ".join(dict.fromkeys([*ENGINES, *FORMATS])),
-            do=f"--to {nearest(to, [*FORMATS, *ENGINES], 1)}",
-        )
     check_folder(out)
     from specctl.api.export import export as export_
     from specctl.export.formats import format_for
@@ -182,6 +176,17 @@ def export(
     if push is not None:
         told["push"] = pushed(console, out, push, public, yes)
     console.done(told, next=[f"specctl show {out}", *result.serve])
+
+
+def _check_format(to: str) -> None:
+    if to not in (*FORMATS, *ENGINES):
+        raise RecipeError(
+            f"unknown format {to!r}",
+            where="--to",
+            found=to,
+            expected="one of " + ", ".join(dict.fromkeys([*ENGINES, *FORMATS])),
+            do=f"--to {nearest(to, [*FORMATS, *ENGINES], 1)}",
+        )
 
 
 def _write_target(console: Console, out: Path | None, to: str | None, choice: TargetChoice) -> None:

@@ -125,7 +125,7 @@ AdaptiveFlag = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Change a field of the recipe, e.g. train.steps=200."
+        "--set", metavar="FIELD=VALUE", help="Change a field of the recipe, e.g. serve.length=4."
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
