@@ -49,11 +49,11 @@ def save_comparison(
 
 
 def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
-    thick = 0.8 / len(series)
+    thick, columns = 0.8 / len(series), list(series.values())
     for number, (label, values) in enumerate(series.items()):
-        offset = (number - (len(series) - 1) / 2) * thick
-        drawn = [(i + offset, value) for i, value in enumerate(values) if value is not None]
-        places, sizes = [place for place, _ in drawn], [size for _, size in drawn]
+        drawn = [(i, value) for i, value in enumerate(values) if value is not None]
+        sizes = [size for _, size in drawn]
+        places = [i + thick * _offset(columns, number, i) for i, _ in drawn]
         bars = axes.barh(places, sizes, thick, label=label)
         over = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line behind is cut out
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9, bbox=over, zorder=3)
@@ -62,6 +62,12 @@ def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float |
     axes.set_ylim(len(names) - 0.5, -0.5)  # the first on top, and room where a bar is left out
     axes.margins(x=0.12)
     axes.set(xlabel="speed-up (times plain decoding; dashed: plain)", title="Speed-up")
+
+
+def _offset(columns: Sequence[Sequence[float | None]], number: int, i: int) -> float:
+    """Where the bar of a series stands around name i, in bars: those left out take no room."""
+    present = [k for k, values in enumerate(columns) if values[i] is not None]
+    return present.index(number) - (len(present) - 1) / 2
 
 
 def _lines(axes: Any, positions: Mapping[str, Sequence[float]]) -> None:

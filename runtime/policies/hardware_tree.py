@@ -1,7 +1,7 @@
 """HardwareTree: the sparse tree of best ranks, as large as pays on this device.
 
 Medusa (arXiv 2401.10774, section 2.3.3) chooses a fixed sparse tree from accuracies, parallel
-prompt decoding (arXiv 2405.18628, whose prompt tokens are not built here) its size, too:
+prompt decoding (arXiv 2405.18628, recipe ppd for its prompt tokens) its size, too:
 `profile[d][r]` is the chance that the drafter's rank-r token d + 1 steps ahead is the right one, a
 path is worth the product, and the best n paths make the tree of n nodes, expected to yield
 R(n) = 1 + the sum of their worth. With measured costs n becomes argmax R(n) / t(n): a fast device

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.train.comparison_plot import save_comparison
+from specctl.train.comparison_plot import _offset, save_comparison
 
 
 def test_bars_and_lines_carry_the_figures(tmp_path: Path) -> None:
@@ -24,6 +24,13 @@ def test_bars_and_lines_carry_the_figures(tmp_path: Path) -> None:
     for part in ("2.37", "temperature 0.8", "Acceptance by position", "Drafters of tiny", "eagle3"):
         assert part in text
     assert save_comparison([], {}, {}, "nothing", tmp_path / "none.png") is None
+
+
+def test_a_bar_that_is_left_out_leaves_no_gap() -> None:
+    greedy, sampled = (1.0, 2.0), (1.0, None)
+    offsets = [_offset((greedy, sampled), number, 0) for number in (0, 1)]
+    assert offsets == [-0.5, 0.5]
+    assert _offset((greedy, sampled), 0, 1) == 0, "alone, it stands at its name"
 
 
 def test_of_long_names_the_end_is_shown(tmp_path: Path) -> None:
