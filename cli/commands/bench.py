@@ -20,7 +20,7 @@ from specctl.cli.commands.bench_families import (
     TrainingBudget,
     compare_families,
 )
-from specctl.cli.options.flags import DRAFTING, Compile, Seed, Sets
+from specctl.cli.options.flags import DRAFTING, Compile, Seed
 from specctl.cli.options.loading import DraftingFlags
 from specctl.cli.options.measuring import (
     Batch,
@@ -113,7 +113,12 @@ def bench(
         ),
     ] = None,
     plot: Plot = None,
-    sets: Sets = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Of the recipes of --families.", hidden=True
+        ),
+    ] = None,
     generation_config: GenerationConfigFlag = None,
     seed: Seed = 0,
     compiled: Compile = False,
