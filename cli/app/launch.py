@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
-from specctl.core.errors import Exit, ResourceError
+from specctl.core.errors import Exit, ResourceError, one_of_two, unknown
 from specctl.train.stop import HANGUP, hangup, leave_terminal
 
 EXIT_FILE = "SPECCTL_EXIT_FILE"  # where the first process leaves its exit code for the one in front
@@ -142,3 +143,26 @@ def check_gpus(wanted: int, flag: str = "--gpus") -> None:
             expected=f"at least {wanted}",
             do=f"--gpus {found}" if found else f"leave {flag} out, or --processes 2 for CPU ones",
         )
+
+
+def use_device(device: str, gpus: int) -> None:
+    """Have Accelerate train on that device; to be called before torch is imported."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
+        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:1"), "--device")
+    if device == "auto":
+        return
+    if gpus > 1 and device != "cuda":
+        raise one_of_two(
+            "one device and several GPUs were asked for",
+            f"--device {device} --gpus {gpus}",
+            f"leave out --device {device}",
+        )
+    if device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        return
+    number = device.partition(":")[2]
+    if number and not is_launched():
+        check_gpus(int(number) + 1, f"--device {device}")
+        os.environ["ACCELERATE_TORCH_DEVICE"] = device
+    else:
+        check_gpus(1, f"--device {device}")

@@ -22,6 +22,7 @@ import typer
 
 from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.launch import use_device
 from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
 from specctl.cli.options.flags import Offline
@@ -116,8 +117,6 @@ def plan(
 
 def _see_device(device: str, gpu: str | None, gpus: int) -> None:
     """Plan, calibrate and rehearse on that device of this machine."""
-    from specctl.cli.options.training import use_device  # which imports this module
-
     if device != "auto" and gpu is not None:
         told = "a plan is for a device of this machine or for GPUs of a named kind"
         raise one_of_two(told, f"--device {device} --gpu {gpu}", "leave --device out")

@@ -10,12 +10,13 @@ import typer
 
 from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.launch import use_device
 from specctl.cli.commands.plan import shown, without_dry_run
 from specctl.cli.commands.shapes import SearchFlags, search_shapes
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import DryRun, TunedFlags
 from specctl.cli.options.target_choice import go_offline
-from specctl.cli.options.training import finish, use_device
+from specctl.cli.options.training import finish
 from specctl.core.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,13 +19,13 @@ from specctl.api.preflight import (
     check_run,
 )
 from specctl.cli.app.console import Console
-from specctl.cli.app.launch import check_gpus, is_launched, relaunch, watch_front
+from specctl.cli.app.launch import check_gpus, is_launched, relaunch, use_device, watch_front
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.target_choice import go_offline
-from specctl.core.errors import SpecctlError, one_of_two, unknown
+from specctl.core.errors import SpecctlError
 from specctl.recipes.stages import runs_of
 
 if TYPE_CHECKING:
@@ -92,29 +90,6 @@ def _check_before(
         check_made_for(recipe, flags.recipe, console.warn, flags.FAMILIES, is_chosen)
     if "memory" not in allowed:
         check_fits(recipe, out, processes)
-
-
-def use_device(device: str, gpus: int) -> None:
-    """Have Accelerate train on that device; to be called before torch is imported."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
-        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:1"), "--device")
-    if device == "auto":
-        return
-    if gpus > 1 and device != "cuda":
-        raise one_of_two(
-            "one device and several GPUs were asked for",
-            f"--device {device} --gpus {gpus}",
-            f"leave out --device {device}",
-        )
-    if device == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        return
-    number = device.partition(":")[2]
-    if number and not is_launched():
-        check_gpus(int(number) + 1, f"--device {device}")
-        os.environ["ACCELERATE_TORCH_DEVICE"] = device
-    else:
-        check_gpus(1, f"--device {device}")
 
 
 def _processes(flags: TrainingFlags, rows: int) -> tuple[int, bool]:
