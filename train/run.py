@@ -37,6 +37,7 @@ from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.distributed.in_step import check_spread, in_step
 from specctl.train.distributed.ranks import Ranks
+from specctl.train.distributed.run_device import is_cpu_chosen
 from specctl.train.distributed.sharding import shard_target
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
 from specctl.train.job import RunInputs, make_job
@@ -293,7 +294,7 @@ def _accelerator(settings: TrainPart, out: Path) -> Accelerator:
                 do=f"pip install {name}, or --set train.trackers=[]",
                 where="train.trackers",
             )
-    if not os.environ.get("ACCELERATE_USE_CPU"):
+    if not is_cpu_chosen():
         refuse_idle_cuda()
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(out))
     if accelerator.distributed_type == DistributedType.FSDP and settings.parallel != "fsdp":

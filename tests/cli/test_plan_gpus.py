@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from specctl.core.errors import Exit
+from specctl.cli.app.launch import use_device
+from specctl.core.errors import Exit, ResourceError
 from specctl.recipes.load import load_recipe
 from specctl.train.planning import capacity, hardware
 from specctl.train.planning.memory import way_out, ways
@@ -133,3 +136,30 @@ def test_a_target_that_the_machine_cannot_hold_is_refused_with_the_way_out(
     assert "memory of this machine: 10.0 GB" in ran.err
     assert "--gpu h100" in ran.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_is_for_the_gpu_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of different sizes; no CUDA is called."""
+    kinds = (
+        SimpleNamespace(name="small", total_memory=10),
+        SimpleNamespace(name="large", total_memory=20),
+    )
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        return kinds[device.index or 0]
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    for name in ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "")  # use_device writes them; they are put back after the test
+    for device, found in (("auto", "small"), ("cuda", "small"), ("cuda:1", "large")):
+        use_device(device, 1)
+        gpu = hardware.Cluster.here().gpu
+        assert gpu is not None
+        assert gpu.name == found
+        assert gpu.memory == (20 if found == "large" else 10)
+    use_device("cpu", 1)
+    assert hardware.Cluster.here().gpu is None
+    with pytest.raises(ResourceError, match="3 GPUs"):
+        use_device("cuda:2", 1)

@@ -102,7 +102,7 @@ def test_a_step_is_all_its_rows_and_batches_and_one_update(
 def test_what_runs_elsewhere_is_not_loaded_and_takes_no_time_here(words: Path) -> None:
     recipe = recipe_of("eagle3", words, "train.rows=2", *STATES)
     shape = shape_of(SPEC)
-    target = stand_in(recipe, shape, measuring.choose_device("auto"))
+    target = stand_in(recipe, shape, measuring.run_device())
     assert target is not None
     assert target.lm.module.shape.num_layers == 1  # type: ignore[attr-defined]
     assert target.spec.num_layers == SPEC.num_layers

@@ -24,12 +24,12 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.device import choose_device
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, measuring_prompts, measuring_rows
 from specctl.train.data.regenerate import slots_for
 from specctl.train.data.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
+from specctl.train.distributed.run_device import run_device
 from specctl.train.job import RunInputs, make_job
 from specctl.train.loop import Job, TrainProgress, save, take_step
 from specctl.train.planning.pace import Pace
@@ -70,7 +70,7 @@ def calibrate(
     """The pace of a recipe's run here, for a target of that shape, on so many processes. `start`:
     seconds from the command to its first work. None where it cannot be known within seconds: a
     target that a CPU would need minutes to make, or one spread over several devices."""
-    device = choose_device("auto")
+    device = run_device()
     if recipe.train.shard_target:
         return None
     with untouched_random_state(device), tempfile.TemporaryDirectory(prefix="specctl-") as folder:

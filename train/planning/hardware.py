@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from specctl.core.errors import SpecctlError, nearest
-from specctl.runtime.target.device import choose_device
+from specctl.train.distributed.run_device import run_device
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 PER_NODE = 8  # GPUs of a machine, where nobody says
@@ -80,8 +80,8 @@ class Cluster:
 
     @classmethod
     def here(cls, processes: int = 1) -> Cluster:
-        """This machine, with the GPU that is in it."""
-        device = choose_device("auto")
+        """This machine, with the GPU that a run here trains on."""
+        device = run_device()
         if device.type != "cuda":
             return cls(processes)
         found = torch.cuda.get_device_properties(device)

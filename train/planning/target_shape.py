@@ -17,8 +17,9 @@ from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config
 from specctl.runtime.target.checkpoint_folder import foreign_config
-from specctl.runtime.target.device import LARGE, choose_device, choose_dtype
+from specctl.runtime.target.device import LARGE, choose_dtype
 from specctl.runtime.target.multimodal import is_multimodal, text_config
+from specctl.train.distributed.run_device import run_device
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configurations
 
@@ -41,7 +42,7 @@ class TargetShape:
         stored, count = self.stored, self.parameters
         if part.inflate is not None:
             stored, count = None, LARGE
-        return choose_dtype(part.dtype, device or choose_device("auto"), stored, count)
+        return choose_dtype(part.dtype, device or run_device(), stored, count)
 
     def itemsize(self, part: TargetPart, device: torch.device | None = None) -> int:
         """Bytes of a number of the target in that dtype."""
