@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import combinations
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -115,16 +116,23 @@ def test_a_text_is_read_as_certain_and_its_newest_word_counts_most() -> None:
     assert [f.ids[0] for f in store.get((5,))] == [7, 6]
 
 
-def tau(target: Target, nodes: int = 8, **options: Any) -> float:
-    """Over twelve prompts, four at a time."""
+def taus(
+    target: Target, nodes: int = 8, temperature: float = 0.0, **options: Any
+) -> list[tuple[int, int]]:
+    """Tokens and rounds of twelve prompts, four at a time."""
     drafter = Aded(AdedOptions(**options), target.spec)
     policy = make_policy({"policy": "direct", "length": 6, "nodes": nodes})
     engine = Engine(target, drafter, policy, num_slots=4)
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 48, (6,), generator=draw).tolist() for _ in range(12)]
-    sampling = Sampling(max_new_tokens=48, ignore_eos=True)
+    sampling = Sampling(temperature=temperature, seed=0, max_new_tokens=48, ignore_eos=True)
     done = engine.run([Request(tuple(prompt), sampling) for prompt in prompts])
-    return sum(c.stats.tokens for c in done) / sum(c.stats.rounds for c in done)
+    return [(c.stats.tokens, c.stats.rounds) for c in done]
+
+
+def tau(target: Target, nodes: int = 8, **options: Any) -> float:
+    tokens, rounds = zip(*taus(target, nodes, **options), strict=True)
+    return sum(tokens) / sum(rounds)
 
 
 def test_an_adaptive_tree_beats_a_fixed_one_of_as_many_nodes(make_target: Any) -> None:
@@ -134,6 +142,17 @@ def test_an_adaptive_tree_beats_a_fixed_one_of_as_many_nodes(make_target: Any) -
         for maker in ("best-first", "ranks")
     )
     assert adaptive > 1.02 * fixed
+
+
+def test_an_adaptive_tree_beats_a_fixed_one_when_sampling(make_target: Any) -> None:
+    apart = []
+    for target in (make_target(num_layers=2, vocab=48, seed=seed) for seed in (0, 1)):
+        adaptive, fixed = (
+            [t / r for t, r in taus(target, 12, 1.0, maker=name, scope="process")]
+            for name in ("best-first", "ranks")
+        )
+        apart += [a - b for a, b in zip(adaptive, fixed, strict=True)]
+    assert mean(apart) > 2 * stdev(apart) / len(apart) ** 0.5
 
 
 def test_a_model_that_adapts_beats_one_that_only_read_the_prompt(make_target: Any) -> None:

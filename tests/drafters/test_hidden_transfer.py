@@ -10,6 +10,8 @@ import torch
 from specctl.core.errors import RecipeError
 from specctl.drafters.hidden_transfer import HiddenTransfer, HiddenTransferOptions
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.head_cases import fit, make_heads
+from specctl_testing.drafters.parallel_runs import copying_target, decode, repeating_batch
 
 
 def made(target: Target, **options: Any) -> HiddenTransfer:
@@ -77,3 +79,18 @@ def test_only_the_maps_learn(make_target: Any, make_batch: Any, train_a_little: 
 def test_a_layer_that_is_not_there_is_refused(make_target: Any) -> None:
     with pytest.raises(RecipeError, match="layer leaves nothing"):
         made(make_target(num_layers=3), layer=3)
+
+
+def test_of_a_text_that_repeats_later_places_know_what_medusas_heads_cannot(
+    make_model: Any, capture_batch: Any
+) -> None:
+    """Tokens to come stand in the text before: places attend to them, and a head that reads the
+    newest state alone does not."""
+    target, taus = copying_target(make_model, period=6), {}
+    prompts = repeating_batch(6, rows=6, seed=2).ids_BS[:, :9].tolist()
+    for name, options in (("hidden-transfer", {"layer": 2}), ("medusa", {})):
+        drafter = make_heads(target, name, num_heads=3, loss="kl", **options)
+        fit(drafter, capture_batch(target, drafter, repeating_batch(6, rows=16, seed=0)), 20)
+        taus[name] = decode(target, drafter, prompts, policy="chain", length=3, tokens=24).tau
+    assert taus["hidden-transfer"] > 3.9
+    assert taus["medusa"] < 1.5

@@ -8,7 +8,8 @@ import torch
 
 from specctl.drafters.look_ahead_tokens import LookAhead, LookAheadOptions
 from specctl.runtime.target.target import Target
-from specctl_testing.drafters.parallel_runs import decode
+from specctl_testing.drafters.head_cases import fit
+from specctl_testing.drafters.parallel_runs import copying_target, decode, repeating_batch
 
 
 def made(target: Target, **options: Any) -> LookAhead:
@@ -58,3 +59,17 @@ def test_only_the_embeddings_learn_and_they_learn_to_look_ahead(
     assert ahead[0][0] > 0.999
     assert ahead[1][0] > 0.999
     assert ahead[1][1] > ahead[0][1] + 0.05
+
+
+def test_of_a_text_that_repeats_learned_look_ahead_tokens_ask_for_what_random_ones_do_not(
+    make_model: Any, capture_batch: Any
+) -> None:
+    target = copying_target(make_model, period=6)
+    prompts = repeating_batch(6, rows=6, seed=2).ids_BS[:, :9].tolist()
+    drafter, taus = made(target, num_heads=3), list[float]()
+    for steps in (0, 50):
+        batch = capture_batch(target, drafter, repeating_batch(6, rows=16, seed=0))
+        fit(drafter, batch, steps, rate=5e-3)
+        taus.append(decode(target, drafter, prompts, policy="chain", length=3, tokens=24).tau)
+    assert taus[0] < 2.3, "the newest token's own draft and the bonus token"
+    assert taus[1] > 2.7

@@ -14,11 +14,13 @@ from specctl.core.errors import RecipeError
 from specctl.core.masks import tree_mask
 from specctl.drafters.sorted_lm import ExitState, SortedLm, SortedOptions, default_exits
 from specctl.drafters.states.tree_layout import TreeLayout
+from specctl.models.fast_llama import FastLlama
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.drafters.parallel_runs import copying_target, decode
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7], [20, 2, 20])
 POLICIES: list[dict[str, Any]] = [
@@ -209,3 +211,26 @@ def test_a_row_that_missed_much_catches_up_alone(
     both.start(0, [5, 6], {})
     both.start(1, text, {})
     torch.testing.assert_close(both.root(round_view({0: [5, 6], 1: text}))[1], expected)
+
+
+def test_leaving_where_it_is_sure_is_worth_more_than_any_fixed_exit(make_model: Any) -> None:
+    """Behind 8 of 24 words the first layer knows the next one, behind the others the last alone.
+    A token costs .1 for all layers, where a forward pass of the target costs 1."""
+    target = copying_target(make_model, period=5, counting=8)
+    assert isinstance(target.lm, FastLlama)
+    prompts = [[0, 9, 1, 20, 3], [4, 5, 15, 2, 12], [6, 18, 10, 7, 21]]
+    worth = {}
+    for only in (None, 0, 1):
+        options = SortedOptions(layers=3, exits=(1, 3), threshold=0.6, only=only)
+        drafter, layers = SortedLm(options, target.spec, None, target.lm.for_drafting()), [0]
+        own = drafter.lm.through
+
+        def counted(*given: Any, own: Any = own, layers: list[int] = layers) -> Any:
+            layers[0] += len(given[-1])
+            return own(*given)
+
+        drafter.lm.through = counted  # type: ignore[method-assign]
+        ran = decode(target, drafter, prompts, policy="chain", length=5, tokens=48)
+        rounds = sum(each.stats.rounds for each in ran.completions)
+        worth[only] = 3 * 48 / (rounds + 0.1 * layers[0] / 3)
+    assert worth[None] > 1.05 * max(worth[0], worth[1]), worth
