@@ -63,4 +63,9 @@ def test_the_site_asks_nothing_of_the_network() -> None:
     assert site["theme"]["font"] is False
     assert not {"extra_javascript", "extra_css", "analytics"} & set(site)
     assert "plugins" in site
-    assert site["plugins"] == ["search"]
+    assert site["plugins"] == ["search", "offline"]
+    # what the plugin offline needs lies here; without that line it names a page elsewhere
+    [script] = site["extra"]["polyfills"]
+    assert "iframe-worker" in script
+    text = (ROOT / "docs" / script).read_text()
+    assert "Permission is hereby granted" in text  # its licence stays with it
