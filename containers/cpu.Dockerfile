@@ -1,10 +1,12 @@
-# specctl in a container. NOT BUILT YET by its authors.
-# The CPU build of PyTorch.
+# specctl in a container, with the CPU build of PyTorch.
 #   docker build -f containers/cpu.Dockerfile -t specctl:cpu .
 FROM python:3.11-slim
 
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache
 WORKDIR /opt/specctl
+
+# The compiler builds the decoding step for this processor, on first use.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 # What changes rarely comes first: the pinned dependencies, each checked by its sha256.
 COPY locks locks

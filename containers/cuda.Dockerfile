@@ -7,6 +7,9 @@ FROM python:3.11-slim
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache
 WORKDIR /opt/specctl
 
+# The compiler is for Triton's kernels, and for the decoding step where a model is on the CPU.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+
 # What changes rarely comes first: the pinned dependencies, each checked by its sha256.
 COPY locks locks
 COPY constraints.txt ./
