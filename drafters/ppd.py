@@ -262,5 +262,5 @@ FAMILY = Family(
     options=PpdOptions,
     build=Ppd,
     trainable=True,
-    policies=("direct",),
+    policies=("direct", "prompt-tree"),
 )

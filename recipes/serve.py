@@ -70,7 +70,8 @@ class ServePart(Section):
         default=None, description="sequoia: chances that the 1st, 2nd, ... sibling is accepted"
     )
     profile: Levels[Annotated[tuple[Fraction, ...], Field(max_length=MOST_NODES)]] | None = Field(
-        default=None, description="hardware-tree: chances of the draft's ranks, by depth"
+        default=None,
+        description="hardware-tree, prompt-tree: chances of the draft's ranks, by depth",
     )
     widths: Levels[UpTo64] | None = Field(
         default=None, description="cape: tokens of a position, from unsure to sure"

@@ -22,6 +22,7 @@ from specctl.runtime.policies.base import Fitting, Policy
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import FixedLength, LengthChooser
+from specctl.runtime.policies.prompt_tree import PromptTree
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -42,9 +43,16 @@ def measure_costs(
     sampling: Sampling | None = None,
 ) -> CostTable:
     """Lower quartiles over `rounds` rounds per length in the real engine, lengths interleaved
-    twice. Of a switch, what is measured is how dear verification is: with a drafter that is never
-    silent. Of a tree that is fitted to the device, chains of its drafter: steps and nodes have
-    their prices."""
+    twice. Of a switch, and of trees of prompt tokens, what is measured is how dear verification is:
+    with a drafter that is never silent. Of another tree that is fitted to the device, chains of its
+    drafter: steps and nodes have their prices."""
+    if isinstance(policy, PromptTree):
+        size = min(policy.nodes, TREE_SIZES[-1])
+        drafter, policy, lengths = (
+            Repeater(drafter.options, target.spec),
+            Direct(size, size),
+            TREE_SIZES,
+        )
     if isinstance(policy, Switch):
         size = max(policy.nodes, policy.depth)
         drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
