@@ -8,9 +8,12 @@ global consistency):
     L = L_own + w  mean_t KL( sg p'(. | x, y*_<t) || p'(. | x, y_<t) )
 
 over the places t behind the first that differs; before it both sides read the same. L_own keeps the
-target near itself (`train.joint.keep`). The paper mines trajectories beforehand and takes one state
-of each; here the answer is in the data already, so that one window of every document is iterated
-anew with the target as it was, from random tokens of what stands before, a random number of times.
+target near itself (`train.joint.keep`). The paper mines trajectories beforehand, from the target
+that is to learn, and takes one state of each. Here they are run in the training step, by the target
+as it was: one window of every document starts as random tokens of what stands before, and takes a
+random number of Jacobi iterations, `most` at most. After as many as the window has tokens it has
+arrived at the answer, so that `most` = `window` draws from whole trajectories, at as many readings
+of the batch a step.
 Rows have to hold greedy answers (`data.greedy_share: 1`): of other text the window is no fixed
 point, and the loss then is that of wrong guesses alone.
 Letters: B rows, S sequence.
