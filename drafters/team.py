@@ -120,7 +120,7 @@ class TeamState(DraftState):
         self.is_listening = True
         needs = [m.needs() for m in team.members]
         self._topk = [n.topk for n in needs]
-        self._may_sleep = [n.topk > 0 and not n.taps for n in needs]
+        self.may_sleep = [n.topk > 0 and not n.taps for n in needs]
 
     def join(self, slot: int, conversation: str | None) -> None:
         for member in self.members:
@@ -136,7 +136,7 @@ class TeamState(DraftState):
         return first_of(trees)
 
     def observe(self, outcome: Outcome) -> None:
-        for member, sleeps, topk in zip(self.members, self._may_sleep, self._topk, strict=True):
+        for member, sleeps, topk in zip(self.members, self.may_sleep, self._topk, strict=True):
             if outcome.topk_BTC is not None or not sleeps:
                 member.observe(_narrowed(outcome, topk))
 

@@ -1,21 +1,23 @@
 """Auto: the best training-free cascade, and none where none pays.
 
-Rounds are told apart by context, the length of the repeated suffix. For each member and context the
-share of drafts that survive each depth is counted from drafts held against the text, played or not,
-so E[min(L, k)] of every length k is known without playing it. The arm with the most expected tokens
-per second by measured prices is played; if that is plain decoding, nothing is.
+Rounds are told apart by context, the length of the repeated suffix. The share of drafts that
+survive each depth is counted by context, so E[min(L, k)] of every length k is known without playing
+it: for all members together from the text itself (how far it goes on as it did behind the same
+suffix), and for each member from its drafts held against the text, played or not. The arm with the
+most expected tokens per second by measured prices is played; if that is plain decoding, nothing is.
 
 Estimates can be wrong, so losses are bounded as well. Each round played is booked at its measured
-cost against the tokens it brought; an arm that could bring the account further down than a small
-part of the time spent is not played, whatever is expected of it. Looking has an account of its own,
-and what drafts have gained. A member that drafts step by step is never looked at: it is expected to
-be right until it was played, forgotten in time, and has an account of its own as well.
-Prices follow what rounds cost in this run, plain ones included (`runtime/measure/live_costs.py`).
+cost against the tokens it brought; an arm that could bring the account below an allowance and a
+small part of the time spent is not played, whatever is expected of it. What copying would have won
+in the text that was generated adds a little credit. Looking has an account of its own, and what
+drafts have gained. A member that drafts step by step is expected to be right until it was played,
+forgotten in time, and has an account of its own as well. Prices follow what rounds cost in this
+run, plain ones included (`runtime/measure/live_costs.py`).
 
-While plain decoding wins, members go on drafting for a while without being verified (which costs
-host time only). When nothing came of a whole such window, all of it rests, members that live on the
-top-k asleep, for ever longer stretches; a suffix of eight tokens that occurred before ends a rest
-at once. So a text that never repeats pays for one look at its newest token per round.
+Members that live on the target's top-k have to listen to every round, and drafts that are not
+played take time. Both are done for a window of rounds, then for ever longer stretches not at all,
+sooner where drafts have not gained what this costs. Reading the text takes some microseconds a
+token and goes on: a repeated suffix ends a rest at once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 
 from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score
-from specctl.runtime.controllers.match import SUFFIXES
+from specctl.runtime.controllers.match import Repeat
 from specctl.runtime.measure.live_costs import Account
 
 PRIOR = (0.03, 0.1, 0.25, 0.5, 0.8)  # chance that a first token survives, by context
@@ -34,17 +36,20 @@ PRIOR_STEPWISE = 0.6  # of a drafter that is judged by what it plays, in any con
 GOING_ON = 0.7  # chance that a further one does
 KEPT = 0.98  # per round, of what is known of it: what is not played is tried again one day
 TRIALS = 2.0  # plain rounds that such a drafter may lose meanwhile
-GLANCE = 4  # rounds of a rest between looks at the newest tokens
+GLANCE = 4  # rounds of a rest between looks at the newest tokens, if these are new
+PRICED = 16  # rounds for which it is known what cannot pay
+LOOK = 0.5e-3  # seconds that a look takes the host, until one was measured
 
 
 @dataclass(slots=True)
 class Survival:
-    """How deep the drafts of one member agree in one context: faded counts of tests and survivals
-    per depth, with a prior of `weight` tests."""
+    """How deep drafts agree with the text in one context: faded counts of tests and survivals per
+    depth, with a prior of `weight` tests: `base`, or else `prior` at the first depth."""
 
     prior: float
     weight: float = 3.0
     memory: float = 0.97
+    base: Survival | None = None
     tested: list[float] = field(default_factory=list)
     survived: list[float] = field(default_factory=list)
 
@@ -62,15 +67,21 @@ class Survival:
         self.tested = [share * count for count in self.tested]
         self.survived = [share * count for count in self.survived]
 
+    def chance(self, depth: int) -> float:
+        """That a draft right up to this depth, 0 = the first token, is right there as well."""
+        if self.base is not None:
+            prior = self.base.chance(depth)
+        else:
+            prior = self.prior if depth == 0 else GOING_ON
+        if depth >= len(self.tested):
+            return prior
+        return (self.weight * prior + self.survived[depth]) / (self.weight + self.tested[depth])
+
     def expected(self, length: int) -> float:
         """E[min(L, length)], L the number of tokens that agree."""
         total, alive = 0.0, 1.0
         for depth in range(length):
-            tested, survived = 0.0, 0.0
-            if depth < len(self.tested):
-                tested, survived = self.tested[depth], self.survived[depth]
-            prior = self.prior if depth == 0 else GOING_ON
-            alive *= (self.weight * prior + survived) / (self.weight + tested)
+            alive *= self.chance(depth)
             total += alive
             if alive < 1e-3:
                 break
@@ -79,113 +90,147 @@ class Survival:
 
 @dataclass
 class Auto(Controller):
-    """`window` rounds of looking, `rest` to `longest_rest` rounds of not looking; the gain that an
-    arm must promise over plain decoding is `margin`. The account may be overdrawn by `allowance`
-    plain rounds and an `overdraft` of all rounds so far; it holds at most `most_credit` rounds."""
+    """`window` rounds of listening, `rest` to `longest_rest` rounds of none; beside an arm that
+    plays, every `every`-th round looks. The gain that an arm must promise over plain decoding is
+    `margin`. The account may be overdrawn by `allowance` plain rounds, an `overdraft` of all rounds
+    so far, and up to `most_foretold` rounds that copying would have won; it holds at most
+    `most_credit` rounds."""
 
     window: int = 16
     rest: int = 32
     longest_rest: int = 256
     margin: float = 0.03
     every: int = 8
-    overdraft: float = 0.01
-    allowance: float = 0.3
+    overdraft: float = 0.005
+    allowance: float = 1.0
     most_credit: float = 8.0
+    most_foretold: float = 2.0
     account: Account = field(init=False)
     accounts: dict[int, Account] = field(default_factory=dict, init=False)  # by member
     looking: Account = field(init=False)  # of drafts that nobody plays
+    foretold: Account = field(init=False)  # of drafts that the text itself has judged
+    copies: list[Arm] = field(default_factory=list, init=False)  # that it judges
     look_cost: float = field(default=0.0, init=False)
+    of_text: list[Survival] = field(default_factory=list, init=False)  # by context
+    hopeless: dict[int, float] = field(default_factory=dict, init=False)
+    priced_until: int = field(default=0, init=False)
     survival: dict[tuple[int, int], Survival] = field(default_factory=dict, init=False)
     forgets: list[Survival] = field(default_factory=list, init=False)
     round: int = field(default=0, init=False)
-    idle: int = field(default=0, init=False)
-    resting: int = field(default=0, init=False)
+    listened: int = field(default=0, init=False)  # rounds of this window
+    deaf: int = field(default=0, init=False)  # rounds left without listening
     next_rest: int = field(default=0, init=False)
+    skipping: int = field(default=0, init=False)  # rounds left in which nothing is asked
     rested: int = field(default=0, init=False)
     is_looking: bool = field(default=False, init=False)
     looked: bool = field(default=False, init=False)  # in the newest round
-
-    @property
-    def needs_contexts(self) -> bool:  # type: ignore[override]
-        """While it rests, now and then: a long match is as long a few tokens later."""
-        return self.resting % GLANCE == 0
 
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         super().open(arms, prices)
         self.next_rest = self.rest
         members = {arm.member: arm.is_stepwise for arm in arms if arm.member is not None}
+        plain = prices.seconds(0)
         self.account = Account(self.allowance, self.overdraft, self.most_credit)
-        self.looking = Account(2.0 * self.allowance, 0.5 * self.overdraft)
+        self.foretold = Account(most=self.most_foretold)
+        self.copies = [
+            arm for arm in arms if not (arm.is_off or arm.is_stepwise or arm.is_listener)
+        ]
+        self.looking = Account(0.3 * self.allowance, self.overdraft)
+        self.look_cost = 0.0 if prices.table is None else LOOK / plain
         self.accounts = {
             member: Account(TRIALS, self.overdraft, self.most_credit) if alone else self.account
             for member, alone in members.items()
         }
-        contexts = range(len(SUFFIXES) + 1)
+        self.of_text = [Survival(prior) for prior in PRIOR]
         self.survival = {
-            (member, context): Survival(max(PRIOR[context], PRIOR_STEPWISE * is_stepwise))
+            (member, context): Survival(PRIOR_STEPWISE) if is_stepwise else Survival(0.0, base=base)
             for member, is_stepwise in members.items()
-            for context in contexts
+            for context, base in enumerate(self.of_text)
         }
         self.forgets = [s for (m, _), s in self.survival.items() if members[m]]
+
+    @property
+    def needs_contexts(self) -> bool:  # type: ignore[override]
+        return self.skipping == 0
 
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
         self.round += 1
         for survival in self.forgets:
             survival.fade(KEPT)
-        for account in (self.account, self.looking, *self.accounts.values()):
-            account.rounds = self.round
-        if self.resting > 0:
-            if not self._wakes(contexts):
-                self.resting -= 1
-                self.rested += 1
-                self.is_looking = False
-                return (self.off,)
-            self.resting, self.idle = 0, 0
-        self.is_listening = True
+        if self.skipping > 0:
+            self.skipping, self.deaf, self.rested = (
+                self.skipping - 1,
+                self.deaf - 1,
+                self.rested + 1,
+            )
+            return (self.off,)
         playable = self._worth(contexts)
-        self._watch(bool(playable))
-        if playable and self.prices.ratios.wants_plain(self._account(playable[0]).is_full):
+        self._listen([self.arms[i] for i in playable])
+        self.is_resting = not (playable or self.is_listening)
+        if self.is_resting:
+            self.rested += 1
+            if max(contexts, default=0) <= 1:
+                self.skipping = min(GLANCE - 1, self.deaf)
+        elif playable and self.prices.ratios.wants_plain(self._account(playable[0]).is_full):
             return (self.off,)
         return [*playable, self.off]
 
-    def _wakes(self, contexts: Sequence[int]) -> bool:
-        """A repeated suffix ends a rest if an arm promises something there, a long one always. None
-        are known while nobody glances."""
-        longest = max(contexts, default=0)
-        return longest == len(SUFFIXES) or (longest > 0 and bool(self._worth(contexts)))
-
     def _worth(self, contexts: Sequence[int]) -> list[int]:
         """Arms that promise more than plain decoding, best first."""
-        plain, rates = self.prices.seconds(0), {}
+        for account in (self.account, self.looking, *self.accounts.values()):
+            account.rounds = self.round
+        if self.round >= self.priced_until:
+            self._set_hopeless()
+        first = {member: self._mean(member, contexts, 1) for member in self.accounts}
+        if all(first[member] <= least for member, least in self.hopeless.items()):
+            return []
+        rates, plain = {}, self.prices.seconds(0)
+        foretold = max(self.foretold.balance, 0.0)
         for i, arm in enumerate(self.arms):
-            cost = max((self.prices.of(arm) + self.prices.wake) / plain, 1.0)
-            if arm.member is None or not self.accounts[arm.member].affords(cost - 1.0):
+            if arm.member is None or first[arm.member] <= self.hopeless[arm.member]:
                 continue
-            tokens = 1.0 + self._mean(arm.member, contexts, arm.length)
-            rate = tokens / cost
-            if rate > 1.0 + self.margin:
+            cost = self._cost(arm, plain)
+            rate = (1.0 + self._mean(arm.member, contexts, arm.length)) / cost
+            loss = cost - 1.0 - (foretold if arm in self.copies else 0.0)
+            if rate > 1.0 + self.margin and self.accounts[arm.member].affords(loss):
                 rates[i] = rate
         return sorted(rates, key=lambda i: -rates[i])
+
+    def _set_hopeless(self) -> None:
+        """The chances of a first token below which no arm of a member can pay, by member, for the
+        coming rounds: a draft brings at most its length as often as its first token."""
+        self.priced_until = self.round + PRICED
+        plain = self.prices.seconds(0)
+        self.hopeless = dict.fromkeys(self.accounts, 1.0)
+        for arm in self.arms:
+            if arm.member is not None:
+                least = ((1.0 + self.margin) * self._cost(arm, plain) - 1.0) / arm.length
+                self.hopeless[arm.member] = min(self.hopeless[arm.member], least)
+
+    def _cost(self, arm: Arm, plain: float) -> float:
+        """In plain rounds."""
+        return max((self.prices.of(arm) + self.prices.wake) / plain, 1.0)
 
     def _mean(self, member: int, contexts: Sequence[int], length: int) -> float:
         total = sum(self.survival[member, context].expected(length) for context in contexts)
         return total / max(len(contexts), 1)
 
-    def _watch(self, pays: bool) -> None:
-        """Look in idle rounds, and now and then beside a player; rest after a barren window."""
-        if pays:
-            self.idle, self.next_rest = 0, self.rest
-            self.is_looking = self.round % self.every == 0
-            return
-        self.idle += 1
-        self.is_looking = True
-        if self.idle >= self.window or not self._affords_look():
-            self.idle, self.resting = 0, self.next_rest
-            self.next_rest = min(2 * self.next_rest, self.longest_rest)
-            self.is_listening = False
+    def _listen(self, playable: Sequence[Arm]) -> None:
+        """Listen and look for a window of rounds, now and then beside a player, then do not."""
+        if playable and playable[0].is_listener:
+            self.deaf, self.listened, self.next_rest = 0, 0, self.rest
+        if self.deaf > 0:
+            self.deaf -= 1
+        else:
+            self.listened += 1
+            if self.listened > self.window or not self._affords_look():
+                self.listened, self.deaf = 0, self.next_rest
+                self.next_rest = min(2 * self.next_rest, self.longest_rest)
+        self.is_listening = self.deaf == 0
+        self.is_looking = self.is_listening and (not playable or self.round % self.every == 0)
 
     def looks(self) -> bool:
-        self.looked = self.is_looking and self._affords_look()
+        self.looked = self.is_looking
         return self.looked
 
     def _affords_look(self) -> bool:
@@ -197,6 +242,7 @@ class Auto(Controller):
             usual = self.prices.of(self.arms[arm])  # one slow moment of the machine is no price
             cost = min(seconds, 3.0 * usual) / self.prices.seconds(0)
             self._account(arm).book(tokens, max(cost, 1.0))
+            self.priced_until = 0
 
     def _account(self, arm: int) -> Account:
         member = self.arms[arm].member
@@ -207,6 +253,22 @@ class Auto(Controller):
         self.looking.book(0.0, cost)
         if self.looked:
             self.look_cost += 0.2 * (cost - self.look_cost)
+
+    def repeated(self, repeat: Repeat) -> None:
+        """What copying would have brought in text that was generated is credit to try it."""
+        survival = self.of_text[repeat.context]
+        if not repeat.is_prompt and self.copies:
+            plain = self.prices.seconds(0)
+            costs = [self._cost(arm, plain) for arm in self.copies]
+            rates = [
+                (1.0 + survival.expected(arm.length)) / cost
+                for arm, cost in zip(self.copies, costs, strict=True)
+            ]
+            best = rates.index(max(rates))
+            if rates[best] > 1.0 + self.margin:
+                matched = min(repeat.matched, self.copies[best].length)
+                self.foretold.book(1.0 + matched, costs[best])
+        survival.add(repeat.matched, repeat.known)
 
     def scored(self, score: Score) -> None:
         self.survival[score.member, score.context].add(score.matched, score.known)

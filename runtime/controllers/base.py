@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from specctl.runtime.controllers.match import Repeat
 from specctl.runtime.measure.live_costs import Ratios, Recent
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ TRUSTED = 3  # drafts of a stepwise member before which they cost nothing
 @dataclass(frozen=True, slots=True)
 class Arm:
     """`member` drafts under `policy` (both None: plain decoding). `is_stepwise`: its drafts cost
-    forwards, so they are only judged by what is played."""
+    forwards, so they are only judged by what is played. `is_listener`: it drafts from the target's
+    top-k of earlier rounds."""
 
     name: str
     member: int | None = None
     policy: Policy | None = None
     is_stepwise: bool = False
+    is_listener: bool = False
 
     @property
     def is_off(self) -> bool:
@@ -86,12 +89,14 @@ class Prices:
     """Seconds of a round by nodes drafted: measured beforehand (`table`), else guessed, `slope`
     dearer per node; both corrected by the rounds as they come. Of a stepwise member `drafts` says
     what a drafted token takes beside it. `branching` are the members that were seen to draft trees,
-    which have more nodes than levels."""
+    which have more nodes than levels, `chains` the others that were seen; before, those that rank
+    candidates count as `branching`."""
 
     table: CostTable | None = None
     slope: float = 0.08
     ratios: Ratios = field(default_factory=lambda: Ratios(first_wait=1))
     branching: set[int] = field(default_factory=set)
+    chains: set[int] = field(default_factory=set)
     wake: float = 0.0  # before a draft, to read what was missed; lately
     drafts: dict[int, Recent] = field(default_factory=dict)
     _known: dict[int, float] = field(default_factory=dict, init=False)
@@ -101,7 +106,10 @@ class Prices:
         if arm.member is None:
             return self.seconds(0)
         length = arm.length if depth is None else min(arm.length, max(depth, 1))
-        nodes = arm.nodes if arm.member in self.branching else length
+        is_tree = arm.member in self.branching or (
+            arm.is_listener and arm.member not in self.chains
+        )
+        nodes = arm.nodes if is_tree else length
         drafts = self.drafts.get(arm.member)
         is_known = drafts is not None and len(drafts.ratios) >= TRUSTED
         return self.seconds(nodes) + (length * drafts.middle if drafts and is_known else 0.0)
@@ -138,6 +146,7 @@ class Controller(ABC):
 
     needs_contexts = False  # asks for the length of the repeated suffix
     is_listening = True  # members that live on the target's top-k need not sleep
+    is_resting = False  # nothing was asked of anybody in this round
 
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         """The arms of this engine, known when the first round begins."""
@@ -159,6 +168,10 @@ class Controller(ABC):
     def lost(self, seconds: float) -> None:
         """So long was spent on drafts that were not played: looked at, or empty."""
         del seconds
+
+    def repeated(self, repeat: Repeat) -> None:
+        """The text went on, or not, as it had behind the same suffix."""
+        del repeat
 
     def scored(self, score: Score) -> None:
         """A draft was held against the text."""

@@ -1,36 +1,86 @@
-"""How long a suffix of the text occurred before: what a cascade goes by.
+"""How long a suffix of the text occurred before, and how far the text then went on as it had there.
 
 Suffixes of 1, 2, 4 and 8 tokens are looked up among all that ended earlier in the same text. A
 context is the number of these that were found, 0 to 4: 0 = the newest token is new.
+
+The tokens behind the newest occurrence are what a copying drafter would draft. Reading the text
+tells how many of them came, prompt included, so what copying is worth by context is known before
+anything was drafted, and while nothing is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 SUFFIXES = (1, 2, 4, 8)
+FURTHEST = 8  # tokens behind an occurrence that are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """In that context, `matched` of `known` compared tokens came as before. `is_prompt`: the text
+    was given, not generated."""
+
+    context: int
+    matched: int
+    known: int
+    is_prompt: bool = False
+
+
+@dataclass(slots=True)
+class OpenRepeat:
+    """The tokens from `source` on are compared with those that come now."""
+
+    source: int
+    matched: int = 0
 
 
 @dataclass(slots=True)
 class MatchIndex:
-    """Suffixes of one text. One writer: the policy `switch`."""
+    """Suffixes of one text, each with the place behind its newest occurrence. Repeats are compared
+    one at a time in each context. One writer: the policy `switch`."""
 
     num_read: int = 0
-    seen: set[int] = field(default_factory=set)
+    newest: int = 0  # context of the last token read
+    behind: dict[int, int] = field(default_factory=dict)
+    compared: dict[int, OpenRepeat] = field(default_factory=dict)  # by context
+    repeats: list[Repeat] = field(default_factory=list)  # decided since they were last taken
 
     def context(self, tokens: Sequence[int]) -> int:
-        """Read what is new, then the context of the newest token."""
-        for end in range(self.num_read, len(tokens) - 1):
-            self.seen.update(
-                hash(tuple(tokens[end + 1 - n : end + 1])) for n in SUFFIXES if n <= end + 1
-            )
-        size = len(tokens)
-        self.num_read = max(self.num_read, size - 1)
-        for rank, n in enumerate(SUFFIXES):
-            if n > size or hash(tuple(tokens[size - n :])) not in self.seen:
-                return rank
-        return len(SUFFIXES)
+        """Read what is new, the prompt at first; then the context of the newest token."""
+        is_prompt = self.num_read == 0
+        for end in range(self.num_read, len(tokens)):
+            if self.compared:
+                self._compare(tokens, tokens[end], is_prompt)
+            self._read(tokens, end)
+        self.num_read = max(self.num_read, len(tokens))
+        return self.newest
+
+    def _read(self, tokens: Sequence[int], end: int) -> None:
+        self.newest, source = 0, 0
+        is_known = True
+        for n in SUFFIXES:
+            if n > end + 1:
+                break
+            suffix = hash(tuple(tokens[end + 1 - n : end + 1]))
+            found = self.behind.get(suffix) if is_known else None
+            is_known = found is not None
+            if found is not None:
+                self.newest, source = self.newest + 1, found
+            self.behind[suffix] = end + 1
+        if self.newest and self.newest not in self.compared:
+            self.compared[self.newest] = OpenRepeat(source)
+
+    def _compare(self, tokens: Sequence[int], token: int, is_prompt: bool) -> None:
+        for context, each in tuple(self.compared.items()):
+            is_same = tokens[each.source] == token
+            if is_same:
+                each.source, each.matched = each.source + 1, each.matched + 1
+            if not is_same or each.matched == FURTHEST:
+                known = each.matched + (not is_same)
+                self.repeats.append(Repeat(context, each.matched, known, is_prompt))
+                del self.compared[context]
 
 
 @dataclass(slots=True)
@@ -47,3 +97,10 @@ class Matches:
                 known = self.indices[slot] = (text, MatchIndex())
             found.append(known[1].context(text))
         return found
+
+    def repeats(self) -> Iterator[Repeat]:
+        """What has been decided since this was last asked."""
+        for _, index in self.indices.values():
+            if index.repeats:
+                yield from index.repeats
+                index.repeats = []

@@ -21,6 +21,8 @@ NARROW_WAIT = 32  # the same while the account is not full
 SHIFT = 1.3  # a change of what drafting rounds cost that says the same of plain ones
 NUM_SHIFTED = 5  # rounds that must have changed
 BURST = 2  # plain rounds that are measured together
+NUM_FEW = 3  # rounds with drafts before which what they cost may be chance
+OF_FEW = 1.5  # most that these may make drafts dearer, beside plain rounds
 
 
 @dataclass(slots=True)
@@ -92,10 +94,12 @@ class Ratios:
         own = self.seen.get(size)
         if own is not None and (size == 0 or self._is_known(own)):
             return own.middle
-        if self.drafted.ratios:
-            return self.drafted.middle
         plain = self.seen.get(0)
-        return 1.0 if plain is None else plain.middle
+        if not self.drafted.ratios:
+            return 1.0 if plain is None else plain.middle
+        if plain is not None and len(self.drafted.ratios) < NUM_FEW:  # the first wakes what slept
+            return min(self.drafted.middle, OF_FEW * plain.middle)
+        return self.drafted.middle
 
     def _is_known(self, own: Recent) -> bool:
         return len(own.ratios) >= 3 and self.round - own.at < OWN_ROUNDS

@@ -83,6 +83,8 @@ class Switch:
         self.contexts = []
         if self.brain.needs_contexts:
             self.contexts = self.matches.contexts(view.slots, view.tokens)
+            for repeat in self.matches.repeats():
+                self.brain.repeated(repeat)
         self.order, self.idle = self.brain.order(self.contexts), 0.0
         self.played, self.looks = self.order[0], self.brain.looks()
         state.is_listening = self.brain.is_listening
@@ -136,16 +138,16 @@ class Switch:
             self.unasked.add(tokens, spent)
             return
         arm = self.arms[self.played]
+        count = self.counts[arm.name]
+        count.add(tokens, spent)
+        if self.brain.is_resting and count.rounds % MEASURED:
+            return  # a rest costs next to nothing
         lost, learned = self.idle, 0.0
         if arm.is_off and self.brain.is_listening:
             learned = seconds.commit
             lost += learned + seconds.wake
         if lost:
             self.brain.lost(lost)
-        count = self.counts[arm.name]
-        count.add(tokens, spent)
-        if arm.is_off and not self.brain.is_listening and count.rounds % MEASURED:
-            return  # a rest costs next to nothing
         for score in self.shadows.ripe():
             self.brain.scored(score)
         if any(outcome.finished):
@@ -174,8 +176,9 @@ class Switch:
                 self.brain.scored(Score(member, accepted, known, context, depth))
 
     def _note_shape(self, member: int, tree: DraftTree) -> None:
-        if tree.num_nodes > tree.depth:
-            self.prices.branching.add(member)
+        if tree.num_nodes:
+            prices = self.prices
+            (prices.branching if tree.num_nodes > tree.depth else prices.chains).add(member)
 
     def _open(self, state: TeamState) -> None:
         """The arms, once the members are known."""
@@ -191,10 +194,11 @@ class Switch:
         found = []
         for member, name in enumerate(state.names):
             is_stepwise = isinstance(state.members[member], StepState)
+            is_listener = state.may_sleep[member]
             for length in self.lengths:
                 direct = Direct(length, max(length, self.nodes))
                 policy = Chain(length=length) if is_stepwise else direct
-                found.append(Arm(f"{name} {length}", member, policy, is_stepwise))
+                found.append(Arm(f"{name} {length}", member, policy, is_stepwise, is_listener))
         return found
 
     def to_json(self) -> dict[str, Any]:
