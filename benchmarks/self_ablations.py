@@ -37,9 +37,10 @@ from self_speculation import SEARCHED, package
 from torch import Tensor
 
 from specctl import load_drafter, load_target
-from specctl.core.drafter import Drafter, DraftState, Outcome, Space
+from specctl.core.drafter import Drafter, DraftState, Outcome, RoundView, Space
 from specctl.drafters import family
 from specctl.drafters.calm import CalmState
+from specctl.drafters.ppd import PpdState
 from specctl.drafters.quantspec import QuantSpecState
 from specctl.drafters.skip_layers import SkipLayersOptions
 from specctl.drafters.states.borrowed_state import BorrowedState
@@ -62,7 +63,8 @@ class Arm:
     name); `changed`: it drafts for that run's target, which learned, too. Sampled at `heat` under
     `rule`. `beside`: the arm that it is compared with (None: the study's first). `draws`: the
     attentions and MLPs that are skipped are drawn at random instead, so many times, as many of each
-    as `trained` skips. `own`: layers of the drafter's own."""
+    as `trained` skips. `own`: layers of the drafter's own. `measures`: chances of PPD's guesses are
+    those of this drafter, on other held-out prompts."""
 
     name: str
     family: str
@@ -78,6 +80,7 @@ class Arm:
     beside: str | None = None
     draws: int = 0
     own: int = 0
+    measures: bool = False
 
 
 def calm() -> Iterator[Arm]:
@@ -126,6 +129,7 @@ def ppd() -> Iterator[Arm]:
         return {"policy": "direct", "length": 3, "nodes": nodes}
 
     yield Arm("24 rows", "ppd", {}, trained="ppd", serve=rows(24))
+    yield Arm("24 rows, measured chances", "ppd", {}, trained="ppd", serve=rows(24), measures=True)
     for nodes in (4, 8, 12, 16, 48):
         yield Arm(f"{nodes} rows", "ppd", {}, trained="ppd", serve=rows(nodes))
     for nodes in (24, 12, 48):
@@ -204,6 +208,22 @@ def swift() -> Iterator[Arm]:
         "a set tried after every token": {"every": 1},
     }.items():
         yield Arm(name, "swift", {"ratio": 0.5, **more})
+
+
+def unified_skip() -> Iterator[Arm]:
+    """As many layers of eight, chosen in other ways: evenly spread, a block in the middle left out,
+    the block behind the first one left out, and the first ones alone (an early exit)."""
+    for count in (4, 5, 6):
+        first, out = f"{count} layers, evenly spread", 8 - count
+        yield Arm(first, "skip-layers", {"keep": count / 8}, beside=first)
+        for name, start in (
+            ("block in the middle", (count + 1) // 2),
+            ("block behind the first", 1),
+        ):
+            block = tuple(range(start, start + out))
+            skipped = {"skip_attention": block, "skip_mlp": block}
+            yield Arm(f"{count} layers, {name} left out", "skip-layers", skipped, beside=first)
+        yield Arm(f"{count} layers, the first ones", "layer-skip", {"layers": count}, beside=first)
 
 
 def schedules() -> Iterator[Arm]:
@@ -292,6 +312,7 @@ STUDIES: dict[str, Callable[[], Iterator[Arm]]] = {
     "lexical-unit": lexical_unit,
     "draft-verify": draft_verify,
     "swift": swift,
+    "unified-skip": unified_skip,
     "schedules": schedules,
     "early-exits": early_exits,
     "eesd": eesd,
@@ -392,6 +413,48 @@ def package_of(arm: Arm, seed: int, args: argparse.Namespace) -> Path | None:
     return package(arm.recipe or arm.trained, args.out, f"{arm.trained}-{seed}", sets, rows)
 
 
+def chances_of(
+    target: Target, arm: Arm, folder: Path | None, args: argparse.Namespace
+) -> tuple[tuple[float, ...], ...]:
+    """How often the guess of each level and rank is the token that the target says there, where
+    those of the levels before were among the ranks; over prompts that nothing is measured on."""
+    drafter, states = drafter_of(target, arm, Rounds(), folder)
+    guessed, opened = list[tuple[tuple[int, ...], list[list[int]]]](), drafter.open
+
+    def recorded(space: Space) -> DraftState:
+        state = opened(space)
+        assert isinstance(state, PpdState)
+        guesses_of = state._guesses
+
+        def guesses(view: RoundView) -> Tensor:
+            best_BWC = guesses_of(view)
+            for tokens, slot, best in zip(view.tokens, view.slots, best_BWC.tolist(), strict=True):
+                guessed.append((tuple(tokens), best[: int(state.level_Z[slot])]))
+            return best_BWC
+
+        state._guesses = guesses  # type: ignore[method-assign]
+        return state
+
+    drafter.open = recorded  # type: ignore[method-assign]
+    engine = Engine(target, drafter, make_policy(arm.serve), num_slots=8)
+    prompts = prompts_of(target, 2 * args.prompts, None)[args.prompts :]
+    sampling = Sampling(0.0, max_new_tokens=args.tokens, ignore_eos=True)
+    done = engine.run([Request(one, sampling) for one in prompts])
+    texts = [(*prompt, *row.tokens) for prompt, row in zip(prompts, done, strict=True)]
+    (state,) = states
+    assert isinstance(state, PpdState)
+    visits, hits = [0] * len(state.chances), [[0] * state.num_ranks for _ in state.chances]
+    for known, levels in guessed:
+        text = next(text for text in texts if text[: len(known)] == known)
+        for level, (ranks, token) in enumerate(zip(levels, text[len(known) :], strict=False)):
+            visits[level] += 1
+            if token not in ranks:
+                break
+            hits[level][ranks.index(token)] += 1
+    counts = zip(hits, visits, strict=True)
+    return tuple(tuple((hit + 0.1) / (seen + 1) for hit in row) for row, seen in counts)
+
+
 def own_target(run: Path) -> Target:
     """The target of a run: the one it changed, or the embedded one."""
     changed = run / "target"
@@ -442,6 +505,8 @@ def once(target: Target, arm: Arm, seed: int, args: argparse.Namespace) -> dict[
     if arm.changed is not None:
         package_of(replace(arm, trained=arm.changed), seed, args)
         target = own_target(args.out / "runs" / f"{arm.changed}-{seed}")
+    if arm.measures:
+        arm = replace(arm, options={"chances": chances_of(target, arm, folder, args)})
     drafter, states = drafter_of(target, arm, rounds, folder)
     engine = Engine(target, drafter, make_policy(arm.serve), arm.rule, num_slots=8)
     sampling = Sampling(arm.heat, max_new_tokens=args.tokens, ignore_eos=True)
@@ -472,6 +537,9 @@ def once(target: Target, arm: Arm, seed: int, args: argparse.Namespace) -> dict[
             for row, prompt in zip(done, prompts, strict=True)
         ],
     }
+    if arm.measures:
+        rows = "; ".join(" ".join(f"{one:.3f}" for one in row) for row in arm.options["chances"])
+        return {**found, "said": f"chances {rows}"}
     if not drafter.lossless:
         plain = Engine(target, None, None, num_slots=8).run(requests)
         pairs = zip(done, plain, strict=True)
