@@ -180,7 +180,7 @@ def prove(given: Any) -> list[Check]:
         folder = Path(name)
         with serve_process(folder, *fast, key=RIGHT) as server:
             checks = prove_keys(server)
-            checks += [checked("flows of clients, unchanged", flow_faults(server), 12)]
+            checks += [checked("flows of clients, unchanged", flow_faults(server), 14)]
         checks += prove_breaking(given.at)
         checks += damage_checks(folder)
         checks += prove_ending(

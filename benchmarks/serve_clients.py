@@ -9,10 +9,11 @@ import shutil
 import subprocess
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
+import pydantic
 from huggingface_hub import InferenceClient
 from serve_common import CHAT, NAME, TEXT, Server
 
@@ -91,6 +92,23 @@ def openai_structured(server: Server) -> str:
     assert isinstance(found["ok"], bool), text
     assert isinstance(found["n"], int), text
     return text
+
+
+class Point(pydantic.BaseModel):
+    """What the next flow asks for; bounded, so that an answer fits its tokens."""
+
+    name: Literal["origin", "centre"]
+    x: Annotated[int, pydantic.Field(ge=-99, le=99)]
+
+
+def openai_parse(server: Server) -> str:
+    """The client's own helper: a class in, an object of it out."""
+    answer = _openai(server).chat.completions.parse(
+        model=NAME, messages=HELLO, temperature=0, max_tokens=100, response_format=Point
+    )
+    found = answer.choices[0].message.parsed
+    assert isinstance(found, Point), answer
+    return found.name
 
 
 def openai_models(server: Server) -> str:
@@ -186,7 +204,7 @@ CHATS: tuple[Flow, ...] = (
     hub_chat, urllib_chat,
 )  # fmt: skip
 COMPLETIONS: tuple[Flow, ...] = (openai_completion, curl_stream)
-OTHERS: tuple[Flow, ...] = (openai_structured, openai_models, openai_errors)
+OTHERS: tuple[Flow, ...] = (openai_structured, openai_parse, openai_models, openai_errors)
 
 
 def flow_faults(
