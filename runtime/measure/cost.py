@@ -46,13 +46,11 @@ def measure_costs(
     twice. Of a switch, and of trees of prompt tokens, what is measured is how dear verification is:
     with a drafter that is never silent. Of another tree that is fitted to the device, chains of its
     drafter: steps and nodes have their prices."""
+    is_wrong = isinstance(policy, PromptTree)  # as the repeater mostly is: a token is a round
     if isinstance(policy, PromptTree):
         size = min(policy.nodes, TREE_SIZES[-1])
-        drafter, policy, lengths = (
-            Repeater(drafter.options, target.spec),
-            Direct(size, size),
-            TREE_SIZES,
-        )
+        drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
+        lengths = TREE_SIZES
     if isinstance(policy, Switch):
         size = max(policy.nodes, policy.depth)
         drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
@@ -65,7 +63,7 @@ def measure_costs(
     probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
     for _ in range(2):
         for k, probe in probes.items():
-            limit = max(4, rounds // 2) * (k + 1)
+            limit = max(4, rounds // 2) * (2 if is_wrong else k + 1)
             wanted = Sampling(
                 temperature=base.temperature, seed=base.seed, max_new_tokens=limit, ignore_eos=True
             )

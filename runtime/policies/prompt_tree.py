@@ -32,12 +32,13 @@ class PromptTree(Direct):
         object.__setattr__(self, "profile", check_profile(self.profile)[: self.length])
 
     def fitted(self, costs: TreeCosts) -> Self:
-        """The number of rows with most expected tokens per second, within this one's."""
+        """The number of rows with most expected tokens per second, within this one's; two at least,
+        as a prompt token alone is never verified."""
 
         def rate(nodes: int) -> float:
             return costs.rate(plan_trees(self.profile, nodes).tokens, nodes, 0)
 
-        return replace(self, nodes=max(range(1, self.nodes + 1), key=rate))
+        return replace(self, nodes=max(range(min(2, self.nodes), self.nodes + 1), key=rate))
 
 
 POLICY = PolicyEntry(

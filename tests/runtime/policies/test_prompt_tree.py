@@ -20,14 +20,15 @@ from specctl.runtime.sampling.sampling import Sampling
 CHANCES = ((0.5, 0.2), (0.4, 0.2), (0.3,))
 
 
-@pytest.mark.parametrize(("per_row", "least", "most"), [(0.0, 20, 24), (0.02, 4, 16), (0.5, 1, 3)])
+@pytest.mark.parametrize(("per_row", "least", "most"), [(0.0, 20, 24), (0.02, 4, 16), (0.5, 2, 3)])
 def test_the_size_is_the_one_of_most_tokens_per_second(
     per_row: float, least: int, most: int
 ) -> None:
-    """A device on which rows are free reads many, one on which each costs half a forward, few."""
+    """A device on which rows are free reads many, one on which each costs half a forward, few: two
+    at least, a candidate and a prompt token."""
     costs = TreeCosts(0.0, {0: 1.0, 24: 1.0 + 24 * per_row})
     found = PromptTree(nodes=24, profile=CHANCES).fitted(costs).nodes
-    rates = {n: plan_trees(CHANCES, n).tokens / costs.verify_seconds(n) for n in range(1, 25)}
+    rates = {n: plan_trees(CHANCES, n).tokens / costs.verify_seconds(n) for n in range(2, 25)}
     assert found == max(rates, key=rates.__getitem__)
     assert least <= found <= most
 
