@@ -113,6 +113,7 @@ class Auto(Controller):
     look_cost: float = field(default=0.0, init=False)
     of_text: list[Survival] = field(default_factory=list, init=False)  # by context
     hopeless: dict[int, float] = field(default_factory=dict, init=False)
+    hopeless_copy: float = field(default=1.0, init=False)  # the lowest of those of `copies`
     priced_until: int = field(default=0, init=False)
     survival: dict[tuple[int, int], Survival] = field(default_factory=dict, init=False)
     forgets: list[Survival] = field(default_factory=list, init=False)
@@ -132,10 +133,8 @@ class Auto(Controller):
         plain = prices.seconds(0)
         self.account = Account(self.allowance, self.overdraft, self.most_credit)
         self.foretold = Account(most=self.most_foretold)
-        self.copies = [
-            arm for arm in arms if not (arm.is_off or arm.is_stepwise or arm.is_listener)
-        ]
-        self.looking = Account(0.3 * self.allowance, self.overdraft)
+        self.copies = [arm for arm in arms if arm.is_copy]
+        self.looking = Account(0.0, 0.5 * self.overdraft)
         self.look_cost = 0.0 if prices.table is None else LOOK / plain
         self.accounts = {
             member: Account(TRIALS, self.overdraft, self.most_credit) if alone else self.account
@@ -148,6 +147,7 @@ class Auto(Controller):
             for context, base in enumerate(self.of_text)
         }
         self.forgets = [s for (m, _), s in self.survival.items() if members[m]]
+        self._set_hopeless()
 
     @property
     def needs_contexts(self) -> bool:  # type: ignore[override]
@@ -158,11 +158,9 @@ class Auto(Controller):
         for survival in self.forgets:
             survival.fade(KEPT)
         if self.skipping > 0:
-            self.skipping, self.deaf, self.rested = (
-                self.skipping - 1,
-                self.deaf - 1,
-                self.rested + 1,
-            )
+            self.skipping -= 1
+            self.deaf -= 1
+            self.rested += 1
             return (self.off,)
         playable = self._worth(contexts)
         self._listen([self.arms[i] for i in playable])
@@ -191,7 +189,7 @@ class Auto(Controller):
                 continue
             cost = self._cost(arm, plain)
             rate = (1.0 + self._mean(arm.member, contexts, arm.length)) / cost
-            loss = cost - 1.0 - (foretold if arm in self.copies else 0.0)
+            loss = cost - 1.0 - (foretold if arm.is_copy else 0.0)
             if rate > 1.0 + self.margin and self.accounts[arm.member].affords(loss):
                 rates[i] = rate
         return sorted(rates, key=lambda i: -rates[i])
@@ -201,11 +199,13 @@ class Auto(Controller):
         coming rounds: a draft brings at most its length as often as its first token."""
         self.priced_until = self.round + PRICED
         plain = self.prices.seconds(0)
-        self.hopeless = dict.fromkeys(self.accounts, 1.0)
+        self.hopeless, self.hopeless_copy = dict.fromkeys(self.accounts, 1.0), 1.0
         for arm in self.arms:
             if arm.member is not None:
                 least = ((1.0 + self.margin) * self._cost(arm, plain) - 1.0) / arm.length
                 self.hopeless[arm.member] = min(self.hopeless[arm.member], least)
+                if arm.is_copy:
+                    self.hopeless_copy = min(self.hopeless_copy, least)
 
     def _cost(self, arm: Arm, plain: float) -> float:
         """In plain rounds."""
@@ -257,7 +257,7 @@ class Auto(Controller):
     def repeated(self, repeat: Repeat) -> None:
         """What copying would have brought in text that was generated is credit to try it."""
         survival = self.of_text[repeat.context]
-        if not repeat.is_prompt and self.copies:
+        if not repeat.is_prompt and survival.chance(0) > self.hopeless_copy:
             plain = self.prices.seconds(0)
             costs = [self._cost(arm, plain) for arm in self.copies]
             rates = [

@@ -41,6 +41,11 @@ class Arm:
         return self.member is None
 
     @property
+    def is_copy(self) -> bool:
+        """It drafts from the text alone, so that the text itself tells what it is worth."""
+        return not (self.is_off or self.is_stepwise or self.is_listener)
+
+    @property
     def length(self) -> int:
         return 0 if self.policy is None else self.policy.depth
 
