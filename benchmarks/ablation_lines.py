@@ -67,6 +67,17 @@ class Batched:
 
 
 @dataclass(frozen=True, slots=True)
+class Crossed:
+    """A translation of a draft's tokens beside another (None: plain decoding, whose tau is 1)."""
+
+    system: str
+    claim: str
+    method: str
+    without: str | None = None
+    heat: str = "greedy"
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """Chains of up to LONGEST tokens that a rule ends, with the best of its `thresholds` (None: its
     own), beside the best of the FIXED lengths: tokens a unit of cost, where a forward pass of the
@@ -351,4 +362,10 @@ BATCHED = (
     Batched("SmartSpec", "the same, against drafts of two tokens", "goodput", 16, (2,), fills=16),
     Batched("TETRIS", "24 tokens a round for 8 users, where they are likeliest, against 3 each",
             "tetris", 8, (3,), setting=24, price=0.0),
+)  # fmt: skip
+CROSSED = (
+    Crossed("TLI", "a draft of other tokens is of use, by the tokens that both have (1.7x)", "tli"),
+    Crossed("SLEM", "matched as strings, against the tokens that both have (2.8x, 1.7x)", "slem",
+            "tli"),
+    Crossed("SLEM", "the same, sampled", "slem", "tli", "T = 1"),
 )  # fmt: skip

@@ -1,14 +1,15 @@
 """What is each system's own idea worth? Our figure with it and without it, on the embedded target.
 
-Five kinds of lines (ablation_lines.py). *Trained*: two drafters of one family on the same rows, one
+Six kinds of lines (ablation_lines.py). *Trained*: two drafters of one family on the same rows, one
 with the idea switched off; or two families, one of which is the other and the idea. *Served*: one
 drafter, or one memory, under two ways to draft or to verify, with as many nodes. *Piped*: two
 pipelines of stages. *Stopped*: a rule that ends drafts beside the best fixed length, by tokens a
-unit of cost. *Batched*: a batch policy beside the best fixed length (ablation_batches.py). Figures
-are counted on held-out prompts, not timed; differences are paired over prompts (of batches: over
-groups of users), each prompt's figures being means over seeds. A line is `reproduced` or `opposite`
-where the difference is more than two standard errors from zero and every seed has its sign, else
-`level`. What has no two ways to compare on this target has a toy of its own among the tests.
+unit of cost. *Batched*: a batch policy beside the best fixed length (ablation_batches.py).
+*Crossed*: translations of a draft of other tokens (ablation_vocabularies.py). Figures are counted
+on held-out prompts, not timed; differences are paired over prompts (of batches: over groups of
+users), each prompt's figures being means over seeds. A line is `reproduced` or `opposite` where the
+difference is more than two standard errors from zero and every seed has its sign, else `level`.
+What has no two ways to compare on this target has a toy of its own among the tests.
 
 The trained arms are cases of quality.py and lie in the same folder, so that neither script trains
 what the other has: run again, it goes on.
@@ -37,6 +38,7 @@ import torch
 from ablation_batches import BatchArm, batch_arms, serve_batches
 from ablation_lines import (
     BATCHED,
+    CROSSED,
     FIXED,
     LONGEST,
     PIPED,
@@ -45,11 +47,13 @@ from ablation_lines import (
     STOPPED,
     TRAINED,
     Batched,
+    Crossed,
     Piped,
     Served,
     Stopped,
     Trained,
 )
+from ablation_vocabularies import CrossedArm, crossed_arms, draft_of, serve_crossed
 from quality import HELD_UNMEASURED, Case, check_settings, finished, run_all, write
 from training_free import CORPUS_PROMPTS, build
 from trees import tally
@@ -373,6 +377,15 @@ def lines_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             what = "tokens a unit of cost" if batched.price else "tokens a round and row"
             at = f"{what}, greedy; fixed length {length}"
             yield _said(batched, at) | compare(list(zip(a[0], b[best(b)], strict=True)))
+    for crossed in CROSSED:
+        pairs = []
+        for seed in range(args.seeds):
+            one, other = crossed_arms(crossed, seed)
+            if all(arm is None or arm.file(args.out).exists() for arm in (one, other)):
+                taus = _read(one.file(args.out))
+                pairs.append((taus, _read(other.file(args.out)) if other else [1.0] * len(taus)))
+        if pairs:
+            yield _said(crossed, f"tau, chain, {crossed.heat}") | compare(pairs)
 
 
 def _measure(line: Served) -> str:
@@ -383,7 +396,7 @@ def _measure(line: Served) -> str:
     return f"tau, {line.heat}"
 
 
-Line = Trained | Served | Piped | Stopped | Batched
+Line = Trained | Served | Piped | Stopped | Batched | Crossed
 
 
 def _said(line: Line, at: str) -> dict[str, Any]:
@@ -429,6 +442,19 @@ def batched_arms(args: argparse.Namespace) -> list[BatchArm]:
         if _is_asked(line, args)
         for side in batch_arms(line, seed)
         for arm in side
+    ]
+    return list(dict.fromkeys(found))
+
+
+def crossed_wanted(args: argparse.Namespace) -> list[CrossedArm]:
+    """Translations to serve, each once."""
+    found = [
+        arm
+        for seed in range(args.seeds)
+        for line in CROSSED
+        if _is_asked(line, args)
+        for arm in crossed_arms(line, seed)
+        if arm is not None
     ]
     return list(dict.fromkeys(found))
 
@@ -491,10 +517,12 @@ def main() -> None:
     missing = [case.name for case in wanted if case.name not in finished(args.out)]
     batches = [] if args.only == "trained" else batched_arms(args)
     pipes = [] if args.only == "served" else piped_wanted(args)
+    crossed = [] if args.only else crossed_wanted(args)
     jobs: list[Job] = [
         *((serve, arm) for arm in arms),
         *((serve_batch, arm) for arm in batches),
         *((pipe, arm) for arm in pipes),
+        *((serve_crossed, arm) for arm in crossed),
     ]
     jobs = [(work, arm) for work, arm in jobs if not arm.file(args.out).exists()]
     print(f"{len(missing)} drafters to train, {len(jobs)} arms to serve", file=sys.stderr)
@@ -503,6 +531,8 @@ def main() -> None:
         return
     failed: list[str] = []
     if not args.table:
+        for seed in sorted({arm.seed for arm in crossed if not arm.file(args.out).exists()}):
+            draft_of(seed, args.out)
         failed = run_all(wanted, args) + do_all(jobs, args)
     lines = list(lines_of(args))
     print(json.dumps(lines) if args.json else markdown(lines))
@@ -514,7 +544,7 @@ def serve_batch(arm: BatchArm, args: argparse.Namespace) -> None:
     serve_batches(arm, args.out)
 
 
-Job = tuple[Callable[[Any, argparse.Namespace], None], Arm | BatchArm | PipedArm]
+Job = tuple[Callable[[Any, argparse.Namespace], None], Arm | BatchArm | PipedArm | CrossedArm]
 
 
 def do_all(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
