@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--only", default="", help="cases whose name contains this, and the first")
     parser.add_argument("--json", action="store_true")
+    parser.set_defaults(rate=None)  # the recipe's
     args = parser.parse_args()
     kept = args.out / f"switches-{args.steps}.json"
     about = {key: getattr(args, key) for key in ("steps", "prompts", "tokens")}

@@ -7,7 +7,8 @@ rest), learning rates and clipping; loss, initialisation, weights of the steps a
 trainer's own. Every head is then read into specctl by its weights, proved to give the logits that
 its trainer gives, and drafts chains of 5 for held-out prompts, greedy and at T = 0.8; the
 difference to ours has a paired bootstrap over prompts (all seeds of a prompt together). --set adds
-arms of ours that differ in keys of the recipe. Each trained head is kept, the same command goes on.
+arms of ours that differ in keys of the recipe, --rate gives every trainer another learning rate.
+Each trained head is kept, the same command goes on.
 
     python benchmarks/peers.py --out runs/peers-train --seeds 3 --threads 1 \\
         --set "EAGLE-3:drafter.options.fc_norm=false,drafter.options.norm_output=false"
@@ -79,7 +80,8 @@ def recipe_of(args: argparse.Namespace, seed: int, sets: tuple[str, ...] = ()) -
     return load_recipe("eagle3", [
         "target.dtype=float32", f"train.steps={args.steps}", f"train.seed={seed}",
         f"train.tau_every={args.steps}", "train.tau_prompts=1", f"train.save_every={args.steps}",
-        "data.prompts=420", "data.new_tokens=240", "data.text_tokens=368640", *sets,
+        "data.prompts=420", "data.new_tokens=240", "data.text_tokens=368640",
+        *([] if args.rate is None else [f"train.learning_rate={args.rate}"]), *sets,
     ])  # fmt: skip
 
 
@@ -261,7 +263,8 @@ def trained(
 ) -> dict[str, Any]:
     """An arm of one seed: trained, read in, measured, and kept as result.json."""
     plain = arm.replace(",", "").replace("'", "").replace(" ", "-")
-    folder = args.out / f"{plain}-{seed}"
+    rate = "" if args.rate is None else f"-{args.rate:g}"
+    folder = args.out / f"{plain}{rate}-{seed}"
     result = folder / "result.json"
     if result.exists():
         return dict(json.loads(result.read_text()))
@@ -325,6 +328,7 @@ def main() -> None:
                         help="one more arm of ours, with these keys of the recipe")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--rate", type=float, default=None, help="of every trainer; the recipe's")
     parser.add_argument("--prompts", type=int, default=72)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
@@ -353,8 +357,8 @@ def main() -> None:
         for arm in arms:
             found[arm].append(trained(args, arm, seed, target, data, vocab))
     rows = summary(found, "specctl")
-    write_json(args.out / "peers.json", {"rows": rows, "cpu": platform.processor(),
-                                         "steps": args.steps})  # fmt: skip
+    about = {"cpu": platform.processor(), "steps": args.steps, "rate": recipe.train.learning_rate}
+    write_json(args.out / "peers.json", {"rows": rows, **about})
     if args.json:
         print(json.dumps(rows, indent=1))
         return
