@@ -7,6 +7,8 @@ steadier than decoding; the error is the standard error of the paired difference
 case is kept, the same command goes on.
 
     python benchmarks/eagle3_switches.py --out runs/peers-train --steps 50
+    python benchmarks/eagle3_switches.py --out runs/peers-train --steps 40 --skip 72 \\
+        --first "the recipe" --only "the recipe"
 Letters: B rows, K draft vocabulary, S sequence, V target vocabulary.
 """
 
@@ -40,6 +42,7 @@ from specctl.train.vocab.draft_vocab import draft_vocab
 DEPTH = 5
 TEMPERATURES = {"greedy": 0.0, "T = 0.8": 0.8}
 NORMS = {"fc_norm": True, "norm_output": True}
+RECIPE = {**NORMS, "lm_head": "frozen"}
 AS_IDENTITY = {"identity": True}  # o_proj, down_proj zero, fc the highest tap and little more
 FIRST = "EAGLE-3, the layer starts as the identity"
 CASES: dict[str, dict[str, Any]] = {
@@ -54,8 +57,16 @@ CASES: dict[str, dict[str, Any]] = {
     "EAGLE-3.1, LM head frozen": {**AS_IDENTITY, **NORMS, "lm_head": "frozen"},
     "EAGLE-3.1, LM head frozen, random start": {**NORMS, "lm_head": "frozen"},
     "EAGLE-3, random start": {},
+    "the recipe": RECIPE,
+    "the recipe, norm_before_residual": {**RECIPE, "norm_before_residual": True},
+    "the recipe, decay 1": {**RECIPE, "decay": 1.0},
+    "the recipe, learning rate 1.4e-2": {**RECIPE, "learning_rate": 1.4e-2},
+    "the recipe, LM head learns": {**NORMS},
+    "the recipe, LM head learns at .1 of the rate": {**NORMS, "vocab_rate": 0.1},
+    "the recipe, loss lk_hybrid": {**RECIPE, "loss": "lk_hybrid"},
 }
-OURS = ("identity", "scaled", "slow")  # keys of a case that are no options of the family
+TRAINING = ("learning_rate", "vocab_rate")  # keys of a case that are fields of the recipe's `train`
+OURS = ("identity", "scaled", "slow", *TRAINING)  # keys of a case that are no options of the family
 
 
 class Bench:
@@ -77,7 +88,8 @@ class Bench:
         ]
         taps = self.batches[0].taps
         self.scale = float(taps[max(taps)][:, 1:].square().mean().sqrt())
-        prompts = [list(p.ids)[-64:] for p in heldout_prompts(self.target, args.prompts)]
+        held = heldout_prompts(self.target, args.skip + args.prompts)[args.skip :]
+        prompts = [list(p.ids)[-64:] for p in held]
         self.texts: dict[str, list[TrainBatch]] = {}
         for name, temperature in TEMPERATURES.items():
             how = Sampling(max_new_tokens=args.tokens, ignore_eos=True, temperature=temperature)
@@ -137,7 +149,8 @@ def trained(bench: Bench, case: dict[str, Any], steps: int) -> Eagle3:
         fc.data[:, -fc.shape[0] :] += torch.eye(fc.shape[0])
     if case.get("scaled"):
         fc.data.div_(bench.scale)
-    settings = bench.settings.model_copy(update={"steps": steps})
+    changed = {key: case[key] for key in TRAINING if key in case}
+    settings = bench.settings.model_copy(update={"steps": steps, **changed})
     sizes = frozenset({bench.target.spec.vocab_size, bench.vocab.size})
     optimizers = build_optimizers(drafter.trainable(), settings, sizes)
     if case.get("slow"):
@@ -162,35 +175,39 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/peers-train"))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--prompts", type=int, default=72)
+    parser.add_argument("--skip", type=int, default=0, help="prompts: peers.py measures on 72")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--first", default=FIRST, help="the case that others are compared with")
     parser.add_argument("--only", default="", help="cases whose name contains this, and the first")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(rate=None)  # the recipe's
     args = parser.parse_args()
     kept = args.out / f"switches-{args.steps}.json"
-    about = {key: getattr(args, key) for key in ("steps", "prompts", "tokens")}
+    about = {key: getattr(args, key) for key in ("steps", "prompts", "skip", "tokens")}
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"about": about}
     if found["about"] != about:
         raise SystemExit(f"{kept} is of {found['about']}; give another --out")
     bench: Bench | None = None
-    for name, case in CASES.items():
-        if name in found or (args.only not in name and name != FIRST):
+    if args.first not in CASES:
+        raise SystemExit(f"no case {args.first!r}; there are {list(CASES)}")
+    for name, case in sorted(CASES.items(), key=lambda item: item[0] != args.first):
+        if name in found or (args.only not in name and name != args.first):
             continue
         bench = bench or Bench(args)
         drafter = trained(bench, case, args.steps)
         found[name] = {setting: list(bench.taus(drafter, setting)) for setting in TEMPERATURES}
         write_json(kept, found)
         if not args.json:
-            line(name, found)
+            line(name, found, args.first)
     if args.json:
         print(json.dumps(found))
 
 
-def line(name: str, found: dict[str, Any]) -> None:
+def line(name: str, found: dict[str, Any], first: str) -> None:
     text = f"{name:50s}"
     for setting in TEMPERATURES:
         tau_P = torch.tensor(found[name][setting])
-        more_P: Tensor = tau_P - torch.tensor(found[FIRST][setting])
+        more_P: Tensor = tau_P - torch.tensor(found[first][setting])
         error = float(more_P.std() / len(more_P) ** 0.5)
         text += (
             f"  {setting} {float(tau_P.mean()):.3f} ({float(more_P.mean()):+.3f} +- {error:.3f})"

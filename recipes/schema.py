@@ -213,6 +213,11 @@ class TrainPart(Section):
     warmup: Fraction = Field(default=0.05, description="share of the steps spent warming up")
     decay: Fraction = Field(default=0.3, description="share of the steps spent cooling down (wsd)")
     optimizer: Literal["muon", "adamw"] = "muon"
+    vocab_rate: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=1.0,
+        description="share of the rate at which embedding and LM head learn; below 1 for a draft "
+        "that starts with the target's",
+    )
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     precision: Literal["no", "bf16"] = "no"

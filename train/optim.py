@@ -35,7 +35,8 @@ def build_optimizers(
     share: float = 1.0,
 ) -> dict[str, torch.optim.Optimizer]:
     """Optimizers over exactly the given parameters, by name: `muon` (if asked for) and `adamw`. The
-    parameters named in `slow` learn at that share of the rate, by AdamW."""
+    parameters named in `slow` learn at that share of the rate, by AdamW, and so do matrices over a
+    vocabulary at the share `vocab_rate`."""
     if not trainable:
         raise RecipeError(
             "nothing to train: the drafter has no trainable parameter",
@@ -49,12 +50,16 @@ def build_optimizers(
     behind = [trainable[name] for name in slow]
     chosen = {id(p) for p in (*matrices, *behind)}
     rest = [p for p in trainable.values() if id(p) not in chosen]
+    wide = list[nn.Parameter]()  # with a rate of their own
+    if settings.vocab_rate != 1.0:
+        wide = [p for p in rest if p.ndim == 2 and not is_hidden_matrix(p, vocab_sizes)]
+        rest = [p for p in rest if all(p is not each for each in wide)]
     rate, decay = settings.learning_rate, settings.weight_decay
     found: dict[str, torch.optim.Optimizer] = {}
     if matrices:
         found["muon"] = Muon(matrices, lr=rate, weight_decay=decay)
-    groups = [(rest, 1.0), (behind, share)]
-    if rest or behind:
+    groups = [(rest, 1.0), (wide, settings.vocab_rate), (behind, share)]
+    if rest or wide or behind:
         found["adamw"] = torch.optim.AdamW(
             [{"params": params, "share": part} for params, part in groups if params],
             lr=rate,

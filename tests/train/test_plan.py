@@ -22,7 +22,13 @@ from specctl.train.data.rows import write_rows
 from specctl.train.data.sources import Defects
 from specctl.train.init.initial import completed
 from specctl.train.metrics import alphas, means, merged, simulated_tau
-from specctl.train.optim import Gradient, build_optimizers, is_hidden_matrix, learning_rate
+from specctl.train.optim import (
+    Gradient,
+    build_optimizers,
+    is_hidden_matrix,
+    learning_rate,
+    set_learning_rate,
+)
 from specctl.train.planning.plan import STATE_BYTES, RunPlan, matrix_speed, plan
 from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, small, summary
 from specctl.train.planning.work import num_saves
@@ -232,6 +238,18 @@ def test_muon_moves_hidden_matrices_and_adamw_all_the_rest() -> None:
     assert not is_hidden_matrix(torch.zeros(96, 32), frozenset({96}))
     with pytest.raises(RecipeError, match="nothing to train"):
         build_optimizers({}, recipe.train, frozenset())
+
+
+def test_matrices_over_a_vocabulary_learn_at_their_own_share_of_the_rate() -> None:
+    recipe = load_recipe("distill", sets=["vocab.size=null", "train.vocab_rate=0.25"])
+    named = build_drafter(recipe, SPEC, None).trainable()
+    found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
+    set_learning_rate(found, 0.4)
+    rates = {id(p): group["lr"] for each in found.values() for group in each.param_groups
+             for p in group["params"]}  # fmt: skip
+    assert set(rates) == {id(p) for p in named.values()}
+    for name, parameter in named.items():
+        assert rates[id(parameter)] == pytest.approx(0.1 if "embed_tokens" in name else 0.4), name
 
 
 def test_a_flat_gradient_is_clipped_to_its_limit() -> None:
