@@ -46,7 +46,7 @@ def measure_costs(
     twice. Of a switch, and of trees of prompt tokens, what is measured is how dear verification is:
     with a drafter that is never silent. Of another tree that is fitted to the device, chains of its
     drafter: steps and nodes have their prices."""
-    is_wrong = isinstance(policy, PromptTree)  # as the repeater mostly is: a token is a round
+    is_wrong = isinstance(policy, PromptTree)  # the repeater mostly is: a round is a token
     if isinstance(policy, PromptTree):
         size = min(policy.nodes, TREE_SIZES[-1])
         drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
@@ -63,7 +63,7 @@ def measure_costs(
     probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
     for _ in range(2):
         for k, probe in probes.items():
-            limit = max(4, rounds // 2) * (2 if is_wrong else k + 1)
+            limit = max(4, rounds // 2) * (1 if is_wrong else k + 1) + (k if is_wrong else 0)
             wanted = Sampling(
                 temperature=base.temperature, seed=base.seed, max_new_tokens=limit, ignore_eos=True
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def test_what_is_measured_are_rows_of_the_target_and_a_fitted_tree_has_no_more(
     policy = make_policy({"policy": "prompt-tree", "nodes": 12, "profile": CHANCES})
     costs = measure_costs(target, drafter, policy, [[1, 2, 3]], rounds=4)
     assert sorted(costs.verify) == [0, *(n for n in TREE_SIZES if 0 < n < 12), 12]
+    assert all(isfinite(seconds) for seconds in costs.verify.values())
     fitted = equip(policy, costs).policy
     assert isinstance(fitted, PromptTree)
     request = Request((1, 2, 3), Sampling(max_new_tokens=12, ignore_eos=True))
