@@ -73,10 +73,10 @@ def test_teachers_on_disk_are_as_wide_as_the_target_s_head_asks(
 def test_a_target_counts_in_the_dtype_it_will_be_loaded_in(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_of = TargetShape(target_shape(TargetPart()).spec, 8 * 10**9, 8 * 10**9, torch.bfloat16)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("specctl.train.planning.target_shape.choose_device", lambda name: cuda)
+    monkeypatch.setattr("specctl.train.planning.target_shape.run_device", lambda: cuda)
     assert bytes_of.itemsize(TargetPart()) == 2
     assert bytes_of.itemsize(TargetPart(dtype="float32")) == 4
-    monkeypatch.setattr("specctl.train.planning.target_shape.choose_device", lambda name: cpu)
+    monkeypatch.setattr("specctl.train.planning.target_shape.run_device", lambda: cpu)
     small = TargetShape(bytes_of.spec, 10**6, 10**6, torch.bfloat16)
     assert small.itemsize(TargetPart()) == 4
 
