@@ -1,24 +1,30 @@
 """The table of docs/self-speculation.md: drafters without a second model, beside others.
 
-Trains what is missing (`specctl train-draft` or `datastore`, as the recipes say), then measures one
-method after another on held-out prompts of the embedded target:
+Trains what is missing, every trained method for as many steps on the same rows (EQUAL), or searches
+as the recipe says (`specctl datastore`), then measures one method after another on held-out prompts
+of the embedded target:
 
-    alpha at positions 1 to 4    chains of 5 without a stop rule, greedy
-    tau, T = 0 and T = 0.8       as the recipe serves; mean of the prompts and its standard error
-    drafting share, tokens/s     greedy, one prompt at a time, as the recipe serves
+    alpha at positions 1 to 4    chains of 5 without a stop rule, greedy, and tau of these chains
+    tau, tree                    greedy trees of 24 nodes, where the family can draft trees
+    tau, T = 0.8                 as the recipe serves; means of the prompts and standard errors
 
 With `--speed` it measures what depends on costs instead, on the embedded target or on the same at
-the cost of a larger one (`--inflate 300m`), with the same packages, on one thread. Every prompt is
-answered by each method in turn, with plain decoding in front of and behind every three of them:
+the cost of a larger one (`--inflate 300m`), with the same packages, on one thread, as the recipe
+serves. Every prompt is answered by each method in turn, with plain decoding in front of and behind
+every few of them:
 
-    speed-up          CPU seconds of whole greedy requests, plain over drafted; with quartiles
+    tokens/s          of CPU seconds of whole greedy requests; mean of the prompts
+    speed-up          these seconds, plain over drafted; median and quartiles
     tau, drafting     of these requests
 
-Every figure is written to OUT/NAME.json (of `--speed` to OUT/speed-SIZE-DTYPE/NAME.json) when it is
-there; run again, it goes on with what is missing.
+`ppd-fitted` is the recipe ppd with as many rows a round as pay by the costs of the target that is
+measured. Every figure is written to OUT/NAME.json (of `--speed` to OUT/speed-SIZE-DTYPE/NAME.json)
+when it is there; run again, it goes on with what is missing. `--table` prints all that is there.
 
     python benchmarks/self_speculation.py --out runs/self [--methods kangaroo,swift] [--prompts 40]
-    python benchmarks/self_speculation.py --out runs/self --speed --inflate 300m --prompts 8
+    python benchmarks/self_speculation.py --out runs/self --speed
+    python benchmarks/self_speculation.py --out runs/self --speed --inflate 300m
+    python benchmarks/self_speculation.py --out runs/self --table
 """
 
 from __future__ import annotations
@@ -30,9 +36,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean, quantiles, stdev
+from statistics import mean, median, quantiles, stdev
 from typing import Any
 
 import torch
@@ -44,9 +50,12 @@ from specctl.drafters import family
 from specctl.recipes.load import load_recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
+from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.cost_table import TreeCosts
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.measure.stats import add_counts, shares
-from specctl.runtime.policies import make_policy
+from specctl.runtime.policies import make_policy, policies_of
+from specctl.runtime.policies.prompt_tree import PromptTree
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
@@ -54,9 +63,22 @@ from specctl.train.planning.scaling import share_data
 
 TRAINED = ("kangaroo", "eesd", "m2r2", "pass", "ppd", "s3d", "hidden-transfer", "eagle3", "distill")
 SEARCHED = ("draft-verify", "calm")
-PLAIN_EVERY = 3
+FITTED = "-fitted"  # behind a recipe's name: served in the size that the device makes worthwhile
+CHAIN = {"policy": "chain", "length": 5}
+TREE = {"policy": "dynamic-tree", "length": 5, "beam": 4, "nodes": 24}
+# Steps and data of every trained method here, whatever its recipe has.
+EQUAL = (
+    "target.dtype=bfloat16",
+    "data.prompts=800",
+    "data.new_tokens=128",
+    "data.text_tokens=1000000",
+    "train.steps=160",
+    "train.rows=8",
+    "train.seq_len=288",
+)
 METHODS = (
     *TRAINED,
+    f"ppd{FITTED}",
     *SEARCHED,
     "unified-skip",
     "swift",
@@ -95,7 +117,10 @@ def package(
 
 
 def drafter_of(recipe: str, target: Target, out: Path) -> Drafter:
-    if recipe in (*TRAINED, *SEARCHED):
+    if recipe in TRAINED:
+        first = f"{TRAINED[0]}-equal"
+        return load_drafter(str(package(recipe, out, f"{recipe}-equal", EQUAL, first)), target)
+    if recipe in SEARCHED:
         return load_drafter(str(package(recipe, out)), target)
     part = load_recipe(recipe).drafter
     method = family(part.family)
@@ -103,25 +128,17 @@ def drafter_of(recipe: str, target: Target, out: Path) -> Drafter:
 
 
 def decode(
-    target: Target,
-    drafter: Drafter | None,
-    serve: dict[str, Any],
-    args: Any,
-    heat: float,
-    rows: int,
-) -> tuple[list[Completion], Engine, float]:
+    target: Target, drafter: Drafter | None, serve: dict[str, Any], args: Any, heat: float = 0.0
+) -> list[Completion]:
     policy = None if drafter is None else make_policy(serve)
-    engine = Engine(target, drafter, policy, num_slots=rows)
+    engine = Engine(target, drafter, policy, num_slots=8)
     sampling = {"temperature": heat, "max_new_tokens": args.tokens, "ignore_eos": True}
     prompts = heldout_prompts(target, args.prompts)
     requests = [
         Request(tuple(p.ids), Sampling(**sampling, seed=i), conversation=p.domain)
         for i, p in enumerate(prompts)
     ]
-    engine.run(requests[:1])
-    engine.draft_seconds = engine.verify_seconds = 0.0
-    began = time.perf_counter()
-    return engine.run(requests), engine, time.perf_counter() - began
+    return engine.run(requests)
 
 
 def taus(done: list[Completion]) -> dict[str, float]:
@@ -130,25 +147,23 @@ def taus(done: list[Completion]) -> dict[str, float]:
 
 
 def measure(recipe: str, target: Target, found: dict[str, Any], args: Any) -> dict[str, Any]:
-    """The first figure of a method that is missing."""
-    drafter = None if recipe == "plain" else drafter_of(recipe, target, args.out)
-    serve = {} if drafter is None else load_recipe(recipe).serve.model_dump(mode="json")
+    """The first figure of a method that is missing; none of shapes that its family has not."""
+    drafter = drafter_of(recipe, target, args.out)
+    shapes = drafter.policies or policies_of(family(drafter.family))
+    serve = load_recipe(recipe).serve.model_dump(mode="json")
     if "weights" not in found:
-        own = {} if drafter is None else drafter.trainable()
-        return {"weights": sum(weight.numel() for weight in own.values())}
-    if "alpha" not in found:
-        if drafter is None or "chain" not in family(drafter.family).policies:
-            return {"alpha": []}
-        done, _, _ = decode(target, drafter, {"policy": "chain", "length": 5}, args, 0.0, 8)
+        return {"weights": sum(weight.numel() for weight in drafter.trainable().values())}
+    if "chain" not in found:
+        if "chain" not in shapes:
+            return {"alpha": [], "chain": {}}
+        done = decode(target, drafter, CHAIN, args)
         accepted = add_counts(row.stats.accepted_at for row in done)
-        return {"alpha": shares(accepted, add_counts(row.stats.tested_at for row in done))}
-    if "sampled" not in found:
-        return {"sampled": taus(decode(target, drafter, serve, args, 0.8, 8)[0])}
-    done, engine, seconds = decode(target, drafter, serve, args, 0.0, 1)
-    spent = engine.draft_seconds + engine.verify_seconds
-    speed = sum(row.stats.tokens for row in done) / seconds
-    share = engine.draft_seconds / spent if spent else 0.0
-    return {"greedy": taus(done), "share": share, "speed": speed}
+        alpha = shares(accepted, add_counts(row.stats.tested_at for row in done))
+        return {"alpha": alpha, "chain": taus(done)}
+    if "tree" not in found:
+        is_tree = TREE["policy"] in shapes
+        return {"tree": taus(decode(target, drafter, TREE, args)) if is_tree else {}}
+    return {"sampled": taus(decode(target, drafter, serve, args, 0.8))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +186,32 @@ class Timed:
         return cls(done.tokens, done.stats.rounds, spent, drafting, verifying)
 
 
-def engine_of(recipe: str, target: Target, out: Path) -> Engine:
+def engine_of(recipe: str, target: Target, out: Path, found: dict[str, Any]) -> Engine:
+    """As the recipe serves; the size of a fitted tree is measured once and kept in `found`."""
     if recipe == "plain":
         return Engine(target, None, None)
-    serve = load_recipe(recipe).serve.model_dump(mode="json")
-    return Engine(target, drafter_of(recipe, target, out), make_policy(serve))
+    name = recipe.removesuffix(FITTED)
+    drafter = drafter_of(name, target, out)
+    policy = make_policy(load_recipe(name).serve.model_dump(mode="json"))
+    if name != recipe:
+        assert isinstance(policy, PromptTree), f"{recipe}: only trees of prompt tokens are fitted"
+        if "nodes" not in found:
+            prompts = [prompt.ids for prompt in heldout_prompts(target, 1)]
+            costs = TreeCosts.of(measure_costs(target, drafter, policy, prompts))
+            found["nodes"] = policy.fitted(costs).nodes
+            print(f"{recipe}: {found['nodes']} rows, {dict(costs.verify)}", file=sys.stderr)
+        policy = replace(policy, nodes=found["nodes"])
+    return Engine(target, drafter, policy)
 
 
 def speed(target: Target, methods: list[str], args: Any) -> None:
     """Measures prompt by prompt, and keeps what is there."""
     torch.set_num_threads(1)
-    folder = args.out / f"speed-{args.inflate or 'embedded'}-{args.dtype}"
+    folder = speeds_of(args.out, args.inflate, args.dtype)
     found = {recipe: kept(folder / f"{recipe}.json") or {"prompts": []} for recipe in methods}
     prompts = [tuple(prompt.ids) for prompt in heldout_prompts(target, args.prompts)]
-    engines = {recipe: engine_of(recipe, target, args.out) for recipe in ("plain", *methods)}
+    engines = {recipe: engine_of(recipe, target, args.out, found[recipe]) for recipe in methods}
+    engines["plain"] = Engine(target, None, None)
     for engine in engines.values():
         engine.run([Request(prompts[0], Sampling(max_new_tokens=8, ignore_eos=True))])
     for at, prompt in enumerate(prompts):
@@ -192,8 +219,8 @@ def speed(target: Target, methods: list[str], args: Any) -> None:
         order = [each for each in methods if len(found[each]["prompts"]) <= at]
         order = order[at % len(order) :] + order[: at % len(order)] if order else []
         before = Timed.of(engines["plain"], request) if order else None
-        for first in range(0, len(order), PLAIN_EVERY):
-            some = order[first : first + PLAIN_EVERY]
+        for first in range(0, len(order), args.plain_every):
+            some = order[first : first + args.plain_every]
             runs = {recipe: Timed.of(engines[recipe], request) for recipe in some}
             after = Timed.of(engines["plain"], request)
             assert before is not None
@@ -204,33 +231,94 @@ def speed(target: Target, methods: list[str], args: Any) -> None:
                 found[recipe]["prompts"].append(figures)
                 keep(folder / f"{recipe}.json", found[recipe])
             before = after
-    print("| method | speed-up | tau, greedy | drafting | same texts |\n|---|---|---|---|---|")
+    print("| method | speed-up | tau, greedy | drafting | tokens/s | same texts |")
+    print("|---" * 6 + "|")
     for recipe in methods:
-        print(speed_line(recipe, found[recipe]["prompts"][: args.prompts]))
+        runs = found[recipe]["prompts"][: args.prompts]
+        same = f"{sum(run['same'] for run in runs)} of {len(runs)}"
+        print(f"| {recipe} | {speed_up(runs)} | {' | '.join(speed_cells(runs))} | {same} |")
 
 
-def speed_line(recipe: str, runs: list[dict[str, Any]]) -> str:
+def speeds_of(out: Path, inflate: str | None, dtype: str) -> Path:
+    return out / f"speed-{inflate or 'embedded'}-{dtype}"
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    return plus_minus(mean(values), stdev(values) / len(values) ** 0.5, digits)
+
+
+def plus_minus(value: float, error: float, digits: int = 2) -> str:
+    return f"{short(value, digits)} +- {short(error, digits)}"
+
+
+def short(value: float, digits: int = 2) -> str:
+    """Without the zero in front of the point."""
+    return f"{value:.{digits}f}".removeprefix("0") or "0"
+
+
+def speed_up(runs: Sequence[dict[str, Any]]) -> str:
+    """Median and quartiles, and the mean with its standard error."""
     ratios = [run["plain_seconds"] / run["cpu_seconds"] for run in runs]
     low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    each = [len(run["tokens"]) / run["rounds"] for run in runs]
-    drafting = sum(run["draft_seconds"] for run in runs)
-    share = drafting / (drafting + sum(run["verify_seconds"] for run in runs))
-    return (
-        f"| {recipe} | {middle:.2f} [{low:.2f}, {high:.2f}] | "
-        f"{mean(each):.2f} +- {stdev(each) / len(each) ** 0.5:.2f} | {share:.0%} | "
-        f"{sum(run['same'] for run in runs)} of {len(runs)} |"
-    )
+    return f"{short(middle)} [{short(low)}, {short(high)}] | {spread(ratios)}"
 
 
-def line(recipe: str, found: dict[str, Any]) -> str:
-    alpha = " ".join(f"{a:.2f}" for a in found["alpha"][:4]) or "-"
-    greedy, sampled = (
-        f"{found[name]['tau']:.2f} +- {found[name]['error']:.2f}" for name in ("greedy", "sampled")
-    )
-    return (
-        f"| {recipe} | {found['weights']:,} | {alpha} | {greedy} | {sampled} | "
-        f"{found['share']:.0%} | {found['speed']:.0f} |"
-    )
+def speed_cells(runs: Sequence[dict[str, Any]]) -> tuple[str, str, str]:
+    """tau, the median share of drafting (wall seconds, which stall), and tokens per CPU second."""
+    pairs = [(run["draft_seconds"], run["verify_seconds"]) for run in runs]
+    share = median(draft / (draft + verify) for draft, verify in pairs)
+    rates = [len(run["tokens"]) / run["cpu_seconds"] for run in runs]
+    tau = spread([len(run["tokens"]) / run["rounds"] for run in runs])
+    return tau, f"{share:.0%}", rate_cell(rates)
+
+
+def table(methods: Sequence[str], args: Any) -> None:
+    """Everything that was measured, on the embedded target and at the cost of others."""
+    folders = [speeds_of(args.out, size, args.dtype) for size in (None, "300m")]
+    print("| method | weights | alpha | tau, chain | tree | served | T = 0.8", end="")
+    print(" | drafting | tokens/s" * len(folders) + " |\n" + "|---" * (7 + 2 * len(folders)) + "|")
+    for recipe in methods:
+        runs = kept(folders[0] / f"{recipe}.json").get("prompts")
+        cells = [*counted(args.out, recipe), *timed(folders, recipe)]
+        cells.insert(4, speed_cells(runs)[0] if runs else "-")
+        print(f"| `{recipe}` | {' | '.join(cells)} |")
+    print(f"| plain decoding | - | - | - | - | - | - | {' | '.join(plain(folders, methods))} |")
+    print("\n| method" + " | speed-up | mean" * len(folders) + " |\n" + "|---" * (1 + 4) + "|")
+    for recipe in methods:
+        runs = [kept(folder / f"{recipe}.json").get("prompts") for folder in folders]
+        print(f"| `{recipe}` | {' | '.join(speed_up(one) if one else '- | -' for one in runs)} |")
+
+
+def counted(out: Path, recipe: str) -> list[str]:
+    """What does not depend on costs."""
+    found = kept(out / f"{recipe}.json")
+    shapes = [found.get(name) for name in ("chain", "tree", "sampled")]
+    taus = [plus_minus(one["tau"], one["error"]) if one else "-" for one in shapes]
+    alpha = " ".join(short(a) for a in found.get("alpha", [])[:4]) or "-"
+    return [f"{found['weights']:,}" if found else "-", alpha, *taus]
+
+
+def timed(folders: Sequence[Path], recipe: str) -> list[str]:
+    cells = []
+    for folder in folders:
+        runs = kept(folder / f"{recipe}.json").get("prompts")
+        cells += speed_cells(runs)[1:] if runs else ("-", "-")
+    return cells
+
+
+def plain(folders: Sequence[Path], methods: Sequence[str]) -> list[str]:
+    """Tokens per CPU second of plain decoding, around the runs of the first method there is."""
+    cells = []
+    for folder in folders:
+        found = (kept(folder / f"{recipe}.json").get("prompts") for recipe in methods)
+        runs = next((one for one in found if one), [])
+        rates = [len(run["tokens"]) / run["plain_seconds"] for run in runs]
+        cells += ("0%", rate_cell(rates)) if rates else ("-", "-")
+    return cells
+
+
+def rate_cell(rates: Sequence[float]) -> str:
+    return spread(rates, 0 if mean(rates) >= 100 else 1)
 
 
 def kept(file: Path) -> dict[str, Any]:
@@ -244,35 +332,36 @@ def keep(file: Path, found: dict[str, Any]) -> None:
 
 
 def quality(target: Target, methods: list[str], args: Any) -> None:
-    lines = []
     for recipe in methods:
         found = kept(file := args.out / f"{recipe}.json")
-        while "speed" not in found:
+        while "sampled" not in found:
             found |= measure(recipe, target, found, args)
             keep(file, found)
             print(f"{recipe}: {', '.join(found)}", file=sys.stderr, flush=True)
-        lines.append(line(recipe, found))
-    print("| method | weights | alpha | tau, greedy | tau, T = 0.8 | drafting | tokens/s |")
-    print("|---|---|---|---|---|---|---|")
-    print("\n".join(lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/self"))
-    parser.add_argument("--methods", default=",".join(("plain", *METHODS)))
+    parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--speed", action="store_true", help="seconds beside plain decoding")
+    parser.add_argument("--plain-every", type=int, default=3, help="methods, with --speed")
+    parser.add_argument("--table", action="store_true", help="print what was measured")
     parser.add_argument("--inflate", default=None, help="with --speed: 300m, for example")
     parser.add_argument("--dtype", default="float32", help="with --speed")
     args = parser.parse_args()
-    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
     methods = args.methods.split(",")
+    if args.table:
+        table(methods, args)
+        return
+    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
     if args.speed:
-        speed(target, [recipe for recipe in methods if recipe != "plain"], args)
+        speed(target, methods, args)
     else:
-        quality(target, methods, args)
+        quality(target, [recipe for recipe in methods if not recipe.endswith(FITTED)], args)
+        table(methods, args)
 
 
 if __name__ == "__main__":
