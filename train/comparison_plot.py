@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 MARKERS = "osD^vP*X<>"
+TALL = 6.0  # inches
 MOST_LINES = 10  # of acceptance by position; more cannot be told apart
 LONGEST = 32  # characters of a name that leave room for the panels
 
@@ -37,6 +38,10 @@ def save_comparison(
     if positions:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _lines(right, positions)
+        if height > TALL:  # beside many bars the lines stay as high as they are wide, on top
+            right.set_box_aspect(1)
+            right.set_anchor("N")
+            right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=9)
     else:
         left = figure.subplots()
     _bars(left, [_shown(name) for name in names], series)
