@@ -38,7 +38,7 @@ from specctl.core.errors import SpecctlError
 
 KEY = "a-key-for-this-proof"
 DRAFTED = ("--draft", "prompt-lookup", "--batching", "fixed")
-SIZES = ((360, 740), (768, 1024), (1400, 900))
+SIZES = ((360, 740), (390, 844), (768, 1024), (1280, 800))
 
 
 def attempt(what: str, page: Page, server: Server, body: Try) -> Check:
