@@ -45,6 +45,8 @@ def show_tables(
         if row["setting"] == measured[0]["setting"] and row["target"] == measured[0]["target"]
     } if measured else {}  # fmt: skip
     title = "Drafter families, trained alike"
+    if len(series) == 1:  # no legend says it
+        title += f": {next(iter(series))}"
     if plot is not None:
         save_comparison(names, series, positions, title, plot)
     return save_comparison(names, series, positions, title, out / "families.png")
