@@ -61,9 +61,10 @@ def measure_costs(
     batch = min(batch, len(prompts))
     lengths = sorted({0, *(k for k in lengths if k <= policy.depth), policy.depth})
     probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
+    half = max(4, rounds // 2)
     for _ in range(2):
         for k, probe in probes.items():
-            limit = max(4, rounds // 2) * (1 if is_wrong else k + 1) + (k if is_wrong else 0)
+            limit = half + k if is_wrong else half * (k + 1)
             wanted = Sampling(
                 temperature=base.temperature, seed=base.seed, max_new_tokens=limit, ignore_eos=True
             )
