@@ -11,15 +11,13 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, RoundView, Space, StepState
-from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.runtime.target.target import Target
 
 
 def capture_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> dict[int, Tensor]:
     """Taps [n, D] of one text, without a cache."""
     ids_1S = torch.tensor([list(ids)])
-    masks = Masks(document_mask(torch.zeros_like(ids_1S)))
+    masks = target.lm.document_masks(torch.zeros_like(ids_1S))
     with torch.no_grad():
         out = target.lm.dense(ids_1S, torch.arange(len(ids))[None], masks, taps, logits=False)
     return {tap: value[0] for tap, value in out.taps.items()}
@@ -42,7 +40,7 @@ def packed_batch(
 
 def captured(target: Target, drafter: Drafter, batch: TrainBatch) -> TrainBatch:
     needs = drafter.needs()
-    masks = Masks(document_mask(batch.document_BS))
+    masks = target.lm.document_masks(batch.document_BS)
     with torch.no_grad():
         out = target.lm.dense(batch.ids_BS, batch.position_BS, masks, needs.taps, needs.teacher)
     return TrainBatch(
