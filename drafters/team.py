@@ -121,6 +121,7 @@ class TeamState(DraftState):
         needs = [m.needs() for m in team.members]
         self._topk = [n.topk for n in needs]
         self.may_sleep = [n.topk > 0 and not n.taps for n in needs]
+        self.reads_text_alone = [not (n.topk or n.taps or n.borrow) for n in needs]
 
     def join(self, slot: int, conversation: str | None) -> None:
         for member in self.members:

@@ -53,7 +53,7 @@ def build_optimizers(
     wide = list[nn.Parameter]()  # with a rate of their own
     if settings.vocab_rate != 1.0:
         wide = [p for p in rest if p.ndim == 2 and not is_hidden_matrix(p, vocab_sizes)]
-        rest = [p for p in rest if all(p is not each for each in wide)]
+        rest = [p for p in rest if p.ndim != 2 or is_hidden_matrix(p, vocab_sizes)]
     rate, decay = settings.learning_rate, settings.weight_decay
     found: dict[str, torch.optim.Optimizer] = {}
     if matrices:

@@ -142,7 +142,9 @@ class Auto(Controller):
         }
         self.of_text = [Survival(prior) for prior in PRIOR]
         self.survival = {
-            (member, context): Survival(PRIOR_STEPWISE) if is_stepwise else Survival(0.0, base=base)
+            (member, context): Survival(max(base.prior, PRIOR_STEPWISE))
+            if is_stepwise
+            else Survival(base.prior, base=base)
             for member, is_stepwise in members.items()
             for context, base in enumerate(self.of_text)
         }

@@ -28,22 +28,19 @@ TRUSTED = 3  # drafts of a stepwise member before which they cost nothing
 class Arm:
     """`member` drafts under `policy` (both None: plain decoding). `is_stepwise`: its drafts cost
     forwards, so they are only judged by what is played. `is_listener`: it drafts from the target's
-    top-k of earlier rounds."""
+    top-k of earlier rounds; `is_copy`: from the text alone, which therefore tells what it is worth.
+    The policy knows the last two of its members."""
 
     name: str
     member: int | None = None
     policy: Policy | None = None
     is_stepwise: bool = False
     is_listener: bool = False
+    is_copy: bool = False
 
     @property
     def is_off(self) -> bool:
         return self.member is None
-
-    @property
-    def is_copy(self) -> bool:
-        """It drafts from the text alone, so that the text itself tells what it is worth."""
-        return not (self.is_off or self.is_stepwise or self.is_listener)
 
     @property
     def length(self) -> int:

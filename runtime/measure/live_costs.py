@@ -21,7 +21,7 @@ NARROW_WAIT = 32  # the same while the account is not full
 SHIFT = 1.3  # a change of what drafting rounds cost that says the same of plain ones
 NUM_SHIFTED = 5  # rounds that must have changed
 BURST = 2  # plain rounds that are measured together
-NUM_FEW = 3  # rounds with drafts before which what they cost may be chance
+NUM_FEW = 3  # rounds before which what they cost may be chance
 OF_FEW = 1.5  # most that these may make drafts dearer, beside plain rounds
 
 
@@ -102,7 +102,7 @@ class Ratios:
         return self.drafted.middle
 
     def _is_known(self, own: Recent) -> bool:
-        return len(own.ratios) >= 3 and self.round - own.at < OWN_ROUNDS
+        return len(own.ratios) >= NUM_FEW and self.round - own.at < OWN_ROUNDS
 
 
 @dataclass(slots=True)

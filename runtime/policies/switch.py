@@ -183,7 +183,8 @@ class Switch:
     def _open(self, state: TeamState) -> None:
         """The arms, once the members are known."""
         self.is_open = True
-        self.arms = self.arms or (Arm(OFF), *self._default_arms(state))
+        arms = self.arms or (Arm(OFF), *self._default_arms(state))
+        self.arms = tuple(_of_member(arm, state) for arm in arms)
         if not any(arm.is_off for arm in self.arms):
             self.arms = (Arm(OFF), *self.arms)
         self.counts = {arm.name: ArmCount() for arm in self.arms}
@@ -194,17 +195,23 @@ class Switch:
         found = []
         for member, name in enumerate(state.names):
             is_stepwise = isinstance(state.members[member], StepState)
-            is_listener = state.may_sleep[member]
             for length in self.lengths:
                 direct = Direct(length, max(length, self.nodes))
                 policy = Chain(length=length) if is_stepwise else direct
-                found.append(Arm(f"{name} {length}", member, policy, is_stepwise, is_listener))
+                found.append(Arm(f"{name} {length}", member, policy, is_stepwise))
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Counts per arm, and what the controller itself reports."""
         arms = {name: count.to_json() for name, count in self.counts.items() if count.rounds}
         return {"controller": self.controller, "arms": arms, **self.brain.to_json()}
+
+
+def _of_member(arm: Arm, state: TeamState) -> Arm:
+    if arm.member is None:
+        return arm
+    is_copy = state.reads_text_alone[arm.member] and not arm.is_stepwise
+    return replace(arm, is_listener=state.may_sleep[arm.member], is_copy=is_copy)
 
 
 POLICY = PolicyEntry(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.core.drafter import RoundView
+from specctl.core.drafter import RoundView, Space
 from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters.team import Team, TeamOptions
 from specctl.drafters.token_recycling import TokenRecyclingState
@@ -28,7 +28,7 @@ from specctl.runtime.sampling.sampling import Sampling
 
 DEAR = CostTable(dict.fromkeys((0, 16), 0.0), {0: 1.0, 16: 2.6}, "", "", 1)  # a tenth per node
 MEMBERS = TeamOptions(("prompt-lookup", "token-recycling"))
-ARMS = (Arm(OFF), *(Arm(f"copy {k}", 0, Direct(k, k)) for k in (1, 2, 4, 8)))
+ARMS = (Arm(OFF), *(Arm(f"copy {k}", 0, Direct(k, k), is_copy=True) for k in (1, 2, 4, 8)))
 
 
 def opened() -> Auto:
@@ -163,6 +163,19 @@ def test_a_member_that_ranks_candidates_costs_a_whole_tree_until_its_shape_was_s
     assert prices.of(arm) == prices.seconds(12)
     prices.chains.add(1)
     assert prices.of(arm) == prices.seconds(2)
+
+
+def test_the_text_is_no_credit_for_a_member_that_reads_more_than_text(target: Any) -> None:
+    policy = Switch(controller="auto", lengths=(2,), nodes=4)
+    state = Team(MEMBERS, target.spec).open(Space(1, 16, 8, torch.device("cpu"), torch.float32))
+    policy.rests(state, RoundView((0,), *[torch.zeros(1)] * 3, ([1, 2],)))
+    kinds = {arm.name: (arm.is_copy, arm.is_listener) for arm in policy.arms}
+    assert kinds == {
+        OFF: (False, False),
+        "prompt-lookup 2": (True, False),
+        "token-recycling 2": (False, True),
+    }
+    assert {arm.member for arm in policy.brain.copies} == {0}
 
 
 STEPWISE = (Arm(OFF), *(Arm(f"model {k}", 0, Chain(length=k), True) for k in (2, 4)))
