@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+from transformers.quantizers import quantizer_awq
 
 import specctl.recipes
 from specctl.core.errors import IncompatibleError, ResourceError
@@ -76,9 +76,10 @@ def test_a_widened_checkpoint_that_does_not_fit_is_refused(
         load_target(str(whole))
 
 
-def test_a_format_whose_library_is_missing_is_named_before_weights_are_read(whole: Path) -> None:
-    if importlib.util.find_spec("gptqmodel") is not None:
-        pytest.skip("the library is here")
+def test_a_format_whose_library_is_missing_is_named_before_weights_are_read(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizer_awq, "is_gptqmodel_available", lambda: False)
     quantised(whole, {"quant_method": "awq", "bits": 4, "group_size": 32})
     with pytest.raises(IncompatibleError, match="gptqmodel"):
         load_target(str(whole))
