@@ -21,7 +21,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.stops import trained_stops
 from specctl.runtime.stops.learned import write_stop
 from specctl.train.stop_rules import Collector, collect, fit, learned_rule
-from specctl_testing.runtime.markov import MarkovDrafter, MarkovState, Pair
+from specctl_testing.runtime.markov import MarkovDrafter, MarkovState, Pair, runs_and_open
 
 VERSE, PROSE = 8, 4  # tokens that follow each other, and tokens behind which anything may come
 PRICE = 0.1  # of a drafted token, where a forward pass of the target costs 1
@@ -57,18 +57,8 @@ class Reader(MarkovDrafter):
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    """Verse: token i is followed by i + 1, the last one by prose. Prose: the target goes on with
-    one certain token of prose or begins the verse; the drafter has no idea."""
-    size = VERSE + PROSE
-    p_VV = torch.full((size, size), 0.01 / size)
-    for token in range(VERSE):
-        p_VV[token, token + 1] += 0.99
-    for token in range(VERSE, size):
-        p_VV[token, VERSE + (token - VERSE + 1) % PROSE] += 0.59
-        p_VV[token, 0] += 0.4
-    q_VV = p_VV.clone()
-    q_VV[VERSE:] = 1.0
-    return Pair(p_VV / p_VV.sum(1, keepdim=True), q_VV / q_VV.sum(1, keepdim=True))
+    """Verse, which the drafter knows, and prose, of which it has no idea."""
+    return runs_and_open(VERSE, PROSE)
 
 
 @dataclass(frozen=True)

@@ -12,25 +12,10 @@ from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.ddd import DynamicDepth
 from specctl.runtime.policies.dynamic_tree import DynamicTree
 from specctl.runtime.sampling.sampling import Sampling
-from specctl_testing.runtime.markov import MarkovDrafter, Pair
+from specctl_testing.runtime.markov import MarkovDrafter, Pair, runs_and_open
 
 RUN, OPEN = 8, 4  # tokens that follow each other, and tokens behind which anything may come
 PRICE, DEEPEST, TOKENS = 0.1, 10, 96  # a drafted level costs .1 of a forward pass of the target
-
-
-def two_kinds() -> Pair:
-    """Token i of a run is followed by i + 1, the last one by an open token. Behind an open token
-    the target says another one or begins the run; the drafter guesses."""
-    size = RUN + OPEN
-    p_VV = torch.full((size, size), 0.01 / size)
-    for token in range(RUN):
-        p_VV[token, token + 1] += 0.99
-    for token in range(RUN, size):
-        p_VV[token, RUN + (token - RUN + 1) % OPEN] += 0.59
-        p_VV[token, 0] += 0.4
-    q_VV = p_VV.clone()
-    q_VV[RUN:] = 1.0
-    return Pair(p_VV / p_VV.sum(1, keepdim=True), q_VV / q_VV.sum(1, keepdim=True))
 
 
 def worth(pair: Pair, policy: Policy) -> Tensor:
@@ -45,7 +30,7 @@ def worth(pair: Pair, policy: Policy) -> Tensor:
 
 
 def test_a_depth_that_follows_confidence_is_worth_more_than_any_fixed_one() -> None:
-    pair, tree = two_kinds(), {"nodes": 20, "beam": 4}
+    pair, tree = runs_and_open(RUN, OPEN), {"nodes": 20, "beam": 4}
     fixed = [worth(pair, DynamicTree(depth, **tree)) for depth in range(1, DEEPEST + 1)]
     best_R = max(fixed, key=lambda worth_R: float(worth_R.mean()))
     apart_R = worth(pair, DynamicDepth(DEEPEST, **tree, threshold=0.25)) - best_R

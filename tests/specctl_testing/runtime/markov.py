@@ -193,6 +193,22 @@ class Pair:
         )
 
 
+def runs_and_open(run: int, num_open: int) -> Pair:
+    """Token i of a run is followed by i + 1, the last one by an open token. Behind an open token the
+    target goes on with one certain open token or begins the run; the drafter knows the run and has
+    no idea of the rest."""
+    size = run + num_open
+    p_VV = torch.full((size, size), 0.01 / size)
+    for token in range(run):
+        p_VV[token, token + 1] += 0.99
+    for token in range(run, size):
+        p_VV[token, run + (token - run + 1) % num_open] += 0.59
+        p_VV[token, 0] += 0.4
+    q_VV = p_VV.clone()
+    q_VV[run:] = 1.0
+    return Pair(p_VV / p_VV.sum(1, keepdim=True), q_VV / q_VV.sum(1, keepdim=True))
+
+
 def shifted(distribution_V: np.ndarray) -> Tensor:
     """Every row the same distribution, turned: acceptance is then the same in every state."""
     return torch.tensor(
