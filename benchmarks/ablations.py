@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -397,6 +398,8 @@ def _measure(line: Served) -> str:
 
 
 Line = Trained | Served | Piped | Stopped | Batched | Crossed
+SomeLine = TypeVar("SomeLine", bound=Line)
+SomeArm = TypeVar("SomeArm")
 
 
 def _said(line: Line, at: str) -> dict[str, Any]:
@@ -433,42 +436,26 @@ def wanted_arms(args: argparse.Namespace) -> list[Arm]:
     return list(dict.fromkeys(found))
 
 
-def batched_arms(args: argparse.Namespace) -> list[BatchArm]:
-    """Those of batch policies, each once."""
-    found = [
+def each_once(
+    args: argparse.Namespace,
+    lines: Sequence[SomeLine],
+    arms_of: Callable[[SomeLine, int], Iterable[SomeArm | None]],
+) -> list[SomeArm]:
+    """The arms of the lines that are asked for, seed by seed, each once."""
+    found = (
         arm
         for seed in range(args.seeds)
-        for line in BATCHED
+        for line in lines
         if _is_asked(line, args)
-        for side in batch_arms(line, seed)
-        for arm in side
-    ]
-    return list(dict.fromkeys(found))
-
-
-def crossed_wanted(args: argparse.Namespace) -> list[CrossedArm]:
-    """Translations to serve, each once."""
-    found = [
-        arm
-        for seed in range(args.seeds)
-        for line in CROSSED
-        if _is_asked(line, args)
-        for arm in crossed_arms(line, seed)
+        for arm in arms_of(line, seed)
         if arm is not None
-    ]
+    )
     return list(dict.fromkeys(found))
 
 
-def piped_wanted(args: argparse.Namespace) -> list[PipedArm]:
-    """Pipelines to train, each once."""
-    found = [
-        arm
-        for seed in range(args.seeds)
-        for line in PIPED
-        if _is_asked(line, args)
-        for arm in piped_arms(line, seed)
-    ]
-    return list(dict.fromkeys(found))
+def batched_arms(args: argparse.Namespace) -> list[BatchArm]:
+    """Those of batch policies, both sides."""
+    return each_once(args, BATCHED, lambda line, seed: itertools.chain(*batch_arms(line, seed)))
 
 
 def wanted_cases(args: argparse.Namespace, arms: Sequence[Arm]) -> list[Case]:
@@ -516,8 +503,8 @@ def main() -> None:
     wanted = wanted_cases(args, arms)
     missing = [case.name for case in wanted if case.name not in finished(args.out)]
     batches = [] if args.only == "trained" else batched_arms(args)
-    pipes = [] if args.only == "served" else piped_wanted(args)
-    crossed = [] if args.only else crossed_wanted(args)
+    pipes = [] if args.only == "served" else each_once(args, PIPED, piped_arms)
+    crossed = [] if args.only else each_once(args, CROSSED, crossed_arms)
     jobs: list[Job] = [
         *((serve, arm) for arm in arms),
         *((serve_batch, arm) for arm in batches),
