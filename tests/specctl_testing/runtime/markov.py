@@ -194,9 +194,9 @@ class Pair:
 
 
 def runs_and_open(run: int, num_open: int) -> Pair:
-    """Token i of a run is followed by i + 1, the last one by an open token. Behind an open token the
-    target goes on with one certain open token or begins the run; the drafter knows the run and has
-    no idea of the rest."""
+    """Token i of a run is followed by i + 1, the last one by an open token. Behind an open token
+    the target goes on with one certain open token or begins the run; the drafter knows the run and
+    has no idea of the rest."""
     size = run + num_open
     p_VV = torch.full((size, size), 0.01 / size)
     for token in range(run):
