@@ -39,7 +39,7 @@ from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.core.vocab import VocabMap
 from specctl.drafters.option_checks import OneOf, Options, Within, check_rank_chances
 from specctl.drafters.retrieval.store_registry import Guarded, Scope, StoredState, StoreRegistry
-from specctl.drafters.states.template import Template, compile_template, greedy_paths
+from specctl.drafters.states.template import Template, best_paths, compile_template
 
 TEMPLATE_NODES = 80
 
@@ -133,8 +133,8 @@ class TokenRecyclingState(StoredState):
         self.first_rank_Z1 = self.first_Z1 * self.C
         self.stores = self.registry.rows(space.identity, space.num_slots)
         self._live: set[int] = set()
-        chances = [self.options.chances[: self.C]] * self.options.max_depth
-        self.paths = greedy_paths(chances, max(TEMPLATE_NODES, space.max_nodes))
+        chances = (self.options.chances[: self.C],) * self.options.max_depth
+        self.paths = best_paths(chances, max(TEMPLATE_NODES, space.max_nodes))
         self._templates: dict[tuple[int, int], Template] = {}
 
     def snapshot(self, slot: int = 0) -> Tensor:

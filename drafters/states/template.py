@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,6 +62,9 @@ def greedy_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> tuple[Pat
             for rank, chance in enumerate(acceptance[len(path)]):
                 heapq.heappush(heap, (score * chance, (*path, rank)))
     return tuple(chosen)
+
+
+best_paths = lru_cache(maxsize=64)(greedy_paths)  # of tuples
 
 
 def check_paths(paths: Sequence[Path], max_depth: int, max_rank: int, where: str) -> None:

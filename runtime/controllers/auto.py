@@ -177,17 +177,18 @@ class Auto(Controller):
 
     def _worth(self, contexts: Sequence[int]) -> list[int]:
         """Arms that promise more than plain decoding, best first."""
-        for account in (self.account, self.looking, *self.accounts.values()):
-            account.rounds = self.round
+        self.looking.rounds = self.account.rounds = self.round
         if self.round >= self.priced_until:
             self._set_hopeless()
-        first = {member: self._mean(member, contexts, 1) for member in self.accounts}
-        if all(first[member] <= least for member, least in self.hopeless.items()):
+        hopeful = [m for m, least in self.hopeless.items() if self._first(m, contexts) > least]
+        if not hopeful:
             return []
+        for member in hopeful:
+            self.accounts[member].rounds = self.round
         rates, plain = {}, self.prices.seconds(0)
         foretold = max(self.foretold.balance, 0.0)
         for i, arm in enumerate(self.arms):
-            if arm.member is None or first[arm.member] <= self.hopeless[arm.member]:
+            if arm.member not in hopeful:
                 continue
             cost = self._cost(arm, plain)
             rate = (1.0 + self._mean(arm.member, contexts, arm.length)) / cost
@@ -212,6 +213,11 @@ class Auto(Controller):
     def _cost(self, arm: Arm, plain: float) -> float:
         """In plain rounds."""
         return max((self.prices.of(arm) + self.prices.wake) / plain, 1.0)
+
+    def _first(self, member: int, contexts: Sequence[int]) -> float:
+        """The chance that a first drafted token is right; the same as a mean of length 1."""
+        total = sum(self.survival[member, context].chance(0) for context in contexts)
+        return total / max(len(contexts), 1)
 
     def _mean(self, member: int, contexts: Sequence[int], length: int) -> float:
         total = sum(self.survival[member, context].expected(length) for context in contexts)

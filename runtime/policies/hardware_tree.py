@@ -12,12 +12,11 @@ Letters: B rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
-from specctl.drafters.states.template import Path, greedy_paths
+from specctl.drafters.states.template import Path, best_paths
 from specctl.runtime.measure.cost_table import TreeCosts
 from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
 from specctl.runtime.policies.shaped import grow_shape, shape_of
@@ -26,8 +25,6 @@ Profile = tuple[tuple[float, ...], ...]
 TYPICAL = tuple(
     tuple(share * 0.9**level for share in (0.62, 0.13, 0.06, 0.035, 0.02)) for level in range(6)
 )
-
-best_paths = lru_cache(maxsize=64)(greedy_paths)
 
 
 def worth(profile: Profile, path: Path) -> float:

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.tree import DraftTree
+from specctl.drafters.states.template import best_paths
 from specctl.runtime.policies.base import GrowRequest, PointTree, PolicyEntry
-from specctl.runtime.policies.hardware_tree import TYPICAL, Profile, best_paths, worth
+from specctl.runtime.policies.hardware_tree import TYPICAL, Profile, worth
 from specctl.runtime.policies.shaped import grow_shape, shape_of
 
 START = 4  # rounds of two sizes in turn, so that the price of a node is known
