@@ -147,16 +147,24 @@ def _taps(taps: Sequence[object], num_layers: int) -> tuple[int, ...]:
 
 
 def refuse_variants(settings: Mapping[str, Any]) -> None:
-    """Switches of the published blocks that ours do not have."""
+    """Switches of the published blocks, in SGLang or vLLM, that ours do not have. (Those that come
+    with tensors of their own would be refused for these.)"""
     allowed = {
         "projector_type": (None, "dflash", "dspark"),
         "markov_head_type": (None, "vanilla"),
         "causal": (None, False),
+        "is_causal": (None, False),
         "use_swa": (None, False),
         "attention_sink_bias": (None, False),
         "enable_confidence_head": (None, True),
         "use_confidence_head": (None, True),
         "confidence_head_with_markov": (None, True),
+        "attention_value_scale": (None, 1.0),
+        "output_multiplier": (None, 1.0),
+        "final_logit_softcapping": (None,),
+        "use_gemma_norm": (None, False),
+        "is_neox_style": (None, True),
+        "rope_is_neox_style": (None, True),
     }
     for key, values in allowed.items():
         found = settings.get(key)

@@ -62,6 +62,9 @@ def check_layers(config: Any, target: Target, num_layers: int | None = None) -> 
         if getattr(config, key, False):
             found = f"{key}: {getattr(config, key)}"
             raise refused("our layer has no such part", found, f"{key}: false", ELSEWHERE)
+    scale = getattr(config, "logit_scale", None)
+    if scale not in (None, 1):
+        raise refused("the head scales its logits", f"logit_scale: {scale}", "1", ELSEWHERE)
     layers = getattr(config, "layer_types", None) or [FULL]
     if any(kind != FULL for kind in layers):
         what = "the head looks through a window"
@@ -76,7 +79,8 @@ def check_positions(config: Any, shared: Sequence[Mapping[str, Any]] = ()) -> No
         is_shared = kind == "llama3" and any(
             all(rope.get(key) == value for key, value in one.items()) for one in shared
         )
-        if (kind != "default" and not is_shared) or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        is_part = rope.get("partial_rotary_factor", 1.0) != 1.0 or "rope_dim" in rope
+        if (kind != "default" and not is_shared) or is_part:
             raise refused(
                 "the head scales its positions in a way that ours are not",
                 ", ".join(f"{key} {value}" for key, value in rope.items()),

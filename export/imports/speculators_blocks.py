@@ -36,6 +36,7 @@ def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
 def read(published: Published, target: Target) -> Imported:
     body = published.config
     derived = block_config(body)
+    _refuse_causal(derived)
     refuse_variants(derived)
     is_spark, speaks = derived["kind"] == "dspark", bool(derived["sample_from_anchor"])
     if is_spark and not speaks:
@@ -69,6 +70,15 @@ def read(published: Published, target: Target) -> Imported:
     if isinstance(trained, int) and trained - (not speaks) != length:
         notes += (f"trained with blocks of {trained}, meant to draft {length}: read as vLLM does",)
     return Imported(drafter, ENGINE, prove, length, notes)
+
+
+def _refuse_causal(derived: Mapping[str, Any]) -> None:
+    """vLLM takes this key for every layer, though its trainer writes it for windows alone; what the
+    layers say themselves goes first."""
+    is_causal = derived.get("dflash_config", {}).get("causal", False)
+    if is_causal and derived.get("is_causal") is None:
+        what, found = "vLLM reads the blocks as causal", "sliding_window_non_causal: False"
+        raise refused(what, found, "true", ELSEWHERE, "config.json:sliding_window_non_causal")
 
 
 IMPORTER = Importer("speculators-blocks", "speculators_model_type dflash, dspark", knows, read)

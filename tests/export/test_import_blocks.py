@@ -93,6 +93,34 @@ def test_copies_of_what_is_the_targets_are_left_out(
         taken(folder, target, tmp_path / "other")
 
 
+def test_a_flat_folder_has_no_mask_or_vocabulary_of_its_own(
+    target: Target, publish: Any, tmp_path: Path
+) -> None:
+    """SGLang takes the embedding and the rows of the LM head from the target."""
+
+    def own_mask(config: Config, tensors: Tensors) -> None:
+        tensors["embed_tokens.weight"] = target.borrowed().embedding_VD.detach().clone()
+        tensors["embed_tokens.weight"][9] += 1
+
+    def trimmed(config: Config, tensors: Tensors) -> None:
+        config["draft_vocab_size"] = len(KEPT)
+        tensors["d2t"] = torch.tensor(KEPT) - torch.arange(len(KEPT))
+
+    for change in (own_mask, trimmed):
+        _, folder = publish("sglang", change, family="dflash", mask_id=9)
+        with pytest.raises(SpecctlError, match="an embedding or a vocabulary of its own"):
+            taken(folder, target, tmp_path / "package")
+        shutil.rmtree(folder)
+        shutil.rmtree(tmp_path / "published-package")
+
+
+def modelopt(config: Config, tensors: Tensors) -> None:
+    """ModelOpt 0.47 has DSpark's own matrices under other names."""
+    for name in list(tensors):
+        short = name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj")
+        tensors[short] = tensors.pop(name)
+
+
 def inner(**fields: Any) -> Change:
     return lambda config, tensors: config["dflash_config"].update(fields)
 
@@ -104,6 +132,10 @@ def no_mask(config: Config, tensors: Tensors) -> None:
 
 def other_row(config: Config, tensors: Tensors) -> None:
     tensors["embed_tokens.weight"][7] += 1
+
+
+def rotating(**fields: Any) -> Change:
+    return lambda config, tensors: config["rope_parameters"].update(fields)
 
 
 def shared(**fields: Any) -> Change:
@@ -119,6 +151,15 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "dflash", inner(target_layer_ids=None), r"target_layer_ids: None"),
     (FLAT, "dflash", inner(causal=True), r"causal: True"),
     (FLAT, "dflash", inner(projector_type="domino"), r"projector_type: domino"),
+    (FLAT, "dflash", inner(attention_sink_bias=True), r"attention_sink_bias: True"),
+    (FLAT, "dflash", inner(use_swa=True), r"use_swa: True"),
+    (FLAT, "dflash", inner(attention_value_scale=0.5), r"attention_value_scale: 0.5"),
+    (FLAT, "dflash", inner(output_multiplier=0.5), r"output_multiplier: 0.5"),
+    (FLAT, "dflash", inner(final_logit_softcapping=30.0), r"final_logit_softcapping: 30.0"),
+    (FLAT, "dflash", saying(use_gemma_norm=True), r"use_gemma_norm: True"),
+    (FLAT, "dflash", saying(is_neox_style=False), r"is_neox_style: False"),
+    (FLAT, "dflash", saying(is_causal=True), r"is_causal: True"),
+    (FLAT, "dflash", rotating(rope_dim=2), r"rope_dim 2"),
     (FLAT, "dflash", saying(block_size=1), r"block_size: 1"),
     (FLAT, "dflash", saying(layer_types=["full_attention", "sliding_attention"]), r"window"),
     (FLAT, "dflash", saying(model_type="llama"), r"model_type: llama"),
@@ -126,10 +167,18 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "dflash", without("hidden_norm.weight"), r"no fc_norm.weight"),
     (FLAT, "dspark", inner(markov_head_type="rnn"), r"markov_head_type: rnn"),
     (FLAT, "dspark", inner(sample_from_anchor=False), r"sample_from_anchor: False"),
+    (FLAT, "dspark", inner(enable_confidence_head=False), r"enable_confidence_head: False"),
     (FLAT, "dspark", without("confidence_head.proj.bias"), r"no confidence.bias"),
+    (FLAT, "dspark", modelopt, r"no before.weight"),
     (SPEC, "dflash", other_row, r"rows that differ"),
     (SPEC, "dflash", shared(num_hidden_layers=1), r"net.layers.1.*none such"),
     (SPEC, "dflash", shared(rms_norm_eps=0.1), r"rms_norm_eps: 0.1"),
+    (SPEC, "dflash", shared(layer_types=["full_attention", "sliding_attention"]), r"window"),
+    (SPEC, "dflash", shared(is_causal=True), r"is_causal: True"),
+    (SPEC, "dflash", shared(logit_scale=0.5), r"logit_scale: 0.5"),
+    (SPEC, "dflash", shared(is_neox_style=False), r"is_neox_style: False"),
+    (SPEC, "dflash", saying(sliding_window_non_causal=False), r"sliding_window_non_causal: False"),
+    (SPEC, "dspark", saying(enable_confidence_head=False), r"enable_confidence_head: False"),
     (SPEC, "dspark", saying(sample_from_anchor=False), r"sample_from_anchor: false"),
     (SPEC, "dspark", saying(markov_rank=7), r"before.weight \(48, 32\).*\(48, 7\)"),
 ]

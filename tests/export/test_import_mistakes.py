@@ -17,7 +17,7 @@ from specctl.export.imports import find_importer, importers
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.manifest import WEIGHTS
 from specctl.runtime.target.target import Target
-from specctl_testing.export.engine_cases import KEPT, Change, without
+from specctl_testing.export.engine_cases import KEPT, Change, saying, without
 from specctl_testing.export.import_cases import LAYERS, Config, Tensors, taken
 from specctl_testing.export.mutations import is_refused, mutated
 
@@ -86,6 +86,10 @@ def scaled_in_the_old_spelling(config: Config, tensors: Tensors) -> None:
     config["transformer_layer_config"]["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
 
 
+def norm_before_fc_as_modelopt_says(config: Config, tensors: Tensors) -> None:
+    config["eagle_config"]["norm_before_fc"] = True
+
+
 def integers(config: Config, tensors: Tensors) -> None:
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
 
@@ -118,6 +122,10 @@ REFUSED: list[tuple[str, tuple[str, ...], Change, str]] = [
     ("epsilon", BOTH, layer_says(rms_norm_eps=0.1), r"rms_norm_eps: 0.1"),
     ("layers", BOTH, layer_says(num_hidden_layers=2), r"num_hidden_layers: 2"),
     ("bias", BOTH, layer_says(attention_bias=True), r"attention_bias: True"),
+    ("bias of the MLP", BOTH, layer_says(mlp_bias=True), r"mlp_bias: True"),
+    ("norm", BOTH, saying(norm_before_fc=True), r"norm_before_fc: True"),
+    ("inner norm", ("sglang",), norm_before_fc_as_modelopt_says, r"norm_before_fc: True"),
+    ("logits", BOTH, layer_says(logit_scale=0.5), r"logit_scale: 0.5"),
     ("activation", BOTH, layer_says(hidden_act="gelu"), r"hidden_act: gelu"),
     ("heads", BOTH, layer_says(num_attention_heads="4"), r"num_attention_heads.*4"),
     ("model type", ("sglang",), layer_says(model_type="gemma2"), r"model_type: gemma2.*llama"),
@@ -240,20 +248,33 @@ def test_formats_are_told_apart_by_their_configuration() -> None:
         assert find_importer(config).name == name
     plain = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     assert find_importer({**plain, "draft_vocab_size": 32}).name == "flat-eagle3"
+    other = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3"}
+    assert find_importer(other).name == "flat-eagle3"  # which says that it reads Llama layers
     with pytest.raises(IncompatibleError, match=r"no format.*LlamaForCausalLM.*specctl bench"):
         find_importer(plain)
 
 
-def test_other_kinds_of_the_speculators_format_are_named(
-    target: Target, publish: Any, tmp_path: Path
-) -> None:
-    def mtp(config: Config, tensors: Tensors) -> None:
-        config["speculators_model_type"] = "mtp"
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
+        {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3"},
+        {"architectures": ["LlamaForCausalLMEagle3", "LlamaForCausalLM"], "model_type": "llama"},
+    ],
+    ids=lambda config: config["architectures"][0],
+)
+def test_what_is_not_imported_is_no_format(config: Config) -> None:
+    with pytest.raises(IncompatibleError, match="no format"):
+        find_importer(config, {"model.mtp_layers.0.input_proj.weight", "fc.weight"})
 
-    _, folder = publish("speculators", mtp)
-    with pytest.raises(
-        IncompatibleError, match=r"only some kinds.*mtp.*eagle3, dflash, dspark, peagle"
-    ):
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle", "dflash2"])
+def test_other_kinds_of_the_speculators_format_are_named(
+    kind: str, target: Target, publish: Any, tmp_path: Path
+) -> None:
+    _, folder = publish("speculators", saying(speculators_model_type=kind))
+    told = rf"only some kinds.*{kind}.*eagle3, dflash, dspark, peagle"
+    with pytest.raises(IncompatibleError, match=told):
         taken(folder, target, tmp_path / "package")
 
 
