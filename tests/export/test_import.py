@@ -24,9 +24,14 @@ from specctl.export.imports import Imported, Measured, import_published
 from specctl.export.package.check import check_package
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, read_manifest
+from specctl.export.readers import mtp, sglang_blocks, sglang_eagle, vllm_blocks, vllm_eagle3
+from specctl.export.readers.medusa import TgiMedusa
+from specctl.export.readers.mlp_speculator import VllmMlp
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import KEPT, Change, exported, shaken
 from specctl_testing.export.import_cases import LAYERS, Config, Tensors, same_tensors, taken
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,7 @@ def test_an_export_comes_back_with_the_same_weights_and_drafts(
     assert manifest.acceptance is None
     assert manifest.dtype == str(options.get("dtype", torch.float32)).removeprefix("torch.")
     assert report.notes == ()
+    assert report.engine.startswith("vLLM" if to == "speculators" else "SGLang")
     found = load_drafter(tmp_path / "package", target)
     assert same_tensors(found, drafter.to(target.device, target.dtype))
     assert found.needs() == drafter.needs()
@@ -129,6 +135,14 @@ def top_list_alone(config: Config, tensors: Tensors) -> None:
     del config["eagle_config"]
 
 
+def old_norms(config: Config, tensors: Tensors) -> None:
+    """The norms of the features under the names that SGLang knows as well."""
+    del config["fc_norm"]
+    config["use_aux_norm"] = True
+    for at, name in enumerate(("low", "mid", "high")):
+        tensors[f"aux_norm_{name}.weight"] = tensors.pop(f"fc_norm.{at}.weight")
+
+
 def no_theta(config: Config, tensors: Tensors) -> None:
     for key in ("rope_theta", "rope_parameters", "rope_scaling"):
         del config[key]
@@ -147,6 +161,7 @@ def whole_tables(config: Config, tensors: Tensors) -> None:
         (modelopt, {"kept": KEPT, "taps": (1, 3, 7)}, "SGLang"),
         (modelopt_yarn, {"kept": KEPT, "taps": (1, 3, 7)}, "SGLang"),
         (top_list_alone, {"taps": (1, 3, 7)}, "vLLM"),
+        (old_norms, {"fc_norm": True}, "SGLang"),
         (no_theta, {"rope_theta": 10000.0}, "SGLang"),
         (whole_tables, {}, "SGLang"),
     ],
@@ -219,6 +234,28 @@ def test_a_missing_norm_before_residual_is_what_the_engine_of_the_format_takes_i
     taken(folder, target, tmp_path / "package")
     found: Any = load_drafter(tmp_path / "package", target)
     assert found.options.norm_before_residual is meant
+
+
+def test_missing_layers_and_a_missing_base_are_what_vllm_takes_them_for(
+    target: Target, publish: Any, tmp_path: Path
+) -> None:
+    def silent(config: Config, tensors: Tensors) -> None:
+        del config[LAYERS], config["transformer_layer_config"]["rope_parameters"]
+        config["transformer_layer_config"].pop("rope_theta", None)
+
+    _, folder = publish("speculators", silent, rope_theta=10_000.0)
+    assert taken(folder, target, tmp_path / "package").engine.startswith("vLLM")
+    found: Any = load_drafter(tmp_path / "package", target)
+    assert found.options.taps == (2, 4, 5)
+    assert found.module.shape.rope_theta == 10_000.0
+
+
+def test_the_docs_name_the_engines_by_whose_rules_folders_are_read() -> None:
+    told = (ROOT / "docs" / "export.md").read_text().partition("## Import")[2]
+    of_eagle = {vllm_eagle3.ENGINE, sglang_eagle.ENGINE}
+    of_others = {mtp.ENGINE, TgiMedusa.name, VllmMlp.name}
+    assert [name for name in of_eagle | of_others if f" {name}" not in told] == []
+    assert {vllm_blocks.ENGINE, sglang_blocks.ENGINE} == of_eagle
 
 
 def test_a_flat_head_with_a_normed_residual_is_proved_by_vllm(

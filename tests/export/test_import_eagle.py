@@ -29,6 +29,12 @@ def without_bias(config: Config, tensors: Tensors) -> None:
     del tensors["fc.bias"]
 
 
+def named_as_vllm(config: Config, tensors: Tensors) -> None:
+    """The class in vLLM, whose layer has no bias: no key says so."""
+    config["architectures"] = ["EagleLlamaForCausalLM"]
+    del tensors["fc.bias"]
+
+
 @pytest.mark.parametrize("family", ["eagle", "hass"])
 @pytest.mark.parametrize("change", [None, safe_ai_lab])
 def test_a_head_comes_back_with_its_weights(
@@ -42,8 +48,11 @@ def test_a_head_comes_back_with_its_weights(
     assert same_tensors(found, drafter.to(target.device, target.dtype))
 
 
-def test_a_head_without_a_bias_gets_zeros(target: Target, publish: Any, tmp_path: Path) -> None:
-    _, folder = publish("sglang", without_bias, family="eagle", intermediate=24)
+@pytest.mark.parametrize("change", [without_bias, named_as_vllm])
+def test_a_head_without_a_bias_gets_zeros(
+    change: Change, target: Target, publish: Any, tmp_path: Path
+) -> None:
+    _, folder = publish("sglang", change, family="eagle", intermediate=24)
     taken(folder, target, tmp_path / "package")
     found: Any = load_drafter(tmp_path / "package", target)
     assert not found.module.fc.bias.any()

@@ -15,12 +15,13 @@ from specctl.core.errors import GateError, SpecctlError
 from specctl.drafters.mtp import Mtp, MtpNet, MtpOptions
 from specctl.export.formats import export
 from specctl.export.imports import import_published
+from specctl.export.imports.published import read_published
 from specctl.export.package.folder import load_drafter, save_package
 from specctl.models.mtp_layout import OURS, layout_of
 from specctl.runtime.target.mtp_checkpoint import first_module, own_module, stored_module
 from specctl.runtime.target.target import Target
 from specctl_testing.export.import_cases import same_tensors, taken
-from specctl_testing.export.mtp_cases import MODELS, checkpoint, opened
+from specctl_testing.export.mtp_cases import DENSE, MODELS, checkpoint, opened
 
 SERVE = {"policy": "chain", "length": 2}
 
@@ -41,7 +42,7 @@ def every_tensor(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", MODELS | DENSE)
 def test_a_module_comes_out_and_goes_back_bit_for_bit(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -60,6 +61,11 @@ def test_a_module_comes_out_and_goes_back_bit_for_bit(
     assert tensors.keys() <= here.keys()
     again = opened(back, target.lm.module)
     assert same_tensors(own_module(again), own_module(target))
+
+
+def test_of_a_checkpoint_the_module_alone_is_read(tmp_path: Path) -> None:
+    _, tensors = checkpoint("glm4_moe", tmp_path / "checkpoint")
+    assert read_published(tmp_path / "checkpoint").tensors.keys() == tensors.keys()
 
 
 def test_experts_that_are_stored_together_stay_together(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specctl.models.foreign_layer import ForeignLayer, as_published, one_layer, read_config
-from specctl.models.mtp_layout import EMBEDDING, HEAD, KINDS, layout_of
+from specctl.models.mtp_layout import EMBEDDING, HEAD, KINDS, MTP, layout_of
 from specctl.runtime.target.target import Target
 from specctl_testing.models import build_model
 
@@ -36,6 +36,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }  # fmt: skip
+DENSE: dict[str, dict[str, Any]] = {  # the attention of Qwen3-Next, an MLP instead of the experts
+    "qwen3_5_text": {
+        key: value for key, value in MODELS["qwen3_next"].items()
+        if key == "layer_types" or key.startswith("linear_")},
+}  # fmt: skip
 Tensors = dict[str, Tensor]
 
 
@@ -44,8 +49,8 @@ def checkpoint(
 ) -> tuple[Target, Tensors]:
     """A target in `folder` and the tensors of the module that its checkpoint carries."""
     vocab = 48 if tokenizer is None else len(tokenizer)
-    model = build_model(kind, num_layers=2, vocab=vocab, dtype=dtype, **MODELS[kind])
-    if kind != "qwen3_next":
+    model = build_model(kind, num_layers=2, vocab=vocab, dtype=dtype, **(MODELS | DENSE)[kind])
+    if kind not in MTP:
         model.config.num_nextn_predict_layers = 1
     model.save_pretrained(folder)
     layout = layout_of(model.config)
