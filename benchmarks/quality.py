@@ -14,10 +14,12 @@ need another OUT.
     python benchmarks/quality.py --out runs/quality --arms seconds         # at equal seconds
     python benchmarks/quality.py --out runs/quality --arms data --families eagle3,small-lm
     python benchmarks/quality.py --out runs/quality --arms recipe           # whole recipes
+    python benchmarks/quality.py --arms recipe --families eagle3 --set train.steps=320
 
 Families whose paired difference over prompts is below two standard errors from the best of a group
 are in its group: these weights are level. Seeds are averaged prompt by prompt; how far they are
-apart is in the files.
+apart is in the files. --set trains whole recipes a second time with a field changed, and says what
+that changed, paired over prompts.
 """
 
 from __future__ import annotations
@@ -150,8 +152,10 @@ def cases(args: argparse.Namespace, arm: str) -> Iterator[Case]:
     if arm == WHOLE:
         for seed in seeds:
             for name in names:
-                recipe = load_recipe(recipes_of(name)[0])
-                yield Case(name, WHOLE, seed, recipe.train.steps, recipe.data.prompts)
+                for sets in dict.fromkeys(((), tuple(args.set))):
+                    recipe = load_recipe(recipes_of(name)[0], sets)
+                    steps, prompts = recipe.train.steps, recipe.data.prompts
+                    yield Case(name, WHOLE, seed, steps, prompts, sets)
     if arm == "data":
         leading = [name for name in names if name in LEADING]
         for size in DATA:  # as many passes over each: the size of the first arm is not run again
@@ -236,6 +240,22 @@ def table(rows: Sequence[dict[str, Any]], arm: str) -> str:
     return "\n".join(lines)
 
 
+def changes(rows: Sequence[dict[str, Any]], sets: Sequence[str]) -> Iterator[str]:
+    """What these fields change in whole recipes, paired over prompts, seeds averaged."""
+    whole = [row for row in rows if row["arm"] == WHOLE]
+    for name in dict.fromkeys(row["family"] for row in whole if tuple(row["sets"]) == tuple(sets)):
+        own = [row for row in whole if row["family"] == name]
+        base, changed = (
+            pooled([row for row in own if tuple(row["sets"]) == want]) for want in ((), tuple(sets))
+        )
+        assert base["seeds"] == changed["seeds"], "every seed of both"
+        for key, value in base.items():
+            if isinstance(value, dict):
+                pairs = zip(changed[key]["tau"], value["tau"], strict=True)
+                apart = _text([a - b for a, b in pairs])
+                yield f"{name}, {' '.join(sets)}, {key}: {apart}"
+
+
 def draw(rows: Sequence[dict[str, Any]], arm: str, path: Path) -> None:
     """Tau of every family with bars of two standard errors: served and as a chain, both heats."""
     from matplotlib.figure import Figure
@@ -301,6 +321,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=None, help="else the median of the first")
     parser.add_argument("--data", type=int, default=1000, help="prompts to train on")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="of whole recipes: trained with and without")  # fmt: skip
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--workers", type=int, default=1)
@@ -332,6 +354,7 @@ def main() -> None:
     else:
         for arm in args.arms.split(","):
             print(f"\n{arm}:\n\n{curves(rows, args) if arm == 'data' else table(rows, arm)}")
+        print(*changes(rows, args.set) if args.set else (), sep="\n")
     if failed:
         raise SystemExit(f"not in these tables, since they failed: {', '.join(failed)}")
 
