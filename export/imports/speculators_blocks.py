@@ -1,6 +1,10 @@
 """DFlash and DSpark in the speculators format, read as vLLM reads them: layer ids count hidden
 states, the first proposal method says how many tokens are drafted, a missing `sample_from_anchor`
 is false. An embedding in the folder may differ from the target's in the row of the mask alone.
+
+speculators 0.9 writes `sliding_window_non_causal: false` unless told otherwise, and its trainer
+looks at it in layers with a window alone; vLLM takes every layer for causal then. Such blocks are
+read as they were trained, and the import says so.
 Letters: N nodes, V target vocabulary.
 """
 
@@ -28,6 +32,11 @@ from specctl.export.readers.trial import (
 from specctl.export.readers.vllm_blocks import ENGINE, VllmBlocks, block_config
 from specctl.runtime.target.target import Target
 
+CAUSAL = (
+    "sliding_window_non_causal is false: vLLM drafts with causal blocks, which speculators did not "
+    "train; read as trained. For vLLM, set it to true or export the package"
+)
+
 
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
     return config.get(KIND) in BLOCKS
@@ -36,7 +45,10 @@ def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
 def read(published: Published, target: Target) -> Imported:
     body = published.config
     derived = block_config(body)
-    _refuse_causal(derived)
+    notes = other_verifier(body, target)
+    if derived.get("dflash_config", {}).get("causal"):
+        derived["dflash_config"]["causal"] = False
+        notes += (CAUSAL,)
     refuse_variants(derived)
     is_spark, speaks = derived["kind"] == "dspark", bool(derived["sample_from_anchor"])
     if is_spark and not speaks:
@@ -59,26 +71,16 @@ def read(published: Published, target: Target) -> Imported:
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, length - 1, without=body["mask_token_id"])
-        theirs = VllmBlocks(published.folder, embedding_of(source), head_of(source))
+        theirs = VllmBlocks(published.folder, embedding_of(source), head_of(source), derived)
         ours_NV = drafted_logits(twin(source, drafter), trial)
         compare(ENGINE, theirs.drafted_logits(trial), ours_NV)
         if is_spark:
             check_confidence(source, theirs.confidences(trial), trial)
 
-    notes = other_verifier(body, target)
     trained = body.get("block_size")
     if isinstance(trained, int) and trained - (not speaks) != length:
         notes += (f"trained with blocks of {trained}, meant to draft {length}: read as vLLM does",)
     return Imported(drafter, ENGINE, prove, length, notes)
-
-
-def _refuse_causal(derived: Mapping[str, Any]) -> None:
-    """vLLM takes this key for every layer, though its trainer writes it for windows alone; what the
-    layers say themselves goes first."""
-    is_causal = derived.get("dflash_config", {}).get("causal", False)
-    if is_causal and derived.get("is_causal") is None:
-        what, found = "vLLM reads the blocks as causal", "sliding_window_non_causal: False"
-        raise refused(what, found, "true", ELSEWHERE, "config.json:sliding_window_non_causal")
 
 
 IMPORTER = Importer("speculators-blocks", "speculators_model_type dflash, dspark", knows, read)

@@ -71,11 +71,18 @@ def block_config(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class VllmBlocks:
-    """The draft model beside a target with these embeddings and this head [V, D]."""
+    """The draft model beside a target with these embeddings and this head [V, D]; `config` in place
+    of the one that vLLM derives."""
 
-    def __init__(self, folder: Path, embedding_VD: Tensor, head_VD: Tensor) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        embedding_VD: Tensor,
+        head_VD: Tensor,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         body = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self.config, self.shared_VD = block_config(body), head_VD
+        self.config, self.shared_VD = config or block_config(body), head_VD
         self.is_spark = self.config["kind"] == "dspark"
         self.sizes, self.size = self._sizes(), len(embedding_VD)
         self.rows = self.config["draft_vocab_size"] or self.config["vocab_size"]

@@ -177,11 +177,21 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (SPEC, "dflash", shared(is_causal=True), r"is_causal: True"),
     (SPEC, "dflash", shared(logit_scale=0.5), r"logit_scale: 0.5"),
     (SPEC, "dflash", shared(is_neox_style=False), r"is_neox_style: False"),
-    (SPEC, "dflash", saying(sliding_window_non_causal=False), r"sliding_window_non_causal: False"),
     (SPEC, "dspark", saying(enable_confidence_head=False), r"enable_confidence_head: False"),
     (SPEC, "dspark", saying(sample_from_anchor=False), r"sample_from_anchor: false"),
     (SPEC, "dspark", saying(markov_rank=7), r"before.weight \(48, 32\).*\(48, 7\)"),
 ]
+
+
+def test_blocks_that_vllm_would_take_for_causal_are_read_as_trained(
+    target: Target, publish: Any, tmp_path: Path
+) -> None:
+    """speculators 0.9 writes the key so by default; its trainer uses it for windows alone."""
+    drafter, folder = publish(SPEC, saying(sliding_window_non_causal=False), family="dflash")
+    report = taken(folder, target, tmp_path / "package")
+    assert [note.split(":")[0] for note in report.notes] == ["sliding_window_non_causal is false"]
+    found = load_drafter(tmp_path / "package", target, allow=("eos",))
+    assert same_tensors(found, drafter.to(target.device, target.dtype))
 
 
 @pytest.mark.parametrize(
