@@ -168,7 +168,9 @@ DRAFTS: dict[str, Draft] = {
     "jacobi": Draft(lambda: fresh("jacobi"), {"policy": "direct", "length": 3}),
     "tr-jacobi": Draft(lambda: fresh("tr-jacobi"), {"policy": "direct", "length": 3, "nodes": 8}),
     "mtp": Draft(lambda: fresh("mtp"), CHAIN),
-    "quantspec, groups of 4": Draft(lambda: fresh("quantspec", kv_group=4, recent=1), CHAIN),
+    "quantspec, groups of 4": Draft(
+        lambda: fresh("quantspec", kv_bits=4, kv_group=4, recent=1), CHAIN
+    ),
     "easyspec, not calibrated": Draft(lambda: fresh("easyspec", calibrate=False), CHAIN),
 }
 

@@ -100,13 +100,14 @@ def calm() -> Iterator[Arm]:
 def quantspec() -> Iterator[Arm]:
     """Lengths of the text, and what is rounded."""
     for context in (512, 64, 256, 960):
-        yield Arm(f"weights and cache, {context} tokens before", "quantspec", {}, context)
+        both = {"kv_bits": 4}
+        yield Arm(f"weights and cache, {context} tokens before", "quantspec", both, context)
     for name, options in {
         "weights alone": {"kv_bits": 16},
-        "cache alone": {"weight_bits": 16},
-        "cache alone, one group in full": {"weight_bits": 16, "recent": 1},
-        "cache alone, nothing in full": {"weight_bits": 16, "recent": 0},
-        "both, nothing in full": {"recent": 0},
+        "cache alone": {"kv_bits": 4, "weight_bits": 16},
+        "cache alone, one group in full": {"kv_bits": 4, "weight_bits": 16, "recent": 1},
+        "cache alone, nothing in full": {"kv_bits": 4, "weight_bits": 16, "recent": 0},
+        "both, nothing in full": {"kv_bits": 4, "recent": 0},
         "both, cache of 8 bits": {"kv_bits": 8},
     }.items():
         yield Arm(f"{name}, 512 before", "quantspec", options, 512)

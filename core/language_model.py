@@ -264,8 +264,9 @@ class LanguageModel(ABC):
         """The form in which it drafts: about the same logits, sooner."""
         return self
 
-    def in_int4(self, group: int) -> LanguageModel:
-        """The same model with the matrices of its layers in 4 bits, in groups of so many inputs."""
+    def in_int4(self, group: int, plain_kv: bool = False) -> LanguageModel:
+        """The same model with the matrices of its layers in 4 bits, in groups of so many inputs;
+        with `plain_kv` it only reads caches that hold keys and values as they are."""
         raise IncompatibleError(
             f"{type(self.module).__name__} cannot be read in 4 bits",
             expected="a Llama, Mistral, Qwen2 or Qwen3 in one piece",

@@ -1,9 +1,14 @@
 """QuantSpec (arXiv 2502.10424): the target drafts with 4-bit weights and a 4-bit KV cache.
 
-The draft is the whole target: the matrices of its layers rounded to 4 bits in groups of inputs, and
-a cache of two 4-bit planes of which drafting reads the upper one (`states/plane_kv.py`: keys by
-channel, values by token, the newest tokens in full). Known tokens are rounded from the keys and
-values that the target itself has of them.
+The draft is the whole target, the matrices of its layers rounded to 4 bits in groups of inputs.
+With `kv_bits` 4, as in the paper, it has a cache of two 4-bit planes of which drafting reads the
+upper one (`states/plane_kv.py`: keys by channel, values by token, the newest tokens in full). Known
+tokens are rounded from the keys and values that the target itself has of them.
+
+By default the cache is not rounded (`kv_bits` 16): chains are then drafted in the target's own
+cache, which nothing is copied from, and on a CPU by the compiled step, which reads weights of 4
+bits in groups of 64 directly. Every drafted token costs a read of a quarter or an eighth of the
+target's weights. In texts so long that the cache is as large as the weights, the planes pay.
 
 Differences from the paper. There the target reads both planes of the very cache, so that the text
 is that of a target with an 8-bit cache. Here the target keeps its cache as it is, and the text is
@@ -11,8 +16,8 @@ its own; the draft's planes are a second copy, of a quarter of the size or less,
 is kept only if the draft is to read it, too (`kv_bits` 8). Scales are one a token for values,
 whatever the head's width.
 
-Whether that saves time is a matter of kernels: weights of bfloat16 on a CPU are read by PyTorch's
-4-bit product, others are written out for every product, as the cache is for every attention.
+Beside the compiled step, weights of bfloat16 on a CPU are read by PyTorch's 4-bit product; others
+are written out for every product, as the planes are for every attention.
 Letters: E head width, J key/value heads, L positions, Z slots.
 """
 
@@ -45,7 +50,7 @@ class QuantSpecOptions(Options):
 
     weight_bits: int = 4
     weight_group: int = 64
-    kv_bits: int = 4
+    kv_bits: int = FULL
     kv_group: Annotated[int, Within(4, 4096)] = 64
     recent: Annotated[int, Within(0, 16)] = 2
 
@@ -69,6 +74,10 @@ class QuantSpec(SelfDrafter):
     def attention(self) -> tuple[int, ...]:
         return tuple(range(self.spec.num_layers))
 
+    @property
+    def copied(self) -> tuple[int, ...]:
+        return self.attention if self.options.kv_bits == FULL else ()
+
     def bind(self, borrowed: Borrowed) -> None:
         super().bind(borrowed)
         self._rounded = None
@@ -78,7 +87,8 @@ class QuantSpec(SelfDrafter):
         if self.options.weight_bits == FULL:
             return self.lm
         if self._rounded is None:
-            self._rounded = self.lm.in_int4(self.options.weight_group)
+            is_plain = self.options.kv_bits == FULL
+            self._rounded = self.lm.in_int4(self.options.weight_group, is_plain)
         return self._rounded
 
     def open(self, space: Space) -> QuantSpecState:
@@ -147,10 +157,10 @@ class QuantSpecState(BorrowedState):
 FAMILY = Family(
     name="quantspec",
     summary=(
-        "No second model and no training: the target drafts with 4-bit weights and a 4-bit KV "
-        "cache, nearly all of which is accepted, at any length of the text. Pays where 4-bit "
-        "kernels read them: bfloat16 weights on CPUs with AVX512; elsewhere it costs what the "
-        "target costs."
+        "No second model and no training: the target drafts with 4-bit weights, and with a 4-bit "
+        "KV cache if asked to (kv_bits 4). Nearly all is accepted, whatever the text. Pays on a "
+        "CPU with a compiler and AVX2, where the compiled step reads the 4 bits; elsewhere a "
+        "drafted token costs what the target costs."
     ),
     paper="https://arxiv.org/abs/2502.10424",
     options=QuantSpecOptions,

@@ -34,7 +34,9 @@ from specctl.core.sub_layers import SubLayers
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape, Weights
+from specctl.models.native.bits import GROUP
 from specctl.models.native.chain import NextToken, best_chain
+from specctl.models.native.library import no_int8
 from specctl.models.native.step import MOST_ROWS, NativeStep, drafts_in_int8
 from specctl.models.spread import is_spread
 
@@ -280,7 +282,10 @@ class FastLlama(LanguageModel):
         stack = self.module.stack() if self.bits is None else None
         return self if stack is None or not drafts_in_int8(stack) else self.in_bits(8)
 
-    def in_int4(self, group: int) -> Self:
+    def in_int4(self, group: int, plain_kv: bool = False) -> Self:
+        """By the compiled step where it may read all of it, its LM head in 8 bits then."""
+        if plain_kv and group == GROUP and no_int8() is None and self.module.native(4) is not None:
+            return self.in_bits(4)
         lm = copy(self)
         lm.int4 = self.module.in_int4(group)
         return lm

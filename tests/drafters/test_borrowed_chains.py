@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "skip-layers": {"skip_attention": (1, 4), "skip_mlp": (2, 3, 5)},
     "depth-decay": {"most": 0.85, "least": 0.3, "over": 3},
     "swift": {"window": 8, "every": 4},
-    "quantspec": {"weight_bits": 16, "kv_bits": 16},
+    "quantspec": {},
 }
 KINDS = ("float32", "bfloat16", "int8", "inflated")
 CASES = [(name, "float32") for name in OPTIONS]

@@ -14,7 +14,9 @@ from specctl.core.kv_cache import KVShape
 from specctl.drafters.quantspec import QuantSpec, QuantSpecOptions, QuantSpecState
 from specctl.drafters.states.plane_kv import PlaneKV, rounded
 from specctl.models import int4
+from specctl.models.fast_llama import FastLlama
 from specctl.models.int4 import in_int4, linear_int4
+from specctl.models.native.library import no_int8
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode
 
@@ -23,7 +25,8 @@ PROMPTS = (TEXT, [7, 2, 7], [20, 2, 20, 2, 20, 2])
 
 
 def quantspec(target: Target, **options: Any) -> QuantSpec:
-    drafter = QuantSpec(QuantSpecOptions(**options), target.spec, None)
+    """As the paper has it, the cache in 4 bits."""
+    drafter = QuantSpec(QuantSpecOptions(**{"kv_bits": 4, **options}), target.spec, None)
     drafter.bind(target.borrowed())
     return drafter
 
@@ -150,6 +153,26 @@ def test_the_draft_reads_rounded_weights_and_the_target_its_own(make_target: Any
             for part, weight in zip(parts, rows, strict=True):
                 part.weight.copy_(weight)
         torch.testing.assert_close(own.dense(*fed).logits_BTV, rounded_said, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(no_int8() is not None, reason=f"no compiled step: {no_int8()}")
+def test_beside_a_whole_cache_the_compiled_step_reads_the_4_bits(
+    make_target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And drafts in the target's own cache. Without that step, or in other groups: as before."""
+    target = make_target("llama", hidden=64)
+    drafter, plain = quantspec(target, kv_bits=16), decode(target, None, PROMPTS, tokens=20)
+    ran = decode(target, drafter, PROMPTS, policy="chain", length=3, slots=3, tokens=20)
+    assert ran.answers == plain.answers
+    assert ran.tau > 1.5
+    runner = drafter.rounded()
+    assert isinstance(runner, FastLlama)
+    assert (runner.bits, runner.int4) == (4, None)
+    assert drafter.needs().copied == drafter.attention
+    assert quantspec(target).needs().copied == ()
+    assert quantspec(target, kv_bits=16, weight_group=32).rounded().int4 is not None
+    monkeypatch.setattr("specctl.models.fast_llama.no_int8", lambda: "no AVX2")
+    assert quantspec(target, kv_bits=16).rounded().int4 is not None
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 96), (20, 40)])
