@@ -245,10 +245,14 @@ def changes(rows: Sequence[dict[str, Any]], sets: Sequence[str]) -> Iterator[str
     whole = [row for row in rows if row["arm"] == WHOLE]
     for name in dict.fromkeys(row["family"] for row in whole if tuple(row["sets"]) == tuple(sets)):
         own = [row for row in whole if row["family"] == name]
-        base, changed = (
-            pooled([row for row in own if tuple(row["sets"]) == want]) for want in ((), tuple(sets))
-        )
-        assert base["seeds"] == changed["seeds"], "every seed of both"
+        both = [
+            {row["seed"]: row for row in own if tuple(row["sets"]) == want}
+            for want in ((), tuple(sets))
+        ]
+        seeds = both[0].keys() & both[1].keys()  # one of them may have failed
+        if not seeds:
+            continue
+        base, changed = (pooled([found[seed] for seed in sorted(seeds)]) for found in both)
         for key, value in base.items():
             if isinstance(value, dict):
                 pairs = zip(changed[key]["tau"], value["tau"], strict=True)
