@@ -29,7 +29,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.train.data.heldout import heldout_prompts
 
-ROUNDS, GROUPS = 16, 8
+ROUNDS, GROUPS = 64, 8
 SIZES, LENGTHS = (1, 2, 4, 8, 16, 32), range(LONGEST + 1)
 
 

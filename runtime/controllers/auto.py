@@ -37,7 +37,7 @@ GOING_ON = 0.7  # chance that a further one does
 KEPT = 0.98  # per round, of what is known of it: what is not played is tried again one day
 TRIALS = 2.0  # plain rounds that such a drafter may lose meanwhile
 GLANCE = 4  # rounds of a rest between looks at the newest tokens, if these are new
-PRICED = 16  # rounds for which it is known what cannot pay
+PRICED = 32  # rounds for which it is known what cannot pay
 LOOK = 0.5e-3  # seconds that a look takes the host, until one was measured
 
 
@@ -113,7 +113,10 @@ class Auto(Controller):
     look_cost: float = field(default=0.0, init=False)
     of_text: list[Survival] = field(default_factory=list, init=False)  # by context
     hopeless: dict[int, float] = field(default_factory=dict, init=False)
+    hopeful: dict[tuple[int, ...], list[int]] = field(default_factory=dict, init=False)
     hopeless_copy: float = field(default=1.0, init=False)  # the lowest of those of `copies`
+    costs: list[float] = field(default_factory=list, init=False)  # of `arms`, in plain rounds
+    copy_costs: list[float] = field(default_factory=list, init=False)  # of `copies`
     priced_until: int = field(default=0, init=False)
     survival: dict[tuple[int, int], Survival] = field(default_factory=dict, init=False)
     forgets: list[Survival] = field(default_factory=list, init=False)
@@ -180,17 +183,20 @@ class Auto(Controller):
         self.looking.rounds = self.account.rounds = self.round
         if self.round >= self.priced_until:
             self._set_hopeless()
-        hopeful = [m for m, least in self.hopeless.items() if self._first(m, contexts) > least]
+        where = tuple(contexts)
+        if where not in self.hopeful:
+            self.hopeful[where] = [
+                m for m, least in self.hopeless.items() if self._first(m, contexts) > least
+            ]
+        hopeful = self.hopeful[where]
         if not hopeful:
             return []
         for member in hopeful:
             self.accounts[member].rounds = self.round
-        rates, plain = {}, self.prices.seconds(0)
-        foretold = max(self.foretold.balance, 0.0)
-        for i, arm in enumerate(self.arms):
+        rates, foretold = {}, max(self.foretold.balance, 0.0)
+        for i, (arm, cost) in enumerate(zip(self.arms, self.costs, strict=True)):
             if arm.member not in hopeful:
                 continue
-            cost = self._cost(arm, plain)
             rate = (1.0 + self._mean(arm.member, contexts, arm.length)) / cost
             loss = cost - 1.0 - (foretold if arm.is_copy else 0.0)
             if rate > 1.0 + self.margin and self.accounts[arm.member].affords(loss):
@@ -198,14 +204,20 @@ class Auto(Controller):
         return sorted(rates, key=lambda i: -rates[i])
 
     def _set_hopeless(self) -> None:
-        """The chances of a first token below which no arm of a member can pay, by member, for the
-        coming rounds: a draft brings at most its length as often as its first token."""
+        """What arms cost, for the coming rounds, and so the chances of a first token below which
+        no arm of a member can pay, by member: a draft brings at most its length as often as its
+        first token. Who is `hopeful` is known by context, until a draft was right there."""
         self.priced_until = self.round + PRICED
         plain = self.prices.seconds(0)
         self.hopeless, self.hopeless_copy = dict.fromkeys(self.accounts, 1.0), 1.0
-        for arm in self.arms:
+        self.costs = [self._cost(arm, plain) for arm in self.arms]
+        self.copy_costs = [
+            cost for arm, cost in zip(self.arms, self.costs, strict=True) if arm.is_copy
+        ]
+        self.hopeful.clear()
+        for arm, cost in zip(self.arms, self.costs, strict=True):
             if arm.member is not None:
-                least = ((1.0 + self.margin) * self._cost(arm, plain) - 1.0) / arm.length
+                least = ((1.0 + self.margin) * cost - 1.0) / arm.length
                 self.hopeless[arm.member] = min(self.hopeless[arm.member], least)
                 if arm.is_copy:
                     self.hopeless_copy = min(self.hopeless_copy, least)
@@ -266,20 +278,27 @@ class Auto(Controller):
         """What copying would have brought in text that was generated is credit to try it."""
         survival = self.of_text[repeat.context]
         if not repeat.is_prompt and survival.chance(0) > self.hopeless_copy:
-            plain = self.prices.seconds(0)
-            costs = [self._cost(arm, plain) for arm in self.copies]
             rates = [
                 (1.0 + survival.expected(arm.length)) / cost
-                for arm, cost in zip(self.copies, costs, strict=True)
+                for arm, cost in zip(self.copies, self.copy_costs, strict=True)
             ]
             best = rates.index(max(rates))
             if rates[best] > 1.0 + self.margin:
                 matched = min(repeat.matched, self.copies[best].length)
-                self.foretold.book(1.0 + matched, costs[best])
+                self.foretold.book(1.0 + matched, self.copy_costs[best])
         survival.add(repeat.matched, repeat.known)
+        if repeat.matched:
+            self._forget_hopeful(repeat.context)
 
     def scored(self, score: Score) -> None:
         self.survival[score.member, score.context].add(score.matched, score.known)
+        if score.matched:
+            self._forget_hopeful(score.context)
+
+    def _forget_hopeful(self, context: int) -> None:
+        """Chances have risen in that context."""
+        for contexts in [each for each in self.hopeful if context in each]:
+            del self.hopeful[contexts]
 
     def to_json(self) -> Mapping[str, Any]:
         return {"rounds": self.round, "rested": self.rested}
