@@ -35,7 +35,7 @@ template <int N> using Constant = std::integral_constant<int, N>;
 // What the registers hold at once: rows by 16 outputs; and more rows by 16 outputs alone, which are
 // taken where the weights then pass by less often.
 #ifdef __AVX512VNNI__
-constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 2, MANY_SIDES = 4, MOST_AT_ONCE = 8;
+constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 3, MANY_SIDES = 4, MOST_AT_ONCE = 8;
 #else
 constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2, MOST_AT_ONCE = 3;
 #endif
@@ -100,7 +100,7 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
     constexpr int RECORD = Kind::RECORD, STEP = Kind::STEP;
     const size_t stride = size_t(x.G) * RECORD;
 #ifdef __AVX512VNNI__
-    constexpr int AHEAD = N >= 4 ? 4 * RECORD : RECORD;  // of which the memory is asked for
+    constexpr int NEAR = M == MANY_SIDES ? 2 : 3;  // the cache that the weights of the next M are asked into
     const __m512i low = _mm512_set1_epi8(15);
     __m512 sum[N][M] = {};
     for (int g = 0; g < x.G; g++, w += RECORD) {
@@ -117,7 +117,7 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 line[m] = _mm512_loadu_si512(w + m * stride + k * 64);
-                __builtin_prefetch(w + m * stride + AHEAD + k * 64);
+                __builtin_prefetch(w + (M + m) * stride + k * 64, 0, NEAR);
             }
 #pragma GCC unroll 2
             for (int half = 0; half < STEP / 4; half++) {
