@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from specctl.runtime.sampling.sampling import Sampling
 
 __version__ = "0.1.0"
+
+# Large tensors in pages of 2 MB, where Linux gives these to who asks: what reads every weight for
+# every token finds them faster. Read by torch when it first reserves memory.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "bench": "specctl.api.bench",
