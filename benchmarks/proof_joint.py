@@ -126,6 +126,10 @@ def team() -> Drafter:
     return Team.of([fresh("prompt-lookup"), disturbed()])
 
 
+def copies_and_4_bits() -> Drafter:
+    return Team.of([fresh("prompt-lookup"), fresh("quantspec")])
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A drafter with how it is served."""
@@ -164,6 +168,7 @@ DRAFTS: dict[str, Draft] = {
     "prompt-lookup": Draft(lambda: fresh("prompt-lookup"), {"policy": "direct"}),
     "token-recycling": Draft(lambda: fresh("token-recycling"), {"policy": "direct"}),
     "copies and a model": Draft(team, TEAM),
+    "copies and 4 bits": Draft(copies_and_4_bits, TEAM),
     "speculative-jacobi": Draft(lambda: fresh("speculative-jacobi"), CHAIN),
     "jacobi": Draft(lambda: fresh("jacobi"), {"policy": "direct", "length": 3}),
     "tr-jacobi": Draft(lambda: fresh("tr-jacobi"), {"policy": "direct", "length": 3, "nodes": 8}),
@@ -186,7 +191,7 @@ def borrowing() -> Iterator[tuple[str, Draft]]:
 DRAFTS.update(borrowing())
 SINGLE_MODELS = [  # the target drafts for itself
     *(name for name, _ in borrowing()), "speculative-jacobi", "jacobi", "tr-jacobi", "mtp",
-    "quantspec, groups of 4", "easyspec, not calibrated",
+    "quantspec, groups of 4", "easyspec, not calibrated", "copies and 4 bits",
 ]  # fmt: skip
 EACH = 3  # sampling settings of every drafter; together they take every setting in turn
 
@@ -194,7 +199,7 @@ EACH = 3  # sampling settings of every drafter; together they take every setting
 # Too short for drafts that are guessed in the round before, or begin behind a first plain round;
 # and what leaves no chance to the padding that Jacobi's guesses begin as.
 SHORT = {"two tokens", "end of context"}
-TOO_SHORT = dict.fromkeys(("ppd", "lexical-unit", "copies and a model"), SHORT)
+TOO_SHORT = dict.fromkeys(("ppd", "lexical-unit", "copies and a model", "copies and 4 bits"), SHORT)
 TOO_SHORT["jacobi"] = {*SHORT, "top-k", "top-p", "min-p"}
 
 

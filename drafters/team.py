@@ -85,6 +85,7 @@ class Team(Drafter):
             topk=max(needs.topk for needs in all_needs),
             topk_logp=any(needs.topk_logp for needs in all_needs),
             borrow=any(needs.borrow for needs in all_needs),
+            copied=tuple(sorted(_copied(all_needs))),
         )
 
     def bind(self, borrowed: Borrowed) -> None:
@@ -116,9 +117,11 @@ class TeamState(DraftState):
 
     def __init__(self, team: Team, space: Space) -> None:
         self.names, self.vocabs = team.names, [m.vocab for m in team.members]
-        self.members = [m.open(space) for m in team.members]
-        self.is_listening = True
         needs = [m.needs() for m in team.members]
+        unshared = replace(space, target_kv=None)
+        spaces = [space if each.copied else unshared for each in needs]
+        self.members = [m.open(own) for m, own in zip(team.members, spaces, strict=True)]
+        self.is_listening = True
         self._topk = [n.topk for n in needs]
         self.may_sleep = [n.topk > 0 and not n.taps for n in needs]
         self.reads_text_alone = [not (n.topk or n.taps or n.borrow) for n in needs]
@@ -144,6 +147,12 @@ class TeamState(DraftState):
     def end(self, slot: int) -> None:
         for member in self.members:
             member.end(slot)
+
+
+def _copied(all_needs: Sequence[Needs]) -> set[int]:
+    """Taps that no member asks for but to copy the target's cache."""
+    read = {tap for needs in all_needs for tap in needs.without_copy().taps}
+    return {tap for needs in all_needs for tap in needs.copied} - read
 
 
 def _narrowed(outcome: Outcome, topk: int) -> Outcome:

@@ -1,5 +1,5 @@
-"""Cascade by match length: the longer the repeated suffix, the longer the first member's draft;
-where nothing repeats, later members draft, and where they have nothing either, nobody does.
+"""Cascade by match length: the longer the repeated suffix, the longer the copies from the text;
+where nothing repeats, the other members draft, and where they have nothing either, nobody does.
 
 (The order of Hierarchy Drafting and of suffix decoding before a model; no statistics, no clock.)
 """
@@ -15,9 +15,9 @@ from specctl.runtime.controllers.base import Arm, Controller, Prices
 
 @dataclass
 class Cascade(Controller):
-    """The first member drafts in contexts of `least` and more (suffixes of 2^(least - 1) tokens);
-    its shortest arm there, its longest in the highest context. `rest` False leaves rounds without
-    such a match to plain decoding."""
+    """The first member that copies from the text, else the first of all, drafts in contexts of
+    `least` and more (suffixes of 2^(least - 1) tokens); its shortest arm there, its longest in the
+    highest context. `rest` False leaves rounds without such a match to plain decoding."""
 
     least: int = 2
     rest: bool = True
@@ -27,7 +27,8 @@ class Cascade(Controller):
 
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         super().open(arms, prices)
-        members = sorted({arm.member for arm in arms if arm.member is not None})
+        copying = {arm.member: arm.is_copy for arm in arms if arm.member is not None}
+        members = sorted(copying, key=lambda member: (not copying[member], member))
         self.by_member = [
             sorted((i for i, a in enumerate(arms) if a.member == m), key=lambda i: arms[i].length)
             for m in members

@@ -14,7 +14,7 @@ from specctl.core.tree import DraftTree
 from specctl.runtime.engine.early_pruning import pruning_of
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.unpadded import Unpadded
-from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.base import Mixing, Policy
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import Verdict
 
@@ -25,7 +25,8 @@ TreeForward = Callable[[Feed, DraftTree, SlotKV], tuple[DraftTree, LmOut]]
 def shares_kv(drafter: Drafter, policy: Policy) -> bool:
     """Whether it drafts in the target's cache. Trees may expand more nodes than they keep, and for
     these it has no room."""
-    return policy.is_chain and bool(drafter.needs().copied)
+    steps_in_chains = isinstance(policy, Mixing) and policy.steps_in_chains
+    return (policy.is_chain or steps_in_chains) and bool(drafter.needs().copied)
 
 
 class TargetReader:

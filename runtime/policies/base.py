@@ -131,6 +131,15 @@ class Resting(Protocol):
 
 
 @runtime_checkable
+class Mixing(Protocol):
+    """A policy under which several drafters draft."""
+
+    @property
+    def steps_in_chains(self) -> bool:
+        """Whether those that draft step by step draft chains alone."""
+
+
+@runtime_checkable
 class Pruning(Protocol):
     """A policy whose nodes the target may drop behind its first `early_layer` layers (None: never)
     unless they are among the `early_top` best there, by the early head of the drafter, or with

@@ -69,6 +69,11 @@ class Switch:
     def is_chain(self) -> bool:
         return False
 
+    @property
+    def steps_in_chains(self) -> bool:
+        policies = [arm.policy for arm in self.arms if arm.policy is not None]
+        return all(policy.is_chain or isinstance(policy, Direct) for policy in policies)
+
     def kind(self, sampled: bool) -> NodeKind:
         kinds = {arm.policy.kind(sampled) for arm in self.arms if arm.policy is not None}
         return next(iter(kinds - {NodeKind.POINT}), NodeKind.POINT)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from specctl.core import language_model
-from specctl.core.drafter import Drafter, Outcome
+from specctl.core.drafter import Drafter, Outcome, RoundSeconds
 from specctl.core.language_model import LanguageModel, LmOut
 from specctl.drafters import family
 from specctl.drafters.states.borrowed_state import BorrowedState
+from specctl.drafters.team import Team, TeamState
 from specctl.models.hf_lm import HfLM
+from specctl.runtime.controllers.base import Arm
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request, Row
+from specctl.runtime.engine.target_reader import shares_kv
 from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.direct import Direct
+from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.server.engine_thread.service import drafter_bytes
 from specctl.runtime.target.target import Target
@@ -77,6 +85,20 @@ def drafts(outcomes: list[Outcome]) -> list[Any]:
     return [(o.tree.token_BN[o.tree.valid_BN].tolist(), o.num_accepted) for o in outcomes]
 
 
+@contextmanager
+def played(note: Callable[[Arm], None]) -> Iterator[None]:
+    """`note` is told which arm of a switch played in each round that drafted."""
+    observe = Switch.observe
+
+    def noted(self: Switch, outcome: Outcome, seconds: RoundSeconds) -> None:
+        if outcome.tree.num_nodes:
+            note(self.arms[self.played])
+        observe(self, outcome, seconds)
+
+    with patch.object(Switch, "observe", noted):
+        yield
+
+
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each forward that drafting had begun: whether only the rest of it was run."""
@@ -114,6 +136,55 @@ def test_drafts_and_texts_are_those_with_a_copy(
     if name == "layer-skip":
         num_drafted = sum(int(outcome.tree.valid_BN.sum()) for outcome in shared.outcomes)
         assert 0 < sum(sum(outcome.num_accepted) for outcome in shared.outcomes) < num_drafted
+
+
+@pytest.mark.parametrize("name", ["layer-skip", "quantspec"])
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_beside_copies_it_drafts_in_the_targets_cache_as_well(
+    targets: dict[str, Target], name: str, heat: float
+) -> None:
+    """Whether it has drafted the text, copies have, or nobody has."""
+    target = targets["llama"]
+    prompts = ((3, 1, 4, 1, 5, 3, 1, 4, 1), (7,), (20, 2, 20, 2, 20), (8, 8))
+    members = {"prompt-lookup": 0, name: 0}
+
+    def team() -> Drafter:
+        return Team.of([built(target, "prompt-lookup"), built(target, name)])
+
+    def noted(arm: Arm) -> None:
+        if arm.member is not None:
+            members[[*members][arm.member]] += 1
+
+    for slots in (1, 3):
+        wanted = {"slots": slots, "policy": "switch", "length": 4, "temperature": heat}
+        copied = decode(target, with_copy(team()), prompts, tokens=16, **wanted)
+        with played(noted):
+            shared = decode(target, team(), prompts, tokens=16, **wanted)
+        assert shared.answers == copied.answers
+        assert drafts(shared.outcomes) == drafts(copied.outcomes)
+        assert isinstance(shared.state, TeamState)
+        own = shared.state.members[1]
+        assert isinstance(own, BorrowedState)
+        assert own.shares_kv
+        assert not shared.outcomes[0].taps
+    assert all(members.values()), members
+
+
+def test_taps_that_another_member_reads_are_still_asked_for(targets: dict[str, Target]) -> None:
+    target = targets["llama"]
+    alone, head = built(target, "quantspec"), built(target, "eagle3")
+    team = Team.of([head, alone])
+    assert set(team.needs().without_copy().taps) == set(head.needs().taps)
+    assert set(team.needs().taps) == {*head.needs().taps, *alone.needs().taps}
+
+
+def test_where_a_member_grows_trees_step_by_step_it_has_a_cache_of_its_own(
+    targets: dict[str, Target],
+) -> None:
+    team = Team.of([built(targets["llama"], "prompt-lookup"), built(targets["llama"], "quantspec")])
+    tree = make_policy({"policy": "static-tree", "branch": (2, 2)})
+    assert shares_kv(team, Switch(arms=(Arm("copies", 0, Direct(4, 4)), Arm("chain", 1, CHAIN))))
+    assert not shares_kv(team, Switch(arms=(Arm("tree", 1, tree),)))
 
 
 @pytest.mark.parametrize("name", ["layer-skip", "kangaroo", "calm"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -78,8 +79,8 @@ class World:
         return lost
 
 
-def opened(controller: Controller) -> Controller:
-    controller.open(ARMS, Prices(TABLE))
+def opened(controller: Controller, arms: Sequence[Arm] = ARMS) -> Controller:
+    controller.open(arms, Prices(TABLE))
     return controller
 
 
@@ -163,6 +164,14 @@ def test_the_cascade_goes_by_the_length_of_the_match() -> None:
     assert names[2] == ["0 2", "1 2", OFF]
     assert names[3] == ["0 4", "1 2", OFF]
     assert names[4] == ["0 8", "1 2", OFF]
+
+
+def test_in_a_cascade_what_copies_comes_first_whatever_the_order() -> None:
+    cascade = Cascade()
+    arms = [replace(arm, is_copy=arm.member == 1) for arm in ARMS]
+    opened(cascade, arms)
+    names = [[arms[i].name for i in cascade.order([context])] for context in (1, 2, 4)]
+    assert names == [["0 2", OFF], ["1 2", "0 2", OFF], ["1 8", "0 2", OFF]]
 
 
 def test_contexts_are_repeated_suffixes() -> None:
