@@ -9,6 +9,7 @@ which a busy neighbour disturbs less than the clock on the wall.
     python benchmarks/native_step.py --int4     # of 4 bits beside 8
     python benchmarks/native_step.py --avx2     # both as on a processor without AVX512
     python benchmarks/native_step.py --memory --inflate 300m --dtype int8   # of a loaded target
+    python benchmarks/native_step.py --bandwidth --inflate 300m --threads 2  # beside a sum
 """
 
 from __future__ import annotations
@@ -72,6 +73,30 @@ def memory(target: Target) -> dict[str, float]:
     return {"held": pages * resource.getpagesize() / 2**20, "most": most / 2**10}
 
 
+def bandwidth(target: Target, repeats: int) -> dict[str, float]:
+    """Bytes of weights a second that one token's forward reads, and a sum over as many numbers, in
+    turn, by the clock; GB/s, medians."""
+    lm = target.lm
+    assert isinstance(lm, FastLlama)
+    weights = [w for layer in lm.module.model.layers for w in layer.parameters()]
+    weights.append(lm.module.head_weight)
+    size, ones = sum(w.nbytes for w in weights), torch.ones(sum(w.numel() for w in weights))
+    ones = ones.to(lm.dtype)
+    ids, start, slot = torch.tensor([[5]]), torch.tensor([KEPT]), torch.tensor([0])
+    kv, masks = lm.new_kv(1, KEPT + 1), lm.chain_masks(start, 1, KEPT + 1)
+    spent: dict[str, list[float]] = {"forward": [], "sum": []}
+    for _ in range(repeats):
+        kv.begin((0,), slot, start, 1, KEPT + 1, KEPT)
+        began = time.perf_counter()
+        lm.forward(ids, start[:, None], masks, kv)
+        spent["forward"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        ones.view(torch.float32).sum()
+        spent["sum"].append(time.perf_counter() - began)
+    found = {name: size / median(seconds) / 1e9 for name, seconds in spent.items()}
+    return {**found, "share": found["forward"] / found["sum"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float32")
@@ -83,6 +108,8 @@ def main() -> None:
     parser.add_argument("--avx2", action="store_true", help="use no wider instructions")
     parser.add_argument("--memory", action="store_true", help="MiB of the process; nothing else")
     parser.add_argument("--int4", action="store_true", help="4 bits beside 8")
+    parser.add_argument("--bandwidth", action="store_true", help="GB/s of one token; nothing else")
+    parser.add_argument("--threads", type=int, default=1, help="of --bandwidth")
     args = parser.parse_args()
     if args.avx2:
         if any(os.environ.get(name) != value for name, value in AVX2.items()):
@@ -94,6 +121,10 @@ def main() -> None:
     target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
     if args.memory:
         print(json.dumps({**memory(target), "dtype": target.dtype_name}))
+        return
+    if args.bandwidth:
+        torch.set_num_threads(args.threads)
+        print(json.dumps({**bandwidth(target, args.repeats), "threads": args.threads}))
         return
     bits = 4 if args.int4 else 8 if args.int8 else None
     names = {4: ("int4", "int8"), 8: ("int8", "step"), None: ("step", "PyTorch")}[bits]
