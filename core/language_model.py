@@ -25,6 +25,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree
 
+WIDTH_STEP = 16
 LEAST_SAVED = 2e7  # multiplications that take as long as a second call of the layers
 
 
@@ -250,6 +251,11 @@ class LanguageModel(ABC):
         attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         weights = spec.hidden_size * (attention + 3 * spec.intermediate_size)
         return float(layers * num_rows * weights)
+
+    def run_width(self, num_rows: int, width: int) -> int:
+        """As how wide a run of so many tokens is fed best: kernels are made, and kept, for every
+        shape that they meet, so that widths are multiples of 16."""
+        return -(-width // WIDTH_STEP) * WIDTH_STEP
 
     def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
         """`length` tokens behind the root in one call, against the aimed `kv`, which has room for

@@ -97,9 +97,13 @@ class FastLlama(LanguageModel):
             return None
         return super().resume(feed, exits, kv)
 
-    def is_native(self, feed: Feed) -> bool:
-        """Whether the compiled step reads a round of this size."""
-        return self._native(feed.ids_BT) is not None
+    def is_native(self, ids_BT: Tensor) -> bool:
+        """Whether the compiled step reads so many tokens."""
+        return self._native(ids_BT) is not None
+
+    def run_width(self, num_rows: int, width: int) -> int:
+        ids_BT = torch.empty(num_rows, width, dtype=torch.long, device=self.device)
+        return width if self.is_native(ids_BT) else super().run_width(num_rows, width)
 
     def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
         rows = self.module.head_weight.shape[0]
@@ -115,9 +119,12 @@ class FastLlama(LanguageModel):
         return None if step is None else NextToken(step, slots, kv)
 
     def run_at(self, feed: Feed, kv: SlotKV, at_Q: Tensor) -> LmOut:
-        """The forward at those flat fed indices alone [Q]; elsewhere logits and taps are zero. In
-        attention every row is as wide as before, with keys and values of zero where nothing was
-        computed, which no true token may see."""
+        """The forward at those rising flat fed indices alone [Q]; elsewhere logits and taps are
+        zero, and keys and values are whatever no true token may see. In PyTorch every row is as
+        wide as before in attention."""
+        step = self._native(at_Q) if kv.is_as_read else None
+        if step is not None:
+            return step.run(self._filled(feed), kv, at_Q)
         module, shape = self.module, self.module.shape
         B, T = feed.ids_BT.shape
         weights = self._weights()

@@ -23,6 +23,8 @@ SOURCES = (
     SOURCE.with_name("lanes.h"),
     SOURCE.with_name("rows.h"),
     SOURCE.with_name("bits.h"),
+    SOURCE.with_name("many.h"),
+    SOURCE.with_name("attention.h"),
 )
 SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
@@ -61,10 +63,10 @@ class StepCall(ctypes.Structure):
 
     SIZES = (
         "B", "T", "max_len", "span", "num_taps", "num_asked", "threads", "num_slots",
-        "num_positions",
+        "num_positions", "num_true",
     )  # fmt: skip
     ADDRESSES = (
-        "ids", "position", "slot", "start", "residual", "mask", "rotary", "keys", "values",
+        "ids", "position", "slot", "start", "true_ones", "residual", "mask", "rotary", "keys", "values",
         "attention", "mlp", "taps", "tapped", "asked", "logits", "last", "space",
     )  # fmt: skip
     _fields_ = [

@@ -10,6 +10,7 @@
 // neurons, J key/value heads, K inputs, L positions, O outputs, R flat rows, T fed tokens.
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -57,6 +58,7 @@ inline void with_constant(int n, F f) {
 #include "rows.h"
 
 #include "bits.h"
+#include "many.h"
 
 namespace {
 
@@ -185,6 +187,9 @@ constexpr int MOST_ROWS = 8 * ROWS;
 template <class W, class Keep>
 inline void product(const Rows<W> &rows, const W *w, int from, int to, Keep keep) {
     const int K = rows.K;
+    if constexpr (std::is_same<W, float>::value)
+        if (rows.R > MANY) from = product_of_many(rows.x, rows.R, K, w, from, to, keep);
+    if (from == to) return;
     for (int first = 0; first < rows.R; first += MOST_ROWS) {
         const auto *x = rows.x + first * Rows<W>::Own::apart(K);
         const int count = rows.R - first < MOST_ROWS ? rows.R - first : MOST_ROWS;
@@ -219,6 +224,8 @@ inline void normed(const float *x, const W *weight, int D, float eps, float *out
 
 }  // namespace
 
+#include "attention.h"
+
 extern "C" {
 
 struct Layer {
@@ -238,8 +245,10 @@ struct Model {
 };
 
 struct Call {
-    int32_t B, T, max_len, span, num_taps, num_asked, threads, num_slots, num_positions;
+    int32_t B, T, max_len, span, num_taps, num_asked, threads, num_slots, num_positions, num_true;
     const int64_t *ids, *position, *slot, *start;
+    const int32_t *true_ones;         // rising flat indices: these alone are computed, and are the rows
+                                    // of all results; null: all are
     const float *residual;          // in place of the embeddings of `ids`, or beside them, or null
     const uint8_t *mask;            // [B, T, span]; null: of each row a run of tokens
     const float *rotary;            // [positions, 2 E]: cos, signed sin
@@ -277,9 +286,9 @@ static inline int64_t rounded_width(const Model &m) {
 
 int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {
     const int64_t wide = (m->H + 2 * m->J) * int64_t(m->E);
-    return R * (m->D + wide + apart(m->H * m->E) + apart(m->I)) + R * int64_t(span + 1) + 8 * LANES +
+    return R * (m->D + wide + apart(m->H * m->E) + apart(m->I)) + R * int64_t(span + 2) + 8 * LANES +
            threads * (R * (apart(entry_width(*m)) + rounded_width(*m)) +
-                      apart(span + 2 * LANES + 2 * m->E));
+                      TOGETHER * apart(span + LANES) + apart(2 * m->E));
 }
 }
 
@@ -292,81 +301,6 @@ inline void share(int count, int block, int thread, int threads, int *from, int 
     *to = int(int64_t(blocks) * (thread + 1) / threads) * block;
     if (*to > count) *to = count;
     if (*from > count) *from = count;
-}
-
-// A head of one token: bias is in it; normed if the model does so, then rotated.
-template <class W>
-inline void rotated(float *head, const W *norm, float eps, const float *table, int E, float *aside) {
-    if (norm) normed(head, norm, E, eps, head);
-    const int half = E / 2;
-    memcpy(aside, head, E * sizeof(float));
-    for (int e = 0; e < E; e++)
-        head[e] = aside[e] * table[e] + aside[e < half ? e + half : e - half] * table[E + e];
-}
-
-// N dot products of one query with the keys at `visible`.
-template <int N, class W>
-inline void dots(const float *query, const W *keys, const int32_t *visible, int E, float *out) {
-    Lanes sum[4] = {};
-    const int whole = E / LANES * LANES;
-    const W *key[N];
-    for (int i = 0; i < N; i++) key[i] = keys + size_t(visible[i]) * E;
-    for (int e = 0; e < whole; e += LANES) {
-        const Lanes part = load(query + e);
-#pragma GCC unroll 4
-        for (int i = 0; i < N; i++) sum[i] = fused(part, load(key[i] + e), sum[i]);
-    }
-    const f4 found = totals(sum[0], sum[1], sum[2], sum[3]);
-    memcpy(out, &found, N * sizeof(float));
-    for (int e = whole; e < E; e++)
-        for (int i = 0; i < N; i++) out[i] = fused(query[e], widened(key[i][e]), out[i]);
-}
-
-// N times 16 numbers of the sum of the weighted values.
-template <int N, class W>
-inline void mixture(const float *weights, const W *values, const int32_t *visible, int count, int E,
-                    float scale, float *out) {
-    Lanes sum[N] = {};
-    for (int i = 0; i < count; i++) {
-        const W *value = values + size_t(visible[i]) * E;
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) sum[n] = fused(weights[i], load(value + n * LANES), sum[n]);
-    }
-    for (int n = 0; n < N; n++) store(out + n * LANES, sum[n] * scale);
-}
-
-// What one head of one token reads, into out [E].
-template <class W>
-inline void attend(const float *query, const W *keys, const W *values, const int32_t *visible,
-                   int count, int E, float scale, float *scores, float *out) {
-    int i = 0;
-    for (; i + 4 <= count; i += 4) dots<4>(query, keys, visible + i, E, scores + i);
-    for (; i < count; i++) dots<1>(query, keys, visible + i, E, scores + i);
-    float most = -INFINITY;
-    for (i = 0; i < count; i++) {
-        scores[i] *= scale;
-        most = scores[i] > most ? scores[i] : most;
-    }
-    for (; i < count + LANES; i++) scores[i] = -INFINITY;
-    Lanes sums = {};
-    for (i = 0; i < count; i += LANES) {
-        store(scores + i, exponential(load(scores + i) - most));
-        for (int rest = count; rest < i + LANES; rest++) scores[rest] = 0;
-        sums += load(scores + i);
-    }
-    const float whole_weight = count ? 1.0f / total(sums) : 0.0f;
-    const int whole = E / LANES * LANES;
-    int e = 0;
-    for (; e + 4 * LANES <= whole; e += 4 * LANES)
-        mixture<4>(scores, values + e, visible, count, E, whole_weight, out + e);
-    for (; e < whole; e += LANES)
-        mixture<1>(scores, values + e, visible, count, E, whole_weight, out + e);
-    for (; e < E; e++) {
-        float sum = 0;
-        for (i = 0; i < count; i++)
-            sum = fused(scores[i], widened(values[size_t(visible[i]) * E + e]), sum);
-        out[e] = sum * whole_weight;
-    }
 }
 
 // What would be read from outside of a table, if anything: nothing is computed then.
@@ -386,18 +320,22 @@ Outside outside(const Model &m, const Call &c) {
 template <class W, class M>
 Outside forward(const Model &m, const Call &c) {
     if (const Outside found = outside(m, c)) return found;
-    const int R = c.B * c.T, D = m.D, E = m.E, H = m.H, J = m.J, I = m.I, G = H / J;
+    const int R = c.true_ones ? c.num_true : c.B * c.T;
+    const int D = m.D, E = m.E, H = m.H, J = m.J, I = m.I, G = H / J;
     const int wide = (H + 2 * J) * E;
     const size_t mixed_apart = apart(H * E), neurons_apart = apart(I);
     float *mixed = aligned(c.space), *neurons = mixed + R * mixed_apart;
     float *own_space = neurons + R * neurons_apart;
     const int entry = entry_width(m);
     const size_t rounded_size = R * rounded_width(m);
-    const size_t own_size = R * apart(entry) + rounded_size + apart(c.span + 2 * LANES + 2 * E);
+    const size_t scores_apart = apart(c.span + LANES);
+    const size_t own_size = R * apart(entry) + rounded_size + TOGETHER * scores_apart + apart(2 * E);
     float *x = own_space + c.threads * own_size, *heads = x + size_t(R) * D;
     int32_t *counts = reinterpret_cast<int32_t *>(heads + size_t(R) * wide);
-    int32_t *visible = counts + R;
+    int32_t *dense = counts + R;  // so many are the first ones, none left out
+    int32_t *visible = dense + R;
     const float scale = 1.0f / std::sqrt(float(E));
+    auto fed = [&](int r) { return c.true_ones ? c.true_ones[r] : r; };  // where a row was fed
 
 #ifdef _OPENMP
 #pragma omp parallel num_threads(c.threads)
@@ -405,34 +343,37 @@ Outside forward(const Model &m, const Call &c) {
     {
 #ifdef _OPENMP
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#define TOGETHER _Pragma("omp barrier")
+#define WAIT _Pragma("omp barrier")
 #else
         const int thread = 0, threads = 1;
-#define TOGETHER
+#define WAIT
 #endif
         float *flat = own_space + own_size * thread, *rounded = flat + R * apart(entry);
         float *scores = rounded + rounded_size;
-        float *aside = scores + c.span + LANES;
+        float *aside = scores + TOGETHER * scores_apart;
         int from, to;
 
         share(R, 1, thread, threads, &from, &to);
         for (int r = from; r < to; r++) {
+            const int at = fed(r);
             if (c.residual)
-                memcpy(x + size_t(r) * D, c.residual + size_t(r) * D, D * sizeof(float));
+                memcpy(x + size_t(r) * D, c.residual + size_t(at) * D, D * sizeof(float));
             else {
-                const W *row = static_cast<const W *>(m.embedding) + size_t(c.ids[r]) * D;
+                const W *row = static_cast<const W *>(m.embedding) + size_t(c.ids[at]) * D;
                 for (int d = 0; d < D; d++) x[size_t(r) * D + d] = widened(row[d]);
             }
             int count = 0;
-            const int own = int(c.start[r / c.T]) + r % c.T;  // of a run, and all before it
+            const int own = int(c.start[at / c.T]) + at % c.T;  // of a run, and all before it
             int p = !c.mask && m.window && own >= m.window ? own - m.window + 1 : 0;
             const int end = c.mask || own >= c.span ? c.span : own + 1;
             for (; p < end; p++)
-                if (!c.mask || c.mask[size_t(r) * c.span + p])
+                if (!c.mask || c.mask[size_t(at) * c.span + p])
                     visible[size_t(r) * c.span + count++] = p;
             counts[r] = count;
+            dense[r] = 0;
+            while (dense[r] < count && visible[size_t(r) * c.span + dense[r]] == dense[r]) dense[r]++;
         }
-        TOGETHER
+        WAIT
 
         int tap = 0;
         for (int l = 0; l < m.num_layers; l++) {
@@ -449,7 +390,7 @@ Outside forward(const Model &m, const Call &c) {
                 for (int r = 0; r < R; r++) {
                     float *own = flat + r * apart(K);
                     if (is_entry) {
-                        const W *row = static_cast<const W *>(m.embedding) + size_t(c.ids[r]) * D;
+                        const W *row = static_cast<const W *>(m.embedding) + size_t(c.ids[fed(r)]) * D;
                         float *wide = own + D;  // the state goes there afterwards
                         for (int d = 0; d < D; d++) wide[d] = widened(row[d]);
                         normed(wide, static_cast<const W *>(m.entry_norm), D, m.eps, own);
@@ -475,38 +416,50 @@ Outside forward(const Model &m, const Call &c) {
                             });
                     first += sizes[part];
                 }
-                TOGETHER
+                WAIT
                 share(c.B * J, 1, thread, threads, &from, &to);
                 for (int task = from; task < to; task++) {
                     const int b = task / J, j = task % J;
                     const size_t origin = (size_t(c.slot[b]) * J + j) * c.max_len * E;
                     W *keys = static_cast<W *>(c.keys[l]) + origin;
                     W *values = static_cast<W *>(c.values[l]) + origin;
-                    for (int t = 0; t < c.T; t++) {
-                        const int r = b * c.T + t;
-                        const size_t at = size_t(c.start[b]) + t;
+                    int first = 0, end;  // rows of that sequence
+                    while (first < R && fed(first) < b * c.T) first++;
+                    for (end = first; end < R && fed(end) < (b + 1) * c.T; end++) {
+                        const int r = end;
+                        const size_t at = size_t(c.start[b]) + fed(r) % c.T;
                         if (at >= size_t(c.max_len)) continue;
                         float *key = heads + size_t(r) * wide + (H + j) * E;
                         const float *value = heads + size_t(r) * wide + (H + J + j) * E;
-                        const float *table = c.rotary + size_t(c.position[r]) * 2 * E;
+                        const float *table = c.rotary + size_t(c.position[fed(r)]) * 2 * E;
                         rotated(key, static_cast<const W *>(layer.key_norm), m.qk_eps, table, E, aside);
                         for (int e = 0; e < E; e++) {
                             put(keys + at * E + e, key[e]);
                             put(values + at * E + e, value[e]);
                         }
                     }
-                    for (int t = 0; t < c.T; t++)
-                        for (int g = 0; g < G; g++) {
-                            const int r = b * c.T + t, h = j * G + g;
-                            float *query = heads + size_t(r) * wide + h * E;
-                            const float *table = c.rotary + size_t(c.position[r]) * 2 * E;
+                    for (int i = first * G; i < end * G; i += TOGETHER) {
+                        Reading reads[TOGETHER];
+                        const int count = end * G - i < TOGETHER ? end * G - i : TOGETHER, r = i / G;
+                        int shared = counts[r];
+                        for (int n = 0; n < count; n++) {
+                            const int own = (i + n) / G, h = j * G + (i + n) % G;
+                            float *query = heads + size_t(own) * wide + h * E;
+                            const float *table = c.rotary + size_t(c.position[fed(own)]) * 2 * E;
                             rotated(query, static_cast<const W *>(layer.query_norm), m.qk_eps, table, E,
                                     aside);
-                            attend(query, keys, values, visible + size_t(r) * c.span, counts[r], E,
-                                   scale, scores, mixed + r * mixed_apart + h * E);
+                            reads[n] = {query, visible + size_t(own) * c.span, counts[own],
+                                        scores + n * scores_apart, mixed + own * mixed_apart + h * E};
+                            if (own == r) continue;
+                            if (dense[r] < shared) shared = dense[r];
+                            if (dense[own] < shared) shared = dense[own];
                         }
+                        with_constant<TOGETHER>(count, [&](auto number) {
+                            attend<decltype(number)::value>(reads, keys, values, shared, E, scale);
+                        });
+                    }
                 }
-                TOGETHER
+                WAIT
                 const W *bias = static_cast<const W *>(layer.output_bias);
                 const float *before = is_entry && m.is_residual_normed ? flat + D : x;
                 const size_t stride = before == x ? D : apart(K);
@@ -516,7 +469,7 @@ Outside forward(const Model &m, const Call &c) {
                             x[size_t(r) * D + o] = before[r * stride + o] +
                                                    (bias ? found + widened(bias[o]) : found);
                         });
-                TOGETHER
+                WAIT
             }
             if (!c.mlp || c.mlp[l]) {
                 for (int r = 0; r < R; r++)
@@ -540,11 +493,11 @@ Outside forward(const Model &m, const Call &c) {
                 }
                 product(rows, static_cast<const M *>(layer.up), from, to,
                         [=](int r, int o, float found) { neurons[r * neurons_apart + o] *= found; });
-                TOGETHER
+                WAIT
                 share(D, SIDE, thread, threads, &from, &to);
                 product(Rows<M>(neurons, R, I, rounded), static_cast<const M *>(layer.down), from, to,
                         [=](int r, int o, float found) { x[size_t(r) * D + o] += found; });
-                TOGETHER
+                WAIT
             }
         }
         if (c.last) {

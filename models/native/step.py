@@ -31,8 +31,8 @@ from specctl.models.native.library import (
 )
 
 MOST_ROWS = 512
-BFLOAT16_ROWS, AMX_ROWS = 64, 4
-FLOAT32_ROWS = {"AVX512": 24, "AVX2": 12}
+AMX_ROWS = 4
+FLOAT32_ROWS = {"AVX512": MOST_ROWS, "AVX2": 64}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 Weights = tuple[Tensor | None, ...]
@@ -80,13 +80,11 @@ class Stack:
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """Flat rows up to which the step is faster than PyTorch (benchmarks/native_step.py): in
-    bfloat16 those of a prompt as well, but where PyTorch has instructions for it; in float32 those
-    of a round."""
+    """Flat rows up to which the step is about as fast as PyTorch or faster
+    (benchmarks/native_step.py): those of a prompt as well, but where the processor multiplies
+    matrices of bfloat16 as such, and in float32 without AVX512."""
     if dtype == torch.bfloat16:
-        if torch.cpu._is_amx_tile_supported():
-            return AMX_ROWS
-        return BFLOAT16_ROWS if torch.cpu._is_avx512_bf16_supported() else MOST_ROWS
+        return AMX_ROWS if torch.cpu._is_amx_tile_supported() else MOST_ROWS
     return FLOAT32_ROWS.get(torch.backends.cpu.get_cpu_capability(), 4)
 
 
@@ -156,20 +154,22 @@ class NativeStep:
         """Of what may change in place; tensors of inference mode do not count their changes."""
         return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
 
-    def run(self, feed: Feed, kv: SlotKV) -> LmOut:
-        """The forward of `feed` against the aimed `kv`."""
+    def run(self, feed: Feed, kv: SlotKV, at_Q: Tensor | None = None) -> LmOut:
+        """The forward of `feed` against the aimed `kv`; at these rising flat fed indices alone:
+        elsewhere logits and taps are zero, and nothing is written to `kv`."""
         B, T = feed.ids_BT.shape
         D, aim, parts = self.model.D, kv.aim, feed.parts
+        num_rows = B * T if at_Q is None else len(at_Q)
         mask = self._mask(feed.masks, kv)
         threads = torch.get_num_threads()
-        needed = self.functions.space_needed(ctypes.byref(self.model), B * T, aim.span, threads)
+        needed = self.functions.space_needed(ctypes.byref(self.model), num_rows, aim.span, threads)
         space = self.space(needed)
         names = tuple(sorted(set(feed.taps)))  # RESIDUAL in front
-        found = torch.empty(len(names), B, T, D)
-        places = range(found.data_ptr(), found.data_ptr() + found.nbytes, 4 * B * T * D)
+        found = torch.empty(len(names), num_rows, D)
+        places = range(found.data_ptr(), found.data_ptr() + found.nbytes, 4 * num_rows * D)
         is_last = names[:1] == (RESIDUAL,)
         taps = names[is_last:]
-        asked = _asked(feed, T)
+        asked = _asked(feed, T) if at_Q is None else list(range(num_rows if feed.logits else 0))
         logits = torch.empty(len(asked), self.model.V)
         rotary = self.stack.rotary(aim.span)
         held = [  # alive until the step has run
@@ -177,6 +177,7 @@ class NativeStep:
             feed.position_BT.contiguous(),
             aim.slot_B1.contiguous(),
             aim.start_B1.contiguous(),
+            None if at_Q is None else at_Q.int(),
             None if feed.residual_BTD is None else feed.residual_BTD.float().contiguous(),
             None if mask is None else mask.expand(B, -1, -1, -1).contiguous(),
             rotary,
@@ -191,13 +192,16 @@ class NativeStep:
             space,
         ]
         sizes = (B, T, kv.max_len, aim.span, len(taps), len(asked), threads)
-        tables = (kv.key_ZJLE[0].shape[0], rotary.shape[0])
+        tables = (kv.key_ZJLE[0].shape[0], rotary.shape[0], num_rows)
         call = StepCall(*sizes, *tables, *map(address, held))
         outside = self.function(ctypes.byref(self.model), ctypes.byref(call))
         self.spaces.append(space)
         if outside:
             raise IndexError(self.message(outside, feed.ids_BT, feed.position_BT, kv, rotary))
-        states = StackedTaps(names, found.to(self.dtype)) if names else {}
+        if at_Q is not None:
+            found, logits = _spread(found, at_Q, B * T), _spread(logits, at_Q, B * T)
+        taps_XBTD = found.to(self.dtype).view(len(names), B, T, D)
+        states = StackedTaps(names, taps_XBTD) if names else {}
         if not asked:
             return LmOut(None, states)
         return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), states)
@@ -305,6 +309,12 @@ def _asked(feed: Feed, T: int) -> list[int]:
     if feed.only is None:
         return list(range(feed.ids_BT.numel()))
     return [row * T + at for row, at in enumerate(feed.only)]
+
+
+def _spread(rows_QX: Tensor, at_Q: Tensor, num_rows: int) -> Tensor:
+    """The rows (of the axis before the last) where they were fed, zeros between them."""
+    out = rows_QX.new_zeros(*rows_QX.shape[:-2], num_rows, rows_QX.shape[-1])
+    return out.index_copy_(-2, at_Q, rows_QX)
 
 
 def _chosen(layers: Sequence[int], num_layers: int) -> Any:

@@ -22,7 +22,6 @@ from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.target.target import Target
 
 CHUNK = 512
-STEP = 16  # widths are multiples of it: CPU kernels are made, and kept, for every shape they meet
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +105,8 @@ def read(
         return
     starts = [reading.at for reading in readings]
     longest = max(reading.end - reading.at for reading in readings)
-    width = min(num_tokens, -(-longest // STEP) * STEP, kv.max_len - max(starts))
+    width = target.lm.run_width(len(readings), min(num_tokens, longest))
+    width = min(width, num_tokens, kv.max_len - max(starts))
     chunks = [each.row.tokens[each.at : min(each.at + width, each.end)] for each in readings]
     slots = tuple(reading.row.slot for reading in readings)
     slot_B, start_B = torch.tensor([slots, starts], device=target.device).unbind()

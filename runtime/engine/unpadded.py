@@ -36,11 +36,10 @@ class Unpadded:
         return cls(lm) if type(lm) is FastLlama else None
 
     def true_tokens(self, feed: Feed, tree: DraftTree) -> Tensor | None:
-        """[Q] flat fed indices of root and nodes; None where the padded forward is as good: few
-        rows of padding, or so few tokens that the compiled step reads them."""
+        """[Q] flat fed indices of root and nodes; None where the padded forward is as good."""
         if len(feed.ids_BT) == 1 or not tree.num_nodes or tree.num_probes:
             return None
-        if feed.ids_BT.device.type != "cpu" or self.lm.is_native(feed):
+        if feed.ids_BT.device.type != "cpu":
             return None
         valid_BT = tree.fed_valid_BT()
         at_Q = valid_BT.flatten().nonzero()[:, 0]

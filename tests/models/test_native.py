@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "every head its own": {"num_kv_heads": 4},
     "trimmed head": {"tied": False, "out_size": 30},
 }
+WIDE = {"hidden_size": 278, "intermediate_size": 301}
 
 
 def make(dtype: torch.dtype = torch.float32, **fields: Any) -> FastLlama:
@@ -96,11 +97,11 @@ def copied(lm: FastLlama, kv: SlotKV) -> SlotKV:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "wide"])
 def test_it_computes_what_pytorch_computes(kind: str, eagerly: Any) -> None:
-    lm = make(**KINDS[kind])
+    lm, atol = make(**KINDS.get(kind, WIDE)), 5e-4 if kind == "wide" else 2e-5  # its numbers are larger
     assert lm.module.native() is not None
-    for num_rows, num_fed in ((1, 1), (1, 7), (2, 2), (2, 8), (3, 5)):
+    for num_rows, num_fed in ((1, 1), (1, 7), (2, 2), (2, 8), (3, 5), (1, 27), (3, 11)):
         ids = torch.randint(0, VOCAB, (num_rows, num_fed))
         kv = filled(lm, num_rows)
         given = ids, [11, 3, 20][:num_rows]
@@ -108,9 +109,32 @@ def test_it_computes_what_pytorch_computes(kind: str, eagerly: Any) -> None:
         theirs = eagerly(lm, other := copied(lm, kv), *given, **wanted)
         mine = forward(lm, kv, *given, **wanted)
         assert mine.logits_BTV is not None
-        torch.testing.assert_close(mine.logits_BTV, theirs.logits_BTV, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(dict(mine.taps), dict(theirs.taps), atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(stores(kv), stores(other), atol=1e-5, rtol=0)
+        torch.testing.assert_close(mine.logits_BTV, theirs.logits_BTV, atol=atol, rtol=1e-4)
+        torch.testing.assert_close(dict(mine.taps), dict(theirs.taps), atol=atol, rtol=1e-4)
+        torch.testing.assert_close(stores(kv), stores(other), atol=atol, rtol=0)
+
+
+@needs_compiler
+def test_a_prompt_of_many_tokens_is_read_as_by_pytorch(eagerly: Any) -> None:
+    lm, ids = make(), torch.randint(0, VOCAB, (1, 205))
+    kv, other = lm.new_kv(1, 240), lm.new_kv(1, 240)
+    for start in (0, 17):
+        theirs = eagerly(lm, other, ids, [start], taps=(1,))
+        mine = forward(lm, kv, ids, [start], taps=(1,))
+        torch.testing.assert_close(mine.logits_BTV, theirs.logits_BTV, atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(dict(mine.taps), dict(theirs.taps), atol=5e-5, rtol=1e-4)
+
+
+@needs_compiler
+def test_in_bfloat16_a_prompt_is_read_as_its_tokens_are_one_by_one() -> None:
+    lm, ids = make(torch.bfloat16), torch.randint(0, VOCAB, (1, 40))
+    if most_rows(torch.bfloat16) < 40:
+        pytest.skip("wide runs are read by PyTorch, which has instructions for them")
+    whole = forward(lm, lm.new_kv(1, 48), ids, [0]).logits_BTV
+    kv = lm.new_kv(1, 48)
+    one_by_one = [forward(lm, kv, ids[:, i : i + 1], [i]).logits_BTV for i in range(40)]
+    assert whole is not None
+    assert torch.equal(whole, torch.cat([each for each in one_by_one if each is not None], 1))
 
 
 @pytest.fixture
@@ -336,17 +360,20 @@ def test_registers_of_every_width_compute_the_same(
     wide = {"AVX512": 4, "AVX2": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)
     if processor[-1] in "34" and int(processor[-1]) > wide:
         return
-    plain, ids = make(), torch.randint(0, VOCAB, (2, 7))
-    for lm, error in ((plain, 1e-6), (plain.in_bits(8), 1e-4), (plain.in_bits(4), 1e-4)):
-        expected = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
+    plain = make()
+    for lm, error in ((plain, 1e-6), (plain.in_bits(8), 1e-3), (plain.in_bits(4), 1e-3)):
         own = lm.module.native(lm.bits)
         assert own is not None
         name = "step_float32" if lm.bits is None else f"step_float32_int{lm.bits}"
-        monkeypatch.setattr(own, "function", getattr(other.functions, name))
-        found = forward(lm, filled(lm, 2), ids, [9, 30], taps=(1, LAYERS))
-        assert distance(found.logits_BTV, expected.logits_BTV) < error
-        for tap, states in expected.taps.items():
-            assert distance(found.taps[tap], states) < error
+        for width in (7, 16):
+            ids, wanted = torch.randint(0, VOCAB, (2, width)), {"taps": (1, LAYERS)}
+            expected = forward(lm, filled(lm, 2), ids, [9, 30], **wanted)
+            with monkeypatch.context() as patch:
+                patch.setattr(own, "function", getattr(other.functions, name))
+                found = forward(lm, filled(lm, 2), ids, [9, 30], **wanted)
+            assert distance(found.logits_BTV, expected.logits_BTV) < error
+            for tap, states in expected.taps.items():
+                assert distance(found.taps[tap], states) < error
 
 
 @needs_compiler

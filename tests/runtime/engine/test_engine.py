@@ -9,7 +9,6 @@ from specctl.core.drafter import Budget, Needs, RoundSeconds, Space, StepState
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.language_model import Masks
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.prefill import STEP
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import measure_costs
@@ -143,8 +142,8 @@ def test_plain_decoding_needs_one_forward_per_token(target, monkeypatch):
         type(target.lm), "run", lambda *args: (forwards.append(args[1].ids_BT.shape), run(*args))[1]
     )
     generate(target, PROMPTS[:1], sampling=Sampling(max_new_tokens=6))
-    assert len(PROMPTS[0]) < STEP
-    assert forwards == [(1, STEP), *[(1, 1)] * 5]
+    width = target.lm.run_width(1, len(PROMPTS[0]))
+    assert forwards == [(1, width), *[(1, 1)] * 5]
 
 
 def test_prompts_of_several_chunks_are_read_whole(target, monkeypatch):
