@@ -66,8 +66,8 @@ class StepCall(ctypes.Structure):
         "num_positions", "num_true",
     )  # fmt: skip
     ADDRESSES = (
-        "ids", "position", "slot", "start", "true_ones", "residual", "mask", "rotary", "keys", "values",
-        "attention", "mlp", "taps", "tapped", "asked", "logits", "last", "space",
+        "ids", "position", "slot", "start", "true_ones", "residual", "mask", "rotary", "keys",
+        "values", "attention", "mlp", "taps", "tapped", "asked", "logits", "last", "space",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),

@@ -99,7 +99,10 @@ def copied(lm: FastLlama, kv: SlotKV) -> SlotKV:
 @needs_compiler
 @pytest.mark.parametrize("kind", [*KINDS, "wide"])
 def test_it_computes_what_pytorch_computes(kind: str, eagerly: Any) -> None:
-    lm, atol = make(**KINDS.get(kind, WIDE)), 5e-4 if kind == "wide" else 2e-5  # its numbers are larger
+    lm, atol = (
+        make(**KINDS.get(kind, WIDE)),
+        5e-4 if kind == "wide" else 2e-5,
+    )  # its numbers are larger
     assert lm.module.native() is not None
     for num_rows, num_fed in ((1, 1), (1, 7), (2, 2), (2, 8), (3, 5), (1, 27), (3, 11)):
         ids = torch.randint(0, VOCAB, (num_rows, num_fed))
