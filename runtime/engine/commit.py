@@ -41,7 +41,10 @@ def commit(
     """What every row gets, by row; `logits_BTV` are the processed ones. A round that was cut
     rejected nothing."""
     packed = verdict.next_token_B[:, None]
-    if tree.num_nodes:
+    if tree.num_nodes and tree.is_chain:
+        counts = [verdict.num_accepted_B, tree.valid_BN.sum(1)]
+        packed = torch.cat([packed, torch.stack(counts, dim=1), tree.token_BN], dim=1)
+    elif tree.num_nodes:
         node_BP = (verdict.path_BP[:, 1:] - 1).clamp(min=0)
         path_BP = tree.token_BN.gather(1, node_BP)
         end_B1 = verdict.path_BP.gather(1, verdict.num_accepted_B[:, None])
@@ -50,7 +53,10 @@ def commit(
         packed = torch.cat([packed, torch.stack(counts, dim=1), path_BP], dim=1)
     done = []
     for b, (row, (next_token, *rest)) in enumerate(zip(round.rows, packed.tolist(), strict=True)):
-        num_accepted, num_drafted, is_behind, *path = rest or (0, 0, 0)
+        num_accepted, num_drafted, *path = rest or (0, 0)
+        is_behind = num_drafted > num_accepted
+        if not tree.is_chain:
+            is_behind, *path = path
         new, finished = cut(row, [*path[:num_accepted], next_token], target)
         is_rejected = bool(is_behind) and len(new) > num_accepted
         logprobs = None
