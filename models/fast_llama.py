@@ -65,6 +65,10 @@ class FastLlama(LanguageModel):
         window = module.shape.window
         self.windows = () if window is None else (window,)
 
+    @property
+    def device(self) -> torch.device:
+        return self.module.model.norm.weight.device
+
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         feed = self._filled(feed)
         may_step = self.bits is not None if kv is None else kv.is_as_read

@@ -104,6 +104,7 @@ class NativeStep:
         watched = weights if release is None else [_beside_matrices(layer) for layer in weights]
         self.stack, self.tensors = stack, [*stack.beside(), *_held(watched)]
         self.addresses = [*map(Tensor.data_ptr, self.tensors)]
+        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self.dtype, self.bits = stack.head.dtype, bits
         kind = DTYPES[self.dtype] + ("" if bits is None else f"_int{bits}")
         self.functions = functions
@@ -152,7 +153,7 @@ class NativeStep:
 
     def _version(self) -> int:
         """Of what may change in place; tensors of inference mode do not count their changes."""
-        return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
+        return sum([tensor._version for tensor in self.counted])
 
     def run(self, feed: Feed, kv: SlotKV, at_Q: Tensor | None = None) -> LmOut:
         """The forward of `feed` against the aimed `kv`; at these rising flat fed indices alone:

@@ -135,7 +135,8 @@ class PolicyDrafter(RoundDrafter):
             tree = tree if forced_BN is None else replace(tree, forced_BN=forced_BN)
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
         if tree.is_chain and tree.num_nodes and isinstance(self.state, StepState):
-            tree = replace(tree, exits=self.state.exit_states())
+            exits = self.state.exit_states()
+            tree = tree if exits is None else replace(tree, exits=exits)
         return tree
 
     def _shared(self, round: Round) -> SharedNoise:

@@ -8,6 +8,8 @@ Letters: B rows, T fed tokens, V target vocabulary.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from specctl.core.errors import RecipeError, unknown
@@ -37,8 +39,9 @@ def legal(rule: str, kind: NodeKind, is_chain: bool) -> bool:
     return kind in entry.kinds and (is_chain or not entry.chains_only)
 
 
-def legal_rules(kind: NodeKind, is_chain: bool) -> list[str]:
-    return [name for name in RULES if legal(name, kind, is_chain)]
+@lru_cache
+def legal_rules(kind: NodeKind, is_chain: bool) -> tuple[str, ...]:
+    return tuple(name for name in RULES if legal(name, kind, is_chain))
 
 
 def check_legal(rule: str, kind: NodeKind, is_chain: bool) -> None:
