@@ -182,7 +182,7 @@ inline void strip(const X *x, const W *w, int R, int K, int o, Keep keep) {
 }
 
 // Outputs [from, to) of all rows; of a prompt so many rows at a time as stay in the second cache.
-constexpr int MOST_ROWS = 8 * ROWS;
+constexpr int MOST_ROWS = 16 * ROWS;
 
 template <class W, class Keep>
 inline void product(const Rows<W> &rows, const W *w, int from, int to, Keep keep) {

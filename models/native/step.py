@@ -31,8 +31,8 @@ from specctl.models.native.library import (
 )
 
 MOST_ROWS = 512
-AMX_ROWS = 4
-FLOAT32_ROWS = {"AVX512": MOST_ROWS, "AVX2": 64}
+BFLOAT16_ROWS, AMX_ROWS, NARROW = 96, 4, 512
+FLOAT32_ROWS = {"AVX512": MOST_ROWS, "AVX2": 32}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 Weights = tuple[Tensor | None, ...]
@@ -79,12 +79,15 @@ class Stack:
         return [tensor for tensor in tensors if tensor is not None]
 
 
-def most_rows(dtype: torch.dtype) -> int:
+def most_rows(dtype: torch.dtype, hidden_size: int) -> int:
     """Flat rows up to which the step is about as fast as PyTorch or faster
-    (benchmarks/native_step.py): those of a prompt as well, but where the processor multiplies
-    matrices of bfloat16 as such, and in float32 without AVX512."""
+    (benchmarks/native_step.py): those of a long prompt as well, but in bfloat16 where PyTorch has
+    instructions for it and is not busy with narrow layers, and in float32 without AVX512."""
     if dtype == torch.bfloat16:
-        return AMX_ROWS if torch.cpu._is_amx_tile_supported() else MOST_ROWS
+        if torch.cpu._is_amx_tile_supported():
+            return AMX_ROWS
+        is_fast = torch.cpu._is_avx512_bf16_supported() and hidden_size > NARROW
+        return BFLOAT16_ROWS if is_fast else MOST_ROWS
     return FLOAT32_ROWS.get(torch.backends.cpu.get_cpu_capability(), 4)
 
 
@@ -141,7 +144,7 @@ class NativeStep:
             entry_norm=address(stack.entry_norm),
             is_residual_normed=stack.is_residual_normed,
         )
-        self.most_rows = most_rows(self.dtype) if bits is None else sys.maxsize
+        self.most_rows = most_rows(self.dtype, stack.hidden_size) if bits is None else sys.maxsize
         self.spaces: list[Tensor] = []  # free ones: each forward under way has its own
 
     @property
