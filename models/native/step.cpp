@@ -2,7 +2,8 @@
 //
 // Every number is summed in one fixed order, whatever stands beside it: a dot product has 16 partial
 // sums over its inputs, attention runs over the visible positions in their order. So a token has the
-// same logits, bit for bit, alone or in a batch, decoded or verified as a node of a tree.
+// same logits, bit for bit, alone or in a batch, decoded or verified as a node of a tree. In float32
+// that holds for up to MANY rows at once: those of prompts are summed in another order (many.h).
 // Weights, keys and values are float32 or bfloat16, and all sums are float32. bfloat16 is widened as
 // it is read; a processor that multiplies it by itself is given the inputs of matrices in bfloat16,
 // too (rows.h). Matrices may be of 8 or 4 bits (bits.h).
