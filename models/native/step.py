@@ -1,8 +1,8 @@
 """NativeStep: a stack of Llama layers as the compiled step reads it, and its call.
 
 The weights are the parameters themselves; nothing is copied.
-Letters: B rows, D hidden width, E head width, J key/value heads, L positions, T fed tokens, V
-target vocabulary, Z slots.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, Q picked rows, T fed
+tokens, V target vocabulary, X any axes, Z slots.
 """
 
 from __future__ import annotations
