@@ -177,7 +177,9 @@ class Switch:
             depth_B = tree.valid_BN.sum(1)
         else:
             depth_B = (tree.depth_BT()[:, 1:] * tree.valid_BN).amax(1)
-        for b, (accepted, depth) in enumerate(zip(outcome.num_accepted, depth_B.tolist(), strict=True)):
+        for b, (accepted, depth) in enumerate(
+            zip(outcome.num_accepted, depth_B.tolist(), strict=True)
+        ):
             if depth > 0:
                 context = self.contexts[b] if self.contexts else 0
                 known = min(accepted + 1, depth)
