@@ -141,7 +141,8 @@ def rows_of(case: Case, out: Path) -> Path:
 
 def cases(args: argparse.Namespace, arm: str) -> Iterator[Case]:
     """What an arm takes; equal seconds are known when equal tokens were run."""
-    names, seeds, known = chosen(args.families), range(args.seeds), finished(args.out)
+    names, known = chosen(args.families), finished(args.out)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
     if arm == "tokens":
         yield from (Case(n, "tokens", s, args.steps, args.data) for s in seeds for n in names)
     if arm == "seconds":
@@ -325,6 +326,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=None, help="else the median of the first")
     parser.add_argument("--data", type=int, default=1000, help="prompts to train on")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="of whole recipes: trained with and without")  # fmt: skip
     parser.add_argument("--prompts", type=int, default=40)

@@ -25,6 +25,7 @@ SOURCES = (
     SOURCE.with_name("bits.h"),
     SOURCE.with_name("many.h"),
     SOURCE.with_name("attention.h"),
+    SOURCE.with_name("draw.h"),
 )
 SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
@@ -83,6 +84,17 @@ class ChainCall(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),
         *((name, ctypes.c_void_p) for name in ADDRESSES),
+    ]
+
+
+class DrawCall(ctypes.Structure):
+    """Tokens to be drawn, and what their random numbers are made from."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("B", "M", "V", "stream", "is_chain")),
+        *((name, ctypes.c_int64) for name in ("first", "inner")),
+        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("seeds", "counters")),
+        *((name, ctypes.c_void_p) for name in ("depth", "code", "score", "token")),
     ]
 
 
@@ -186,6 +198,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.space_needed.argtypes = (ctypes.POINTER(ModelAddresses), *(ctypes.c_int32,) * 3)
     found.space_needed.restype = ctypes.c_int64
+    found.draw.argtypes = (ctypes.POINTER(DrawCall),)
     step = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
     for kind in KINDS:
         for name, given in (("step", step), ("chain", (*step, ctypes.POINTER(ChainCall)))):

@@ -573,6 +573,8 @@ template <class W, class M> Outside chain(const Model &m, Call c, const Chain &c
 
 }  // namespace
 
+#include "draw.h"
+
 extern "C" int step_float32(const Model *model, const Call *call) {
     return forward<float, float>(*model, *call);
 }

@@ -19,8 +19,9 @@ from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import log_guess
+from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.stops import DraftStep, StopRule, make_stop
-from specctl.runtime.verify.walk import best_token, log_distribution
+from specctl.runtime.verify.walk import log_distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +131,12 @@ class Chain:
             return best_token(logits_BK), None
         ids_K = None if growth.vocab is None else growth.vocab.ids_K
         distribution_BK = growth.sampling.draft_distribution(logits_BK[:, None], ids_K)[:, 0]
+        score_BK = log_distribution(distribution_BK)
         if growth.coupled:
-            noise_BK = growth.noise.coupled_BK(
-                step, logits_BK.shape[-1] if ids_K is None else ids_K
-            )
-            return best_token(log_distribution(distribution_BK) + noise_BK), None
-        noise_BK = growth.noise.draft_BMK(step, 1, logits_BK.shape[-1])[:, 0]
-        return best_token(log_distribution(distribution_BK) + noise_BK), distribution_BK
+            ids = logits_BK.shape[-1] if ids_K is None else ids_K
+            return growth.noise.coupled_draw_B(score_BK, step, ids), None
+        row_B1 = growth.noise.draft_draw_BM(score_BK[:, None], step)
+        return row_B1[:, 0], distribution_BK
 
     def _tree(
         self,

@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 
 from specctl.core.tree import NodeKind, QRows
 from specctl.runtime.policies.base import GrowRequest
-from specctl.runtime.verify.walk import best_token, log_distribution
+from specctl.runtime.sampling.gumbel_max import best_token
+from specctl.runtime.verify.walk import log_distribution
 
 # Log weight of what is drawn once a distribution has run out: behind everything in its support
 # (log of the smallest float32 is -104), and small enough that noise keeps its digits beside it.
@@ -61,8 +62,8 @@ def children(
     distribution_BMK = draft_distribution(growth, logits_BMK)
     score_BMK = log_distribution(distribution_BMK)
     if kind in (NodeKind.IID, NodeKind.PATHS):
-        noise_BMCK = growth.noise.draft_BMK(index, M * count, K).view(-1, M, count, K)
-        row_BMC = best_token(score_BMK[:, :, None] + noise_BMCK)
+        each_BRK = score_BMK.repeat_interleave(count, dim=1)
+        row_BMC = growth.noise.draft_draw_BM(each_BRK, index).view(-1, M, count)
         is_drawn_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
         return Children(row_BMC, is_drawn_BM1.expand_as(row_BMC), distribution_BMK)
     if kind is NodeKind.TOP_PLUS_ONE:

@@ -30,8 +30,11 @@ class FixedNoise:
     def accept_BT(self, num_fed: int) -> Tensor:
         return self.uniform_BT[:, :num_fed]
 
-    def final_BV(self, vocab_size: int) -> Tensor:
-        return self.final[:, :vocab_size]
+    def final_draw_B(self, scores_BV: Tensor) -> Tensor:
+        return (scores_BV + self.final[:, : scores_BV.shape[-1]]).argmax(-1)
+
+    def target_draw_BT(self, scores_BTV: Tensor, depth_BT: Tensor | None) -> Tensor:
+        return (scores_BTV + self.target[:, :, : scores_BTV.shape[-1]]).argmax(-1)
 
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
         return self.target[:, :, :vocab_size]

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from specctl.runtime.sampling.gumbel_max import Counters, best_token, drawn
 
 ACCEPT, FINAL, TARGET, DRAFT, POSITION = 1, 2, 3, 4, 5  # streams
 _M64 = (1 << 64) - 1
@@ -51,7 +53,9 @@ class Noise(Protocol):
 
     def accept_BT(self, num_fed: int) -> Tensor: ...
 
-    def final_BV(self, vocab_size: int) -> Tensor: ...
+    def final_draw_B(self, scores_BV: Tensor) -> Tensor: ...
+
+    def target_draw_BT(self, scores_BTV: Tensor, depth_BT: Tensor | None) -> Tensor: ...
 
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor: ...
 
@@ -67,8 +71,12 @@ def _mix(x: Array) -> Array:
 
 def _long(values: Sequence[int] | Tensor, device: torch.device) -> Array:
     if device == _CPU:
-        return values.numpy() if isinstance(values, Tensor) else np.array(values, dtype=np.int64)
+        return np.ascontiguousarray(values, dtype=np.int64)
     return torch.as_tensor(values, dtype=torch.long, device=device)
+
+
+def _ints(values: Sequence[int] | Tensor) -> Sequence[int]:
+    return values.tolist() if isinstance(values, Tensor) else values
 
 
 def _count(num: int, device: torch.device) -> Array:
@@ -79,6 +87,17 @@ def _count(num: int, device: torch.device) -> Array:
 def _codes(num: int, device: torch.device) -> Array:
     """int64 [num]: a fixed random code per token id or index (a constant table)."""
     return _mix((_count(num, device) + 1) * _STEP)
+
+
+@lru_cache(maxsize=16)
+def _code_tensor(num: int) -> Tensor:
+    """The same on the CPU, for who wants an address."""
+    return torch.from_numpy(_codes(num, _CPU))
+
+
+def _inner(index: int) -> int:
+    """The counter of the first node of a draw."""
+    return (index << 24) + 1
 
 
 def _bits(key: Array, code: Array) -> Array:
@@ -121,9 +140,19 @@ class RoundNoise:
         device: torch.device | str = "cpu",
     ) -> None:
         self.device = torch.device(device)
-        self._seed_B = _mix(_long(seed_B, self.device) * _STEP + _STEP)
-        self._round_B = _long(round_B, self.device)
-        self._position_B = _long(position_B, self.device)
+        self._seeds, self._rounds, self._positions = map(_ints, (seed_B, round_B, position_B))
+
+    @cached_property
+    def _seed_B(self) -> Array:
+        return _mix(_long(self._seeds, self.device) * _STEP + _STEP)
+
+    @cached_property
+    def _round_B(self) -> Array:
+        return _long(self._rounds, self.device)
+
+    @cached_property
+    def _position_B(self) -> Array:
+        return _long(self._positions, self.device)
 
     def _round_key_B1(self, stream: int) -> Array:
         return _mix((self._seed_B ^ stream) + self._round_B * _STEP)[:, None]
@@ -141,6 +170,16 @@ class RoundNoise:
         """Gumbel noise for the last draw of the round, keyed (seed, round, token id)."""
         return _gumbel(_uniform(self._round_key_B1(FINAL), _codes(vocab_size, self.device)))
 
+    def final_draw_B(self, scores_BV: Tensor) -> Tensor:
+        """The best of scores + `final_BV`: the last draw of the round, by softmax(scores)."""
+        V = scores_BV.shape[-1]
+        if self.device == _CPU:
+            counters = Counters(FINAL, self._seeds, self._rounds)
+            token_B1 = drawn(scores_BV[:, None], _code_tensor(V), counters)
+            if token_B1 is not None:
+                return token_B1[:, 0]
+        return best_token(scores_BV + self.final_BV(V))
+
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
         """Gumbel noise keyed (seed, absolute position of the token drawn, token id)."""
         codes_V = _codes(vocab_size, self.device)
@@ -154,6 +193,20 @@ class RoundNoise:
         gumbel_BLV = _gumbel(_uniform(self._target_key_BT(level_1L)[:, :, None], codes_V))
         return gumbel_BLV[torch.arange(len(depth))[:, None], depth_BT]
 
+    def target_draw_BT(self, scores_BTV: Tensor, depth_BT: Tensor | None) -> Tensor:
+        """The best of scores + `target_BTV`: what the target draws behind every fed token. Depths
+        None: those of a chain."""
+        B, T, V = scores_BTV.shape
+        if self.device == _CPU:
+            keys = TARGET, self._seeds, self._positions
+            counters = Counters(*keys, 1, depth_BT, is_chain=depth_BT is None)
+            token_BT = drawn(scores_BTV, _code_tensor(V), counters)
+            if token_BT is not None:
+                return token_BT
+        if depth_BT is None:
+            depth_BT = torch.arange(T, device=self.device).expand(B, T)
+        return best_token(scores_BTV + self.target_BTV(depth_BT, V))
+
     def position_BT(self, depth_BT: Tensor) -> Tensor:
         """float64 uniforms keyed (seed, absolute position of the token drawn)."""
         depth = depth_BT.numpy() if self.device == _CPU else depth_BT
@@ -163,12 +216,23 @@ class RoundNoise:
     def coupled_BK(self, depth: int, ids_K: Tensor | int) -> Tensor:
         """The target stream at that depth, restricted to the draft's ids (a tensor of target ids,
         or the full vocabulary size): drafting with it agrees with `target-only` most often."""
-        if isinstance(ids_K, int):
-            code_K = _codes(ids_K, self.device)
-        else:
-            code_K = _mix((_long(ids_K, self.device) + 1) * _STEP)
         depth_11 = _count(1, self.device)[:, None] + depth
-        return _gumbel(_uniform(self._target_key_BT(depth_11), code_K))
+        return _gumbel(_uniform(self._target_key_BT(depth_11), self._codes_of(ids_K)))
+
+    def coupled_draw_B(self, scores_BK: Tensor, depth: int, ids_K: Tensor | int) -> Tensor:
+        """The best of scores + `coupled_BK`."""
+        if self.device == _CPU:
+            counters = Counters(TARGET, self._seeds, self._positions, depth + 1)
+            code_K = torch.from_numpy(self._codes_of(ids_K))
+            row_B1 = drawn(scores_BK[:, None], code_K, counters)
+            if row_B1 is not None:
+                return row_B1[:, 0]
+        return best_token(scores_BK + self.coupled_BK(depth, ids_K))
+
+    def _codes_of(self, ids_K: Tensor | int) -> Array:
+        if isinstance(ids_K, int):
+            return _codes(ids_K, self.device)
+        return _mix((_long(ids_K, self.device) + 1) * _STEP)
 
     def counted_over(self, valid_BN: Tensor) -> Noise:
         """The same for the rules, but a node's uniform is that of its number among the row's own
@@ -178,9 +242,19 @@ class RoundNoise:
     def draft_BMK(self, index: int, num_nodes: int, num_rows: int) -> Tensor:
         """Gumbel noise for drafting, keyed (seed, round, draw index, node in the draw, row of the
         draft vocabulary). `index` counts the draws of a round."""
-        node_M = (_count(num_nodes, self.device) + ((index << 24) + 1)) * _STEP
+        node_M = (_count(num_nodes, self.device) + _inner(index)) * _STEP
         key_BM1 = _mix(self._round_key_B1(DRAFT) + node_M)[:, :, None]
         return _gumbel(_uniform(key_BM1, _codes(num_rows, self.device)))
+
+    def draft_draw_BM(self, scores_BMK: Tensor, index: int) -> Tensor:
+        """The best of scores + `draft_BMK`."""
+        _, M, K = scores_BMK.shape
+        if self.device == _CPU:
+            counters = Counters(DRAFT, self._seeds, self._rounds, inner=_inner(index))
+            row_BM = drawn(scores_BMK, _code_tensor(K), counters)
+            if row_BM is not None:
+                return row_BM
+        return best_token(scores_BMK + self.draft_BMK(index, M, K))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +271,11 @@ class OwnNodes:
         own_BT = torch.nn.functional.pad(self.valid_BN, (1, 0), value=True).cumsum(1) - 1
         return u_BT.gather(1, own_BT)
 
-    def final_BV(self, vocab_size: int) -> Tensor:
-        return self.of.final_BV(vocab_size)
+    def final_draw_B(self, scores_BV: Tensor) -> Tensor:
+        return self.of.final_draw_B(scores_BV)
+
+    def target_draw_BT(self, scores_BTV: Tensor, depth_BT: Tensor | None) -> Tensor:
+        return self.of.target_draw_BT(scores_BTV, depth_BT)
 
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
         return self.of.target_BTV(depth_BT, vocab_size)

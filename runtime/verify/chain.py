@@ -20,7 +20,6 @@ from specctl.runtime.verify.walk import (
     Rule,
     Verdict,
     at_token,
-    best_token,
     chain_verdict,
     draw,
     row,
@@ -47,7 +46,7 @@ def chain(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
 def bonus_only(scores_BTV: Tensor, noise: Noise) -> Verdict:
     """Nothing was drafted: draw the next token from p. It is the draw of log p, which differs from
     the scores by a number for each row."""
-    next_B = best_token(scores_BTV[:, 0] + noise.final_BV(scores_BTV.shape[-1]))
+    next_B = noise.final_draw_B(scores_BTV[:, 0])
     return chain_verdict(torch.zeros_like(next_B), next_B, 0)
 
 

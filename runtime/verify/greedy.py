@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify import scalar
 from specctl.runtime.verify.walk import (
     ANY,
     Rule,
     Verdict,
-    best_token,
     chain_verdict,
     deepest_ok,
     tree_verdict,

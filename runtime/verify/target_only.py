@@ -15,13 +15,13 @@ from specctl.core.tree import DraftTree
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify import scalar
 from specctl.runtime.verify.greedy import follow
-from specctl.runtime.verify.walk import ANY, Rule, Verdict, best_token
+from specctl.runtime.verify.walk import ANY, Rule, Verdict
 
 
 def target_only(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
     """Draw argmax(scores + Gumbel noise) after every fed token and follow it."""
-    gumbel_BTV = noise.target_BTV(tree.depth_BT(), scores_BTV.shape[-1])
-    return follow(tree, best_token(scores_BTV + gumbel_BTV))
+    depth_BT = None if tree.is_chain else tree.depth_BT()
+    return follow(tree, noise.target_draw_BT(scores_BTV, depth_BT))
 
 
 RULE = Rule(

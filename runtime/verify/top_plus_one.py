@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind
+from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify import scalar_siblings
 from specctl.runtime.verify.siblings import scaled
@@ -23,7 +24,6 @@ from specctl.runtime.verify.walk import (
     DraftDistribution,
     Rule,
     Verdict,
-    best_token,
     children_of,
     log_distribution,
     row,

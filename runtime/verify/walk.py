@@ -53,14 +53,6 @@ class Rule:
     chains_only: bool = False
 
 
-def best_token(scores: Tensor) -> Tensor:
-    """argmax over the last dimension, the lowest id among equals."""
-    if scores.device.type == "cpu":  # numpy's argmax is vectorised, 15 times faster than torch's
-        plain = scores.float() if scores.dtype == torch.bfloat16 else scores  # numpy has no bf16
-        return torch.from_numpy(plain.numpy().argmax(-1))
-    return scores.argmax(-1)
-
-
 def chain_verdict(num_accepted_B: Tensor, next_token_B: Tensor, depth: int) -> Verdict:
     """The verdict of a chain, whose fed index j has depth j."""
     fed_P = torch.arange(depth + 1, device=num_accepted_B.device)
@@ -184,7 +176,7 @@ def draw(distribution_BV: Tensor, fallback_BV: Tensor, noise: Noise) -> Tensor:
     has no mass."""
     some_B1 = distribution_BV.sum(-1, keepdim=True) > 0
     distribution_BV = torch.where(some_B1, distribution_BV, fallback_BV)
-    return best_token(log_distribution(distribution_BV) + noise.final_BV(distribution_BV.shape[-1]))
+    return noise.final_draw_B(log_distribution(distribution_BV))
 
 
 def log_distribution(distribution: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from specctl.models import fast_llama
 from specctl.models.native import library as built
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.verify.walk import best_token
 
 LENGTH, CONTEXT = 4, 40
 PROMPTS = ([3, 1, 4, 1, 5], [7], [9, 2, 6])

@@ -149,10 +149,12 @@ def test_a_rule_with_the_wrong_residual_fails_the_distribution(target, drafter, 
 
 
 def test_noise_that_forgets_the_depth_fails_the_seeded_identity(target, drafter, monkeypatch):
-    right = RoundNoise.target_BTV
-    monkeypatch.setattr(
-        RoundNoise, "target_BTV", lambda self, depth_BT, size: right(self, depth_BT * 0, size)
-    )
+    right = RoundNoise.target_draw_BT
+
+    def forgets(self, scores_BTV, depth_BT):
+        return right(self, scores_BTV, torch.zeros(scores_BTV.shape[:2], dtype=torch.long))
+
+    monkeypatch.setattr(RoundNoise, "target_draw_BT", forgets)
     assert failed(battery(target, drafter, make_policy(CHAIN)).seeded())
 
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 from scipy import stats
 
+from specctl.models.native.library import library
+from specctl.runtime.sampling.gumbel_max import Counters, best_token, drawn
 from specctl.runtime.sampling.noise import RoundNoise, _codes, _gumbel, _long, _mix, _uniform
 
 CPU = torch.device("cpu")
@@ -93,9 +95,80 @@ def test_one_large_vocabulary_row_is_uniform_and_has_no_ties_at_the_top():
 def test_gumbel_draws_follow_the_distribution():
     distribution_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
     noise = RoundNoise(range(40_000), [0] * 40_000, [0] * 40_000)
-    drawn = (distribution_V.log() + noise.final_BV(4)).argmax(-1)
-    counts = torch.bincount(drawn, minlength=4).numpy()
+    counts = torch.bincount(
+        noise.final_draw_B(distribution_V.log().repeat(40_000, 1)), minlength=4
+    ).numpy()
     assert stats.chisquare(counts, 40_000 * distribution_V.numpy()).pvalue > 1e-4
+
+
+def scores_of(*shape, seed=0):
+    """Of the usual spread, with tokens that cannot be drawn."""
+    scores = 3.0 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return scores.masked_fill(scores < -3.0, -torch.inf)
+
+
+DRAWS = {
+    "final": (lambda n, s: n.final_draw_B(s[:, 0]), lambda n, s: s[:, 0] + n.final_BV(s.shape[-1])),
+    "target, a chain": (
+        lambda n, s: n.target_draw_BT(s, None),
+        lambda n, s: s + n.target_BTV(torch.tensor([[0, 1, 2]] * len(s)), s.shape[-1]),
+    ),
+    "target, a tree": (
+        lambda n, s: n.target_draw_BT(s, torch.tensor([[0, 1, 1]] * len(s))),
+        lambda n, s: s + n.target_BTV(torch.tensor([[0, 1, 1]] * len(s)), s.shape[-1]),
+    ),
+    "draft": (
+        lambda n, s: n.draft_draw_BM(s, 4),
+        lambda n, s: s + n.draft_BMK(4, s.shape[1], s.shape[2]),
+    ),
+    "coupled": (
+        lambda n, s: n.coupled_draw_B(s[:, 0], 2, s.shape[-1]),
+        lambda n, s: s[:, 0] + n.coupled_BK(2, s.shape[-1]),
+    ),
+    "coupled, some ids": (
+        lambda n, s: n.coupled_draw_B(s[:, 0], 2, torch.arange(s.shape[-1]) * 3 + 1),
+        lambda n, s: s[:, 0] + n.coupled_BK(2, torch.arange(s.shape[-1]) * 3 + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 2048])
+def test_a_draw_is_the_best_sum_of_score_and_noise(name, vocab_size):
+    draw, summed = DRAWS[name]
+    for again in range(40):
+        noise = RoundNoise([again, 2**63 - 1], [5, again], [77, 1000 * again])
+        scores = scores_of(2, 3, vocab_size, seed=again)
+        assert torch.equal(draw(noise, scores), summed(noise, scores).argmax(-1))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_that_rounding_decides_is_that_of_the_sums(name):
+    draw, summed = DRAWS[name]
+    noise = RoundNoise([1, 2], [3, 4], [5, 6])
+    none = torch.zeros(2, 3, 200)
+    level = none - (
+        summed(noise, none)[:, None] if name.startswith(("f", "c")) else summed(noise, none)
+    )
+    sums = summed(noise, level)
+    assert float(sums.abs().max()) < 1e-5  # every token is as good as the others
+    assert torch.equal(draw(noise, level), sums.argmax(-1))
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_a_draw_from_odd_scores_is_that_of_the_sums(odd):
+    noise = RoundNoise([1, 2], [3, 4], [5, 6])
+    scores = scores_of(2, 50)
+    scores[0, 20] = odd
+    scores[1] = -torch.inf
+    assert torch.equal(noise.final_draw_B(scores), best_token(scores + noise.final_BV(50)))
+
+
+@pytest.mark.skipif(library().functions is None, reason=f"no compiled step: {library().missing}")
+def test_the_compiled_draw_decides_by_itself_nearly_always():
+    scores, code_V = scores_of(5000, 64), torch.from_numpy(_codes(64, CPU))
+    told = [drawn(scores[None, i : i + 1], code_V, Counters(1, [i], [0])) for i in range(5000)]
+    assert sum(token is None for token in told) < 10
 
 
 def test_asking_twice_gives_the_same_numbers():

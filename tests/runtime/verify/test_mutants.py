@@ -15,11 +15,12 @@ from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.proof.cases import make_case
 from specctl.runtime.proof.compare import FixedNoise, random_round, scalar_round
 from specctl.runtime.proof.enumerate import all_drafts, enumerate_case, top_drafts
+from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
 from specctl.runtime.verify import run_rule, scalar
 from specctl.runtime.verify.scalar_parts import norm, positive, without
-from specctl.runtime.verify.walk import best_token, chain_verdict
+from specctl.runtime.verify.walk import chain_verdict
 from specctl_testing.runtime import sibling_mutants
 from specctl_testing.runtime.mutants import Mutant, as_drafts, as_q, as_rule, is_exact, ratio
 

@@ -9,6 +9,7 @@ import torch
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.proof.compare import FixedNoise, differences, random_round
+from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.verify import (
     RULES,
@@ -19,7 +20,6 @@ from specctl.runtime.verify import (
     run_rule,
 )
 from specctl.runtime.verify.traversal import traverse
-from specctl.runtime.verify.walk import best_token
 
 LEGAL = [(r, k, c) for r in RULES for k in NodeKind for c in (True, False) if legal(r, k, c)]
 SAMPLED = [x for x in LEGAL if x[1] is not NodeKind.POINT and x[0] not in ("greedy", "target-only")]
