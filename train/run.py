@@ -30,7 +30,7 @@ from specctl.core.files import write_json
 from specctl.recipes.low_rank import LoraPart
 from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.runtime.target.device import refuse_idle_cuda
+from specctl.runtime.target.device import refuse_idle_cuda, slow_dtype
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.assemble import check_answers, trainable_family
@@ -130,6 +130,8 @@ def train_draft(
             target = _load_target(recipe, accelerator.device)
             if target.spread is not None:
                 talker.say(f"target {target.name}: {target.spread}; its forward is transformers'")
+        if (slow := slow_dtype(target.dtype, target.device)) is not None:
+            talker.warn(f"{slow}: --set target.dtype=auto computes in float32")
         target = in_step(recipe, target, ranks)
         # what this refuses, before answers are written
         initial = initial_of(recipe.drafter, target, load)

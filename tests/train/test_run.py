@@ -230,6 +230,15 @@ def test_a_run_that_goes_on_keeps_the_record_of_its_beginning(
     assert (tmp_path / "run.yaml").read_text() == before
 
 
+def test_a_target_in_a_slow_dtype_is_said(
+    tmp_path: Path, target: Target, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specctl.train.run.slow_dtype", lambda dtype, device: f"slow in {dtype}")
+    _, _, talk = run(small_recipe("medusa", text, train__steps=2), tmp_path, target)
+    said = "slow in torch.float32: --set target.dtype=auto computes in float32"
+    assert talk.warnings.count(said) == 1
+
+
 def test_a_run_is_not_continued_when_what_it_is_made_of_has_changed(
     tmp_path: Path, target: Target, text: Path
 ) -> None:

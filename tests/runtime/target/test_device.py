@@ -69,3 +69,22 @@ def test_where_there_is_no_gpu_at_all_the_cpu_works(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_that_was_asked_for_is_meant(monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
     monkeypatch.setenv(sign, "1")
     assert is_gpu_meant()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "where", "has_bf16", "is_slow"),
+    [
+        (torch.float32, "cpu", False, False),
+        (torch.bfloat16, "cpu", False, True),
+        (torch.bfloat16, "cpu", True, False),
+        (torch.float16, "cpu", True, True),
+        (torch.bfloat16, "cuda", False, False),
+    ],
+)
+def test_a_dtype_without_instructions_is_said_to_be_slow(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, where: str, has_bf16: bool, is_slow: bool
+) -> None:
+    monkeypatch.setattr(device, "has_fast_bf16", lambda: has_bf16)
+    said = device.slow_dtype(dtype, torch.device(where))
+    assert (said is not None) == is_slow
+    assert said is None or str(dtype).removeprefix("torch.") in said
