@@ -37,6 +37,7 @@ GOING_ON = 0.7  # chance that a further one does
 KEPT = 0.98  # per round, of what is known of it: what is not played is tried again one day
 TRIALS = 2.0  # plain rounds that such a drafter may lose meanwhile
 GLANCE = 4  # rounds of a rest between looks at the newest tokens, if these are new
+LONG_GLANCE = 16  # the same where no repeat could be played
 PRICED = 32  # rounds for which it is known what cannot pay
 LOOK = 0.5e-3  # seconds that a look takes the host, until one was measured
 
@@ -172,7 +173,9 @@ class Auto(Controller):
         self.is_resting = not (playable or self.is_listening)
         if self.is_resting:
             self.rested += 1
-            if max(contexts, default=0) <= 1:
+            if not self._affords_copy():
+                self.skipping = min(LONG_GLANCE - 1, self.deaf)
+            elif max(contexts, default=0) <= 1:
                 self.skipping = min(GLANCE - 1, self.deaf)
         elif playable and self.prices.ratios.wants_plain(self._account(playable[0]).is_full):
             return (self.off,)
@@ -197,11 +200,17 @@ class Auto(Controller):
         for i, (arm, cost) in enumerate(zip(self.arms, self.costs, strict=True)):
             if arm.member not in hopeful:
                 continue
-            rate = (1.0 + self._mean(arm.member, contexts, arm.length)) / cost
             loss = cost - 1.0 - (foretold if arm.is_copy else 0.0)
-            if rate > 1.0 + self.margin and self.accounts[arm.member].affords(loss):
-                rates[i] = rate
+            if self.accounts[arm.member].affords(loss):
+                rate = (1.0 + self._mean(arm.member, contexts, arm.length)) / cost
+                if rate > 1.0 + self.margin:
+                    rates[i] = rate
         return sorted(rates, key=lambda i: -rates[i])
+
+    def _affords_copy(self) -> bool:
+        """Whether a repeat in the next rounds could be played at all."""
+        credit = max(self.foretold.balance, 0.0)
+        return bool(self.copy_costs) and self.account.affords(min(self.copy_costs) - 1.0 - credit)
 
     def _set_hopeless(self) -> None:
         """What arms cost, for the coming rounds, and so the chances of a first token below which

@@ -40,6 +40,7 @@ class Switch:
     lengths: tuple[int, ...] = (2, 4, 8)
     arms: tuple[Arm, ...] = ()
     costs: CostTable | None = field(default=None, repr=False)
+    depth: int = field(init=False, repr=False)  # of the longest arm
     brain: Controller = field(init=False, repr=False)
     counts: dict[str, ArmCount] = field(default_factory=dict, init=False, repr=False)
     unasked: ArmCount = field(default_factory=ArmCount, init=False, repr=False)
@@ -59,10 +60,10 @@ class Switch:
             raise unknown("controller", self.controller, CONTROLLERS, "serve.controller", listed)
         self.nodes = max((arm.nodes for arm in self.arms), default=max(self.nodes, self.length))
         self.lengths = tuple(sorted({min(int(k), self.length) for k in self.lengths}))
+        self.depth = self._longest()
         self.brain, self.prices = CONTROLLERS[self.controller](), Prices(self.costs)
 
-    @property
-    def depth(self) -> int:
+    def _longest(self) -> int:
         return max((arm.length for arm in self.arms), default=self.length)
 
     @property
@@ -197,6 +198,7 @@ class Switch:
         self.arms = tuple(_of_member(arm, state) for arm in arms)
         if not any(arm.is_off for arm in self.arms):
             self.arms = (Arm(OFF), *self.arms)
+        self.depth = self._longest()
         self.counts = {arm.name: ArmCount() for arm in self.arms}
         self.brain.open(self.arms, self.prices)
         self.counts[self.arms[self.brain.off].name] = self.unasked
