@@ -1,10 +1,11 @@
 """What the calls for chains spare a drafter: processor time of a round, with and without them.
 
-Without: every drafted token is an ordinary forward of the compiled step. With: a greedy chain is
-one call, any other a short call a token. Draft models and layers of the target alike. Both ways in
-turn in one process, prompt by prompt, at one thread; medians over the prompts, and the quartiles of
-the ratio. Texts and drafts must be equal. `--served` drafts as a recipe or a package of that name
-says, with its stop rule (a family: chains of five), in place of chains of `--length`.
+Without: every drafted token is an ordinary forward of the compiled step. With: a chain that is
+greedy or drawn by temperature alone is one call, any other a short call a token. Draft models and
+layers of the target alike. Both ways in turn in one process, prompt by prompt, at one thread;
+medians over the prompts, and the quartiles of the ratio. Texts and drafts must be equal. `--served`
+drafts as a recipe or a package of that name says, with its stop rule (a family: chains of five), in
+place of chains of `--length`.
 
     python benchmarks/draft_chains.py --draft runs/quickstart/package
     python benchmarks/draft_chains.py --draft unified-skip layer-skip [--served] [--inflate 300m]
@@ -76,7 +77,7 @@ def measured(
             with ExitStack() as stack:
                 if not with_calls:
                     for state in (LmState, BorrowedState):
-                        for call in ("best_chain", "_read_next"):
+                        for call in ("whole_chain", "_read_next"):
                             stack.enter_context(patch.object(state, call, nothing))
                 began = time.process_time()
                 made = decode(target, drafter, prompt, temperature, args)

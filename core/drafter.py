@@ -25,7 +25,7 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import BestChain, Borrowed, LanguageModel
+from specctl.core.language_model import Borrowed, ChainDraws, LanguageModel, WholeChain
 from specctl.core.spec import Identity, ModelSpec
 from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
@@ -207,9 +207,12 @@ class StepState(DraftState):
         """[B, M, K]: append M nodes (target ids; parent = node index in order of expansion, -1 =
         root) and return the logits after each. Node indices count up across calls."""
 
-    def best_chain(self, view: RoundView, length: int) -> BestChain | None:
-        """What `root` and `length - 1` calls of `expand` with the likeliest tokens give, in one
-        call in their place; None where there is no such call, and nothing has been done."""
+    def whole_chain(
+        self, view: RoundView, length: int, draws: ChainDraws | None = None
+    ) -> WholeChain | None:
+        """What `root` and `length - 1` calls of `expand` with the likeliest tokens give, or with
+        tokens drawn as `draws` says, in one call in their place; None where there is no such call,
+        and nothing has been done."""
         return None
 
     def exit_states(self) -> ExitStates | None:

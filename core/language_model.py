@@ -10,9 +10,10 @@ T fed tokens, V target vocabulary, X any axes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,11 +123,23 @@ class Feed:
         return rows_BTX[torch.arange(len(self.only), device=rows_BTX.device)[:, None], at_B1]
 
 
+class ChainDraws(NamedTuple):
+    """How the tokens of a sampled chain are drawn: by softmax(logits / temperature) of each row,
+    with noise from its seed, its round, the number of the token and the codes of so many choices
+    (`RoundNoise.draft_draw_BM`)."""
+
+    temperatures: Sequence[float]
+    seeds: Sequence[int]
+    rounds: Sequence[int]
+    codes: Callable[[int], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class ChainRoot:
-    """What a greedy chain is drafted behind: fed tokens, of row b a causal run whose token `at[b]`
-    is the root. Each next token is that of the largest of the first `num_choices` logits, of those
-    `choice_ids` [K] (None: of choice k the id k). Tokens behind `last_position` stand there.
+    """What a chain is drafted behind: fed tokens, of row b a causal run whose token `at[b]` is the
+    root. Each next token is that of the largest of the first `num_choices` logits, or with `draws`
+    one that is drawn by them, of those `choice_ids` [K] (None: of choice k the id k). Tokens behind
+    `last_position` stand there.
 
     `parts`: the sub-layers that read the root, and those that read each drafted token but the last,
     which is not read; empty: all. `residuals`: what leaves the last of them is kept."""
@@ -139,16 +152,17 @@ class ChainRoot:
     last_position: int
     parts: tuple[SubLayers, ...] = ()
     residuals: bool = False
+    draws: ChainDraws | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class BestChain:
-    """Tokens [B, N] that were likeliest one behind another, and their logits, float32 [B, N].
-    `residual_BND`: behind the last layer at the root and at the tokens that were read, if asked
-    for."""
+class WholeChain:
+    """Tokens [B, N] that were likeliest or drawn one behind another, and float32 logits: [B, N] of
+    these tokens, or of all choices [B, N, K] where they were drawn. `residual_BND`: behind the last
+    layer at the root and at the tokens that were read, if asked for."""
 
     token_BN: Tensor
-    best_BN: Tensor
+    logits: Tensor
     residual_BND: Tensor | None = None
 
 
@@ -257,9 +271,9 @@ class LanguageModel(ABC):
         shape that they meet, so that widths are multiples of 16."""
         return -(-width // WIDTH_STEP) * WIDTH_STEP
 
-    def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
+    def whole_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> WholeChain | None:
         """`length` tokens behind the root in one call, against the aimed `kv`, which has room for
-        all of them; None where that takes a forward each."""
+        all of them; None where that takes a forward each, or a draw cannot be told."""
         return None
 
     @abstractmethod

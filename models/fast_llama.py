@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import (
-    BestChain,
     Borrowed,
     ChainRoot,
     Feed,
     LanguageModel,
     LmOut,
     Masks,
+    WholeChain,
 )
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
@@ -35,7 +35,7 @@ from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape, Weights
 from specctl.models.native.bits import GROUP
-from specctl.models.native.chain import NextToken, best_chain
+from specctl.models.native.chain import NextToken, whole_chain
 from specctl.models.native.library import no_int8
 from specctl.models.native.step import MOST_ROWS, NativeStep, drafts_in_int8
 from specctl.models.spread import is_spread
@@ -109,12 +109,12 @@ class FastLlama(LanguageModel):
         ids_BT = torch.empty(num_rows, width, dtype=torch.long, device=self.device)
         return width if self.is_native(ids_BT) else super().run_width(num_rows, width)
 
-    def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
+    def whole_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> WholeChain | None:
         rows = self.module.head_weight.shape[0]
         step = self._native(root.ids_BT) if kv.is_as_read else None
         if step is None or root.num_choices > rows:
             return None
-        return best_chain(step, root, length, kv)
+        return whole_chain(step, root, length, kv)
 
     def next_token(self, slots: tuple[int, ...], kv: SlotKV) -> NextToken | None:
         """What reads one token a row behind another in these slots of `kv`; None where that takes

@@ -24,12 +24,13 @@ from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import (
-    BestChain,
+    ChainDraws,
     ChainRoot,
     Feed,
     LanguageModel,
     LmOut,
     Masks,
+    WholeChain,
 )
 from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
@@ -203,7 +204,9 @@ class BorrowedState(KnownTokensState):
         return ((p_BN >= self.least) & tree.valid_BN).long().cumprod(1).bool()
 
     @torch.no_grad()
-    def best_chain(self, view: RoundView, length: int) -> BestChain | None:
+    def whole_chain(
+        self, view: RoundView, length: int, draws: ChainDraws | None = None
+    ) -> WholeChain | None:
         parts = self._chain_parts(view.slots, length)
         if parts is None:
             return None
@@ -221,8 +224,9 @@ class BorrowedState(KnownTokensState):
             self.lm.spec.max_positions - 1,
             parts,
             residuals=self.exit_layer > 0,
+            draws=draws,
         )
-        found = self.runner.best_chain(root, length, self.kv)
+        found = self.runner.whole_chain(root, length, self.kv)
         if found is not None:
             growth.drafted(length)
             self._growth = growth

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
-from specctl.core.language_model import BestChain, ChainRoot, LanguageModel, Masks
+from specctl.core.language_model import ChainDraws, ChainRoot, LanguageModel, Masks, WholeChain
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.routed import RoutedHead, Router
@@ -140,7 +140,9 @@ class LmState(StepState):
     def root(self, view: RoundView) -> Tensor:
         return self._head_logits(self._catch_up(view, [[] for _ in view.slots])[:, 0])
 
-    def best_chain(self, view: RoundView, length: int) -> BestChain | None:
+    def whole_chain(
+        self, view: RoundView, length: int, draws: ChainDraws | None = None
+    ) -> WholeChain | None:
         if type(self) is not LmState or self._routed is not None or self.lm.device.type != "cpu":
             return None  # logits are read in another way
         drafter, vocab = self.drafter, self.drafter.vocab
@@ -156,9 +158,10 @@ class LmState(StepState):
             drafter.spec.vocab_size if vocab is None else vocab.size,
             None if vocab is None else vocab.ids_K,
             self.lm.spec.max_positions - 1,
+            draws=draws,
         )
         self._aim(view, missing)
-        found = self.lm.best_chain(root, length, self.kv)
+        found = self.lm.whole_chain(root, length, self.kv)
         if found is not None:
             self._begin(view, missing).drafted(length - 1)
         return found

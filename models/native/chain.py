@@ -1,4 +1,5 @@
-"""Chains by the compiled step: a greedy one in a single call, any other with a short call a token.
+"""Chains by the compiled step: a greedy one in a single call, and one that is drawn by temperature
+alone; any other with a short call a token.
 
 Both give the numbers of as many forwards (`NativeStep.run`) bit for bit.
 Letters: B rows, D hidden width, E head width, J key/value heads, L positions, N nodes, R flat
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import BestChain, ChainRoot, LmOut
+from specctl.core.language_model import ChainDraws, ChainRoot, LmOut, WholeChain
 from specctl.core.sub_layers import SubLayers
 from specctl.models.native.library import ChainCall, StepCall
 from specctl.models.native.step import RESIDUAL, NativeStep, address
@@ -23,12 +24,14 @@ from specctl.models.native.step import RESIDUAL, NativeStep, address
 AHEAD = 64  # positions that a `NextToken` is made for
 
 
-def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> BestChain:
-    """`length` tokens behind the root, which `kv` is aimed at and has room for."""
+def whole_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> WholeChain | None:
+    """`length` tokens behind the root, which `kv` is aimed at and has room for; None where rounding
+    decides what is drawn."""
     (B, T), aim, model = root.ids_BT.shape, kv.aim, step.model
     threads, rotary = torch.get_num_threads(), step.stack.rotary(aim.span + length - 1)
     needed = step.functions.space_needed(ctypes.byref(model), B * T, aim.span + length - 1, threads)
-    token_BN, best_BN = torch.empty(B, length, dtype=torch.long), torch.empty(B, length)
+    token_BN, draws, K = torch.empty(B, length, dtype=torch.long), root.draws, root.num_choices
+    logits = torch.empty((B, length) if draws is None else (B, length, K))
     fed, space = torch.empty(3, B, dtype=torch.long), step.space(needed)
     asked = [row * T + at for row, at in enumerate(root.at)]
     num_read = B * (T + length - 1)
@@ -52,24 +55,40 @@ def best_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> Be
         *(kv.key_ZJLE[0].shape[0], rotary.shape[0]),
         **{name: address(each) for name, each in held.items()},
     )
+    drawing = [] if draws is None else _drawing(draws, K, logits)
     wanted = ChainCall(
         length,
         root.num_choices,
         model.num_embeddings - 1,
         root.last_position,
-        *map(address, (root.choice_ids, token_BN, best_BN, fed)),
+        *map(address, (root.choice_ids, token_BN, None if draws else logits, fed, *drawing)),
     )
     outside = step.chain_function(ctypes.byref(model), ctypes.byref(call), ctypes.byref(wanted))
     step.spaces.append(space)
+    if outside < 0:
+        return None
     if outside:
         ids = torch.cat([root.ids_BT, token_BN], 1)
         raise IndexError(step.message(outside, ids, root.position_BT, kv, rotary))
     if not root.residuals:
-        return BestChain(token_BN, best_BN)
+        return WholeChain(token_BN, logits)
     last_RD = held["last"].to(step.dtype)
     behind_NBD = last_RD[B * T :].view(length - 1, B, model.D)
     residual_NBD = torch.cat([last_RD[asked][None], behind_NBD])
-    return BestChain(token_BN, best_BN, residual_NBD.transpose(0, 1))
+    return WholeChain(token_BN, logits, residual_NBD.transpose(0, 1))
+
+
+def _drawing(draws: ChainDraws, K: int, logits_BNK: Tensor) -> list[Any]:
+    """What a chain is drawn with, in the order of `ChainCall`."""
+    B = len(draws.seeds)
+    return [
+        (ctypes.c_float * B)(*draws.temperatures),
+        (ctypes.c_int64 * B)(*draws.seeds),
+        (ctypes.c_int64 * B)(*draws.rounds),
+        draws.codes(K),
+        logits_BNK,
+        torch.empty(K),
+    ]
 
 
 def _table(layers: Sequence[tuple[int, ...]], num_layers: int) -> Any:

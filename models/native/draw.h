@@ -11,11 +11,20 @@ constexpr uint64_t HASH_STEP = 0x9E3779B97F4A7C15, HASH_1 = 0xBF58476D1CE4E5B9, 
 constexpr float BELOW_ONE = 1.0f - 0x1p-24f;
 constexpr int AT_A_TIME = 64;
 
+constexpr int DRAFT = 4;  // the stream of drafts
+
 inline uint64_t mixed(uint64_t x) {
     x = (x ^ (x >> 32)) * HASH_1;
     x = (x ^ (x >> 29)) * HASH_2;
     return x ^ (x >> 32);
 }
+
+inline uint64_t key_of(int64_t seed, int stream, int64_t counter) {
+    const uint64_t own = mixed(uint64_t(seed) * HASH_STEP + HASH_STEP) ^ uint64_t(stream);
+    return mixed(own + uint64_t(counter) * HASH_STEP);
+}
+
+inline uint64_t key_within(uint64_t key, int64_t inner) { return mixed(key + uint64_t(inner) * HASH_STEP); }
 
 // u; it may be rounded up to 1.
 inline float uniform(uint64_t key, uint64_t code) {
@@ -91,10 +100,9 @@ extern "C" int draw(const Draws *draws) {
     int unknown = 0;
     for (int64_t r = 0; r < int64_t(d.B) * d.M; r++) {
         const int64_t b = r / d.M, m = r % d.M;
-        const uint64_t own = mixed(uint64_t(d.seed[b]) * HASH_STEP + HASH_STEP) ^ uint64_t(d.stream);
         const int64_t further = d.first + (d.depth ? d.depth[r] : d.is_chain ? m : 0);
-        uint64_t key = mixed(own + uint64_t(d.counter[b] + further) * HASH_STEP);
-        if (d.inner >= 0) key = mixed(key + uint64_t(d.inner + m) * HASH_STEP);
+        uint64_t key = key_of(d.seed[b], d.stream, d.counter[b] + further);
+        if (d.inner >= 0) key = key_within(key, d.inner + m);
         d.token[r] = drawn(d.score + r * d.V, key, d.code, d.V);
         unknown += d.token[r] < 0;
     }

@@ -77,10 +77,12 @@ class StepCall(ctypes.Structure):
 
 
 class ChainCall(ctypes.Structure):
-    """Tokens that are drafted greedily behind a forward."""
+    """Tokens that are drafted behind a forward, greedily or drawn."""
 
     SIZES = ("length", "num_choices", "last_id", "last_position")
-    ADDRESSES = ("ids", "tokens", "best", "fed")
+    ADDRESSES = (
+        "ids", "tokens", "best", "fed", "temperature", "seed", "round", "code", "kept", "score",
+    )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),
         *((name, ctypes.c_void_p) for name in ADDRESSES),

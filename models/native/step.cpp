@@ -59,6 +59,7 @@ inline void with_constant(int n, F f) {
 #include "rows.h"
 
 #include "bits.h"
+#include "draw.h"
 #include "many.h"
 
 namespace {
@@ -273,6 +274,10 @@ struct Chain {
     int64_t *tokens;  // [B, length]
     float *best;  // [B, length]: their logits
     int64_t *fed;  // [3, B]: working memory
+    // of drawn tokens, else null: [B]; of choices; [B, length, num_choices]; working memory of choices
+    const float *temperature;
+    const int64_t *seed, *round, *code;
+    float *kept, *score;
 };
 
 static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.entry_norm ? 2 : 1); }
@@ -305,7 +310,7 @@ inline void share(int count, int block, int thread, int threads, int *from, int 
 }
 
 // What would be read from outside of a table, if anything: nothing is computed then.
-enum Outside { NONE, ID, POSITION, SLOT };
+enum Outside { UNTOLD = -1, NONE, ID, POSITION, SLOT };
 
 Outside outside(const Model &m, const Call &c) {
     for (int b = 0; b < c.B; b++)
@@ -540,6 +545,19 @@ template <class W> inline int largest(const float *x, int count, float *most) {
     return at;
 }
 
+// The choice that row b draws as token `at` of its chain; -1 where rounding decides (draw.h).
+template <class W> inline int64_t chosen(const float *x, const Chain &chain, int b, int at) {
+    float *kept = chain.kept + (size_t(b) * chain.length + at) * chain.num_choices;
+    for (int i = 0; i < chain.num_choices; i++) {
+        W own;
+        put(&own, x[i]);
+        kept[i] = widened(own);
+        chain.score[i] = kept[i] / chain.temperature[b];
+    }
+    const uint64_t key = key_of(chain.seed[b], DRAFT, chain.round[b]);
+    return drawn(chain.score, key_within(key, (int64_t(at) << 24) + 1), chain.code, chain.num_choices);
+}
+
 template <class W, class M> Outside chain(const Model &m, Call c, const Chain &chain) {
     int64_t *ids = chain.fed, *position = ids + c.B, *start = position + c.B;
     Outside found = forward<W, M>(m, c);
@@ -554,7 +572,10 @@ template <class W, class M> Outside chain(const Model &m, Call c, const Chain &c
         c.span = 0;
         for (int b = 0; b < c.B; b++) {
             const size_t own = size_t(b) * chain.length + at;
-            const int best = largest<W>(c.logits + size_t(b) * m.V, chain.num_choices, chain.best + own);
+            const float *logits = c.logits + size_t(b) * m.V;
+            const int64_t best = chain.temperature ? chosen<W>(logits, chain, b, at)
+                                                   : largest<W>(logits, chain.num_choices, chain.best + own);
+            if (best < 0) return UNTOLD;
             const int64_t id = chain.ids ? chain.ids[best] : best;
             chain.tokens[own] = id;
             ids[b] = id < chain.last_id ? id : chain.last_id;
@@ -572,8 +593,6 @@ template <class W, class M> Outside chain(const Model &m, Call c, const Chain &c
 }
 
 }  // namespace
-
-#include "draw.h"
 
 extern "C" int step_float32(const Model *model, const Call *call) {
     return forward<float, float>(*model, *call);

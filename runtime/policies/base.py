@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, cast, runtime_checkable
 from torch import Tensor
 
 from specctl.core.drafter import Budget, DraftState, Outcome, RoundSeconds, RoundView, StepState
+from specctl.core.language_model import WholeChain
 from specctl.core.plugins import Plugin
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
@@ -55,16 +56,23 @@ class GrowRequest:
             return logits_BMK
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
 
-    def best_chain(self, length: int) -> Tensor | None:
-        """[B, length]: the tokens of a greedy chain by one call of the drafter; None where it has
-        none, or where more of its logits are asked for than the largest."""
-        if self.guide is not None or self.estimates:
+    def whole_chain(self, length: int) -> WholeChain | None:
+        """Greedy, or drawn by temperature alone: the chain of that length by one call of the
+        drafter. None where it has none, or where more of its logits are asked for."""
+        draws = None
+        if self.guide is not None or (self.coupled and not self.sampling.all_greedy):
             return None
-        found = self.steps.best_chain(self.view, length)
-        if found is None:
+        if not self.sampling.all_greedy:
+            temperatures = self.sampling.temperatures
+            if temperatures is None:
+                return None
+            draws = self.noise.chain_draws(temperatures)
+        elif self.estimates:
             return None
-        self.view.shown(found.best_BN)
-        return found.token_BN
+        found = self.steps.whole_chain(self.view, length, draws)
+        if found is not None:
+            self.view.shown(found.logits)
+        return found
 
     @property
     def may_draft_nothing(self) -> bool:

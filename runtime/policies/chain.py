@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
+from specctl.core.language_model import WholeChain
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import log_guess
@@ -85,11 +86,8 @@ class Chain:
             if depth <= 0:  # no pass of the drafter either
                 return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         looks = stopper is not None and stopper.looks
-        if not looks and wanted_B is None and growth.sampling.all_greedy:
-            best_BN = growth.best_chain(depth)
-            if best_BN is not None:
-                valid_BN = torch.ones_like(best_BN, dtype=torch.bool)
-                return chain_tree(best_BN, valid_BN, self.kind(growth.sampled))
+        if not looks and wanted_B is None and (whole := growth.whole_chain(depth)) is not None:
+            return self._whole(growth, whole)
         logits_BK = growth.root()
         tokens, distributions, valids, chances = [], [], [], list[Tensor]()
         alive_B = torch.ones_like(growth.view.slot_B, dtype=torch.bool)
@@ -137,6 +135,19 @@ class Chain:
             return growth.noise.coupled_draw_B(score_BK, step, ids), None
         row_B1 = growth.noise.draft_draw_BM(score_BK[:, None], step)
         return row_B1[:, 0], distribution_BK
+
+    def _whole(self, growth: GrowRequest, found: WholeChain) -> DraftTree:
+        """The tree of a chain that was drafted in one call."""
+        kind, valid_BN = (
+            self.kind(growth.sampled),
+            torch.ones_like(found.token_BN, dtype=torch.bool),
+        )
+        if not growth.sampled:
+            return chain_tree(found.token_BN, valid_BN, kind)
+        ids_K = None if growth.vocab is None else growth.vocab.ids_K
+        distribution_BNK = growth.sampling.draft_distribution(found.logits, ids_K)
+        q = QRows(torch.nn.functional.pad(distribution_BNK, (0, 0, 0, 1)), ids_K)
+        return chain_tree(found.token_BN, valid_BN, kind, q)
 
     def _tree(
         self,

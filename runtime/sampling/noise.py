@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specctl.core.language_model import ChainDraws
 from specctl.runtime.sampling.gumbel_max import Counters, best_token, drawn
 
 ACCEPT, FINAL, TARGET, DRAFT, POSITION = 1, 2, 3, 4, 5  # streams
@@ -233,6 +234,10 @@ class RoundNoise:
         if isinstance(ids_K, int):
             return _codes(ids_K, self.device)
         return _mix((_long(ids_K, self.device) + 1) * _STEP)
+
+    def chain_draws(self, temperatures: Sequence[float]) -> ChainDraws:
+        """For a chain that is drafted in one call: draw i is that of `draft_draw_BM` at index i."""
+        return ChainDraws(temperatures, self._seeds, self._rounds, _code_tensor)
 
     def counted_over(self, valid_BN: Tensor) -> Noise:
         """The same for the rules, but a node's uniform is that of its number among the row's own

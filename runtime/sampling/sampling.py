@@ -135,6 +135,16 @@ class SamplingBatch:
         """Whether the scores depend on the text so far, not on the logits alone."""
         return self._history is not None and self._history.reads_text
 
+    @property
+    def temperatures(self) -> Sequence[float] | None:
+        """Of the rows, where drafts are drawn by them alone; None where a row is greedy, cuts its
+        distribution, or biases it."""
+        cuts = (self._greedy_B11, self._top_k_B11, self._top_p_B11, self._min_p_B11)
+        is_biased = self._history is not None and self._history.bias_B1V is not None
+        if self.all_greedy or is_biased or any(each is not None for each in cuts):
+            return None
+        return [one.temperature for one in self.samplings]
+
     def inherit(self, before: SamplingBatch) -> None:
         """Take over how far the grammars of an earlier batch were followed: their rows may still be
         here, and to follow a long text again takes time."""

@@ -27,12 +27,12 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import (
-    BestChain,
     Borrowed,
     ChainRoot,
     Feed,
     LanguageModel,
     LmOut,
+    WholeChain,
 )
 from specctl.core.sub_layers import SubLayers
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
@@ -107,9 +107,9 @@ class InflatedLM(FastLlama):
         found = {k: out.taps[self.tap_map[k]][..., :width].contiguous() for k in feed.taps}
         return LmOut(out.logits_BTV, found)
 
-    def best_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> BestChain | None:
+    def whole_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> WholeChain | None:
         parts, width = tuple(map(self._large_parts, root.parts)), self.spec.hidden_size
-        found = self.large.best_chain(replace(root, parts=parts), length, kv)
+        found = self.large.whole_chain(replace(root, parts=parts), length, kv)
         if found is None or found.residual_BND is None:
             return found
         return replace(found, residual_BND=found.residual_BND[..., :width])

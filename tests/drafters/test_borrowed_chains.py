@@ -121,14 +121,14 @@ def test_it_is_the_chain_of_ordinary_forwards(
         by_token = stepwise(short, view)
         assert (short._next_token is not None) == (kind != "inflated")
         whole, view = started(targets[kind], name, shared)
-        found = whole.best_chain(view, LENGTH)
+        found = whole.whole_chain(view, LENGTH)
         assert found is not None
         with monkeypatch.context() as patch:
             patch.setattr(BorrowedState, "_read_next", nothing)
             slow, view = started(targets[kind], name, shared)
             tokens, best = stepwise(slow, view)
         assert len(tokens.unique()) > 4, "no chain of one token"
-        for mine in (by_token, (found.token_BN, found.best_BN)):
+        for mine in (by_token, (found.token_BN, found.logits)):
             assert torch.equal(mine[0], tokens)
             assert torch.equal(mine[1], best)
         exits = slow.exit_states()
@@ -145,16 +145,18 @@ def test_it_is_the_chain_of_ordinary_forwards(
 
 
 @pytest.mark.parametrize("name", ["layer-skip", "skip-layers", "depth-decay", "swift"])
-@pytest.mark.parametrize("how", ["greedy", "sampled", "stopped", "scheduled"])
+@pytest.mark.parametrize("how", ["greedy", "sampled", "cut", "stopped", "scheduled"])
 def test_texts_and_rounds_are_the_same_in_a_batch(
     name: str, how: str, targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With rows that come and go; `scheduled`: a stop rule that looks at no token."""
     target, chains, tokens = targets["float32"], list[Any](), list[bool]()
-    chain, read = BorrowedState.best_chain, NextToken.read
+    chain, read = BorrowedState.whole_chain, NextToken.read
     stop = {"stopped": "draft-verify", "scheduled": "heuristic"}.get(how)
     serve = {"policy": "chain", "length": LENGTH, "stop": stop}
-    heat: dict[str, Any] = {"temperature": 0.9, "top_k": 20} if how == "sampled" else {}
+    heat: dict[str, Any] = {"temperature": 0.9} if how in ("sampled", "cut") else {}
+    if how == "cut":
+        heat["top_k"] = 20
 
     def counted(state: BorrowedState, *given: Any) -> Any:
         chains.append(found := chain(state, *given))
@@ -170,15 +172,15 @@ def test_texts_and_rounds_are_the_same_in_a_batch(
         made = generate(target, PROMPTS, drafter=drafter, sampling=settings, policy=policy, batch=2)
         return [out.token_ids for out in made.outputs], made.stats.rounds, made.stats.accepted
 
-    monkeypatch.setattr(BorrowedState, "best_chain", counted)
+    monkeypatch.setattr(BorrowedState, "whole_chain", counted)
     monkeypatch.setattr(NextToken, "read", noted)
     mine = text()
-    if how in ("greedy", "scheduled"):
+    if how in ("greedy", "sampled", "scheduled"):
         assert any(found is not None for found in chains)
     else:
         assert not chains
         assert tokens
-    monkeypatch.setattr(BorrowedState, "best_chain", nothing)
+    monkeypatch.setattr(BorrowedState, "whole_chain", nothing)
     monkeypatch.setattr(BorrowedState, "_read_next", nothing)
     assert mine == text()
 
@@ -191,16 +193,16 @@ def test_where_there_is_no_such_call_nothing_is_done(
     target = targets["float32"]
     for name in ("calm", "del", "easyspec"):
         state, view = started(target, name, shared=name != "easyspec")
-        assert state.best_chain(view, LENGTH) is None
+        assert state.whole_chain(view, LENGTH) is None
     state, view = started(target, "swift", shared=False)
     assert isinstance(state, SwiftState)
     state.stores.at(SLOTS[1]).best = SubLayers.span(0, LAYERS)
-    assert state.best_chain(view, LENGTH) is None
+    assert state.whole_chain(view, LENGTH) is None
     tokens, _ = stepwise(state, view)
     assert tokens.shape == (3, LENGTH)
     monkeypatch.setattr(LlamaModel, "native", nothing)
     state, view = started(target, "skip-layers")
-    assert state.best_chain(view, LENGTH) is None
+    assert state.whole_chain(view, LENGTH) is None
     stepwise(state, view)
     assert state._next_token is None
 
@@ -211,6 +213,6 @@ def test_logits_that_are_no_numbers_are_shown(make_model: Any) -> None:
     state, view = started(target, "layer-skip")
     assert isinstance(target.lm.module, LlamaModel)
     target.lm.module.model.norm.weight[3] = torch.nan
-    found = state.best_chain(view, LENGTH)
+    found = state.whole_chain(view, LENGTH)
     assert found is not None
-    assert bool(found.best_BN.isnan().all())
+    assert bool(found.logits.isnan().all())

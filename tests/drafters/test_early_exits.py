@@ -121,7 +121,7 @@ def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return nodes(self, token_BM, parent_BM)
 
     monkeypatch.setattr(BorrowedState, "_nodes", noted)
-    monkeypatch.setattr(BorrowedState, "best_chain", lambda *_: None)  # several in one call
+    monkeypatch.setattr(BorrowedState, "whole_chain", lambda *_: None)  # several in one call
     return found
 
 
