@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from specctl.core.tree import NodeKind, QRows
 from specctl.runtime.policies.base import GrowRequest
-from specctl.runtime.sampling.gumbel_max import best_token
+from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.verify.walk import log_distribution
 
 # Log weight of what is drawn once a distribution has run out: behind everything in its support
@@ -67,7 +67,7 @@ def children(
         is_drawn_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
         return Children(row_BMC, is_drawn_BM1.expand_as(row_BMC), distribution_BMK)
     if kind is NodeKind.TOP_PLUS_ONE:
-        return _top_plus_one(distribution_BMK, growth.noise.draft_BMK(index, M, K), count)
+        return _top_plus_one(distribution_BMK, growth.noise, index, count)
     if kind is NodeKind.REFILLED:
         can_draw_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
         score_BMK = torch.where(can_draw_BM1, score_BMK.clamp(min=_LAST), score_BMK)
@@ -76,7 +76,7 @@ def children(
     return _padded(drawn.indices, drawn.values > -torch.inf, distribution_BMK, count)
 
 
-def _top_plus_one(distribution_BMK: Tensor, noise_BMK: Tensor, count: int) -> Children:
+def _top_plus_one(distribution_BMK: Tensor, noise: RoundNoise, index: int, count: int) -> Children:
     """The sample first, then the likeliest tokens it may not be. The fixed ones never use a
     distribution up: where they would, the last token of its support is left to the sample."""
     best = distribution_BMK.topk(min(count, distribution_BMK.shape[-1]), dim=-1)
@@ -84,7 +84,7 @@ def _top_plus_one(distribution_BMK: Tensor, noise_BMK: Tensor, count: int) -> Ch
     at_C = torch.arange(best.indices.shape[-1] - 1, device=distribution_BMK.device)
     fixed_BMC = best.indices.gather(-1, at_C + (at_C >= spared_BM1))
     rest_BMK = distribution_BMK.scatter(-1, fixed_BMC, 0.0)
-    sample_BM1 = best_token(log_distribution(rest_BMK) + noise_BMK)[:, :, None]
+    sample_BM1 = noise.draft_draw_BM(log_distribution(rest_BMK), index)[:, :, None]
     row_BMC = torch.cat([sample_BM1, fixed_BMC], -1)
     is_drawn_BM1 = distribution_BMK.amax(-1, keepdim=True) > 0
     return _padded(row_BMC, is_drawn_BM1.expand_as(row_BMC), distribution_BMK, count)

@@ -157,9 +157,13 @@ class Shifted:
     noise: RoundNoise
     shift: float
 
-    def draft_BMK(self, index: int, nodes: int, rows: int) -> Tensor:
-        noise = self.noise.draft_BMK(index, nodes, rows)
-        return noise + self.shift * torch.arange(rows) if index == 2 else noise
+    def draft_draw_BM(self, scores_BMK: Tensor, index: int) -> Tensor:
+        if index == 2:
+            scores_BMK = scores_BMK + self.shift * torch.arange(scores_BMK.shape[-1])
+        return self.noise.draft_draw_BM(scores_BMK, index)
+
+    def chain_draws(self, temperatures: Any) -> Any:
+        return self.noise.chain_draws(temperatures)
 
 
 @pytest.mark.parametrize("name", STOPS)
