@@ -138,10 +138,8 @@ class Chain:
 
     def _whole(self, growth: GrowRequest, found: WholeChain) -> DraftTree:
         """The tree of a chain that was drafted in one call."""
-        kind, valid_BN = (
-            self.kind(growth.sampled),
-            torch.ones_like(found.token_BN, dtype=torch.bool),
-        )
+        kind = self.kind(growth.sampled)
+        valid_BN = torch.ones_like(found.token_BN, dtype=torch.bool)
         if not growth.sampled:
             return chain_tree(found.token_BN, valid_BN, kind)
         ids_K = None if growth.vocab is None else growth.vocab.ids_K
