@@ -2,8 +2,8 @@
 alone; any other with a short call a token.
 
 Both give the numbers of as many forwards (`NativeStep.run`) bit for bit.
-Letters: B rows, D hidden width, E head width, J key/value heads, L positions, N nodes, R flat
-rows, T fed tokens, V target vocabulary, Z slots.
+Letters: B rows, D hidden width, E head width, J key/value heads, K draft vocabulary, L positions, N
+nodes, R flat rows, T fed tokens, V target vocabulary, Z slots.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Whatever a policy decides about a child must follow from earlier children, never
 this child turns out to be. Of the kinds IID, PATHS and TOP_PLUS_ONE not even how many children a
 node gets may follow from those children: spectr, multi-path and top-plus-one weigh each of them by
 their number, which must be settled before the first is drawn.
-Letters: B rows, C candidates, K draft vocabulary, M new nodes, N nodes, T fed tokens, X any axes.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes, N nodes, R flat rows, T fed tokens,
+X any axes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The argmax of scores and Gumbel numbers, which draws a token by softmax(scores).
 
 On a CPU a compiled function finds it from counters, without computing most of the numbers
-(`models/native/draw.h`): a row of 2,048 scores in 5 microseconds, the sum in 50 and more. What it
-cannot tell from another token within rounding is left to the sum, so that both always agree.
-Letters: B rows, M draws, V vocabulary.
+(`models/native/draw.h`): in a fifth of the sum's time for 2,048 scores, an eighth for 128,256
+(benchmarks/draw_cost.py). What it cannot tell from another token within rounding is left to the
+sum, so that both always agree.
+Letters: B rows, M new nodes, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def best_token(scores: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
-class Counters(NamedTuple):
+class NoiseCounters(NamedTuple):
     """What the random numbers of B rows of M draws are hashed from: the seed and the counter of
     each row; to the counter are added `first` and `depth_BM`, or if it `is_chain` the number of the
     draw in its row; then, unless it is negative, `inner` and that number are hashed as well."""
@@ -40,7 +41,7 @@ class Counters(NamedTuple):
     inner: int = -1
 
 
-def drawn(scores_BMV: Tensor, code_V: Tensor, of: Counters) -> Tensor | None:
+def drawn(scores_BMV: Tensor, code_V: Tensor, of: NoiseCounters) -> Tensor | None:
     """int64 [B, M]: the best of score + Gumbel number of every row, this one hashed from the
     counters and the int64 codes of tokens. None: not to be told here."""
     functions = library().functions

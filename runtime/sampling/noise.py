@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.language_model import ChainDraws
-from specctl.runtime.sampling.gumbel_max import Counters, best_token, drawn
+from specctl.runtime.sampling.gumbel_max import NoiseCounters, best_token, drawn
 
 ACCEPT, FINAL, TARGET, DRAFT, POSITION = 1, 2, 3, 4, 5  # streams
 _M64 = (1 << 64) - 1
@@ -175,7 +175,7 @@ class RoundNoise:
         """The best of scores + `final_BV`: the last draw of the round, by softmax(scores)."""
         V = scores_BV.shape[-1]
         if self.device == _CPU:
-            counters = Counters(FINAL, self._seeds, self._rounds)
+            counters = NoiseCounters(FINAL, self._seeds, self._rounds)
             token_B1 = drawn(scores_BV[:, None], _code_tensor(V), counters)
             if token_B1 is not None:
                 return token_B1[:, 0]
@@ -200,7 +200,7 @@ class RoundNoise:
         B, T, V = scores_BTV.shape
         if self.device == _CPU:
             keys = TARGET, self._seeds, self._positions
-            counters = Counters(*keys, 1, depth_BT, is_chain=depth_BT is None)
+            counters = NoiseCounters(*keys, 1, depth_BT, is_chain=depth_BT is None)
             token_BT = drawn(scores_BTV, _code_tensor(V), counters)
             if token_BT is not None:
                 return token_BT
@@ -223,7 +223,7 @@ class RoundNoise:
     def coupled_draw_B(self, scores_BK: Tensor, depth: int, ids_K: Tensor | int) -> Tensor:
         """The best of scores + `coupled_BK`."""
         if self.device == _CPU:
-            counters = Counters(TARGET, self._seeds, self._positions, depth + 1)
+            counters = NoiseCounters(TARGET, self._seeds, self._positions, depth + 1)
             code_K = torch.from_numpy(self._codes_of(ids_K))
             row_B1 = drawn(scores_BK[:, None], code_K, counters)
             if row_B1 is not None:
@@ -255,7 +255,7 @@ class RoundNoise:
         """The best of scores + `draft_BMK`."""
         _, M, K = scores_BMK.shape
         if self.device == _CPU:
-            counters = Counters(DRAFT, self._seeds, self._rounds, inner=_inner(index))
+            counters = NoiseCounters(DRAFT, self._seeds, self._rounds, inner=_inner(index))
             row_BM = drawn(scores_BMK, _code_tensor(K), counters)
             if row_BM is not None:
                 return row_BM

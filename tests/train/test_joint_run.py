@@ -269,7 +269,8 @@ def test_a_target_that_cannot_learn_is_refused_by_name(
 def test_a_plan_counts_what_is_added_to_the_target() -> None:
     speed = {"flops_per_second": 1e9}
     alone, together = (
-        plan(load_recipe("medusa-2", sets=sets), **speed) for sets in (["train.joint=null"], [])
+        plan(load_recipe("medusa-2", sets=["target.dtype=bfloat16", *sets]), **speed)
+        for sets in (["train.joint=null"], [])
     )
     target = load_target("tiny", dtype="float32")
     joint = JointModel(make(target), target, JointPart())

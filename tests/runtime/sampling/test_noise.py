@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from specctl.models.native.library import library
-from specctl.runtime.sampling.gumbel_max import Counters, best_token, drawn
+from specctl.runtime.sampling.gumbel_max import NoiseCounters, best_token, drawn
 from specctl.runtime.sampling.noise import RoundNoise, _codes, _gumbel, _long, _mix, _uniform
 
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def test_a_draw_from_odd_scores_is_that_of_the_sums(odd):
 @pytest.mark.skipif(library().functions is None, reason=f"no compiled step: {library().missing}")
 def test_the_compiled_draw_decides_by_itself_nearly_always():
     scores, code_V = scores_of(5000, 64), torch.from_numpy(_codes(64, CPU))
-    told = [drawn(scores[None, i : i + 1], code_V, Counters(1, [i], [0])) for i in range(5000)]
+    told = [drawn(scores[None, i : i + 1], code_V, NoiseCounters(1, [i], [0])) for i in range(5000)]
     assert sum(token is None for token in told) < 10
 
 
