@@ -126,9 +126,10 @@ class TargetChoice:
             console.detail(f"with adapter {word}")
         if self.revision is not None and resolved.path is not None:
             console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
-        from specctl.models.native.library import is_to_be_built
+        from specctl.models.native.library import is_to_be_built, library
 
-        if is_to_be_built():
+        is_new = is_to_be_built()
+        if is_new:
             console.say("compiling the decoding step for this processor, once: a few seconds")
         target = load_target(
             self.name,
@@ -143,6 +144,8 @@ class TargetChoice:
             device_map=self.device_map,
             tensor_parallel=self.tensor_parallel,
         )
+        if is_new and target.device.type == "cpu" and (missing := library().missing):
+            console.warn(f"it was not compiled, decoding is slower without it: {missing}")
         if target.spread is not None:
             console.say(f"target {self.name}: {target.spread}; its forward is transformers'")
         if target.inflated:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import platform
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +96,12 @@ def copied(lm: FastLlama, kv: SlotKV) -> SlotKV:
     for mine, theirs in zip(stores(twin), stores(kv), strict=True):
         mine.copy_(theirs)
     return twin
+
+
+def test_the_step_is_built_where_there_is_a_compiler() -> None:
+    """Tests of it are skipped where it is missing, which must not hide a source that fails."""
+    is_meant = os.environ.get(built.SWITCH, "1") != "0" and any(map(shutil.which, built.COMPILERS))
+    assert (built.library().functions is not None) == is_meant, built.library().missing
 
 
 @needs_compiler
