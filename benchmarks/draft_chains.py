@@ -1,11 +1,11 @@
 """What the calls for chains spare a drafter: processor time of a round, with and without them.
 
 Without: every drafted token is an ordinary forward of the compiled step. With: a chain that is
-greedy or drawn by temperature alone is one call, any other a short call a token. Draft models and
+greedy or drawn without a bias is one call, any other a short call a token. Draft models and
 layers of the target alike. Both ways in turn in one process, prompt by prompt, at one thread;
 medians over the prompts, and the quartiles of the ratio. Texts and drafts must be equal. `--served`
 drafts as a recipe or a package of that name says, with its stop rule (a family: chains of five), in
-place of chains of `--length`.
+place of chains of `--length`. `--top-k` and `--top-p` cut what is drawn at T = 0.8.
 
     python benchmarks/draft_chains.py --draft runs/quickstart/package
     python benchmarks/draft_chains.py --draft unified-skip layer-skip [--served] [--inflate 300m]
@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--top-k", type=int, default=None)
+    parser.add_argument("--top-p", type=float, default=None)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     assert built.library().functions is not None, built.library().missing
@@ -106,7 +108,8 @@ def decode(
     how: dict[str, Any] = {"adaptive": False}
     if not args.served:
         how["policy"] = make_policy({"policy": "chain", "length": args.length})
-    sampling = {"max_new_tokens": args.tokens, "temperature": temperature, "seed": SEED}
+    cuts = {"top_k": args.top_k, "top_p": args.top_p} if temperature else {}
+    sampling = {"max_new_tokens": args.tokens, "temperature": temperature, "seed": SEED, **cuts}
     return generate(target, [prompt], drafter, **sampling, **how)
 
 

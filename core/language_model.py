@@ -123,12 +123,22 @@ class Feed:
         return rows_BTX[torch.arange(len(self.only), device=rows_BTX.device)[:, None], at_B1]
 
 
+class Truncation(NamedTuple):
+    """Which tokens of a distribution are kept: top-k (0: all), then top-p, then min-p."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 class ChainDraws(NamedTuple):
     """How the tokens of a sampled chain are drawn: by softmax(logits / temperature) of each row,
-    with noise from its seed, its round, the number of the token and the codes of so many choices
-    (`RoundNoise.draft_draw_BM`)."""
+    cut where there are `truncations`, with noise from its seed, its round, the number of the token
+    and the codes of so many choices (`RoundNoise.draft_draw_BM`); temperature 0: the best is
+    taken."""
 
     temperatures: Sequence[float]
+    truncations: Sequence[Truncation] | None
     seeds: Sequence[int]
     rounds: Sequence[int]
     codes: Callable[[int], Tensor]

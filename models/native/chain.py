@@ -1,5 +1,5 @@
-"""Chains by the compiled step: a greedy one in a single call, and one that is drawn by temperature
-alone; any other with a short call a token.
+"""Chains by the compiled step: a greedy one in a single call, and one that is drawn by temperature,
+top-k, top-p and min-p; any other with a short call a token.
 
 Both give the numbers of as many forwards (`NativeStep.run`) bit for bit.
 Letters: B rows, D hidden width, E head width, J key/value heads, K draft vocabulary, L positions, N
@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import ChainDraws, ChainRoot, LmOut, WholeChain
 from specctl.core.sub_layers import SubLayers
-from specctl.models.native.library import ChainCall, StepCall
+from specctl.models.native.library import ChainCall, StepCall, cuts_of
 from specctl.models.native.step import RESIDUAL, NativeStep, address
 
 AHEAD = 64  # positions that a `NextToken` is made for
@@ -83,10 +83,12 @@ def _drawing(draws: ChainDraws, K: int, logits_BNK: Tensor) -> list[Any]:
     B = len(draws.seeds)
     return [
         (ctypes.c_float * B)(*draws.temperatures),
+        None if draws.truncations is None else cuts_of(draws.truncations),
         (ctypes.c_int64 * B)(*draws.seeds),
         (ctypes.c_int64 * B)(*draws.rounds),
         draws.codes(K),
         logits_BNK,
+        torch.empty(K),
         torch.empty(K),
     ]
 

@@ -13,9 +13,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specctl.core.language_model import Truncation
 
 SOURCE = Path(__file__).with_name("step.cpp")
 SOURCES = (
@@ -26,6 +31,7 @@ SOURCES = (
     SOURCE.with_name("many.h"),
     SOURCE.with_name("attention.h"),
     SOURCE.with_name("draw.h"),
+    SOURCE.with_name("cut.h"),
 )
 SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
@@ -81,7 +87,8 @@ class ChainCall(ctypes.Structure):
 
     SIZES = ("length", "num_choices", "last_id", "last_position")
     ADDRESSES = (
-        "ids", "tokens", "best", "fed", "temperature", "seed", "round", "code", "kept", "score",
+        "ids", "tokens", "best", "fed", "temperature", "cut", "seed", "round", "code", "kept",
+        "score", "aside",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),
@@ -98,6 +105,29 @@ class DrawCall(ctypes.Structure):
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("seeds", "counters")),
         *((name, ctypes.c_void_p) for name in ("depth", "code", "score", "token")),
     ]
+
+
+class RowCut(ctypes.Structure):
+    """The truncation of a row."""
+
+    _fields_ = [
+        ("top_k", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("top_p", "min_p")),
+    ]
+
+
+class CutCall(ctypes.Structure):
+    """Rows of scores that are cut in place."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in "BXV"),
+        ("of", ctypes.POINTER(RowCut)),
+        *((name, ctypes.c_void_p) for name in ("score", "aside")),
+    ]
+
+
+def cuts_of(rows: Sequence[Truncation]) -> ctypes.Array[RowCut]:
+    return (RowCut * len(rows))(*(RowCut(*row) for row in rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +231,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     found.space_needed.argtypes = (ctypes.POINTER(ModelAddresses), *(ctypes.c_int32,) * 3)
     found.space_needed.restype = ctypes.c_int64
     found.draw.argtypes = (ctypes.POINTER(DrawCall),)
+    found.cut.argtypes, found.cut.restype = (ctypes.POINTER(CutCall),), None
     step = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
     for kind in KINDS:
         for name, given in (("step", step), ("chain", (*step, ctypes.POINTER(ChainCall)))):

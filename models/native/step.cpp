@@ -60,6 +60,8 @@ inline void with_constant(int n, F f) {
 
 #include "bits.h"
 #include "draw.h"
+
+#include "cut.h"
 #include "many.h"
 
 namespace {
@@ -275,9 +277,10 @@ struct Chain {
     float *best;  // [B, length]: their logits
     int64_t *fed;  // [3, B]: working memory
     // of drawn tokens, else null: [B]; of choices; [B, length, num_choices]; working memory of choices
-    const float *temperature;
+    const float *temperature;  // 0: the best is taken
+    const Truncation *cut;  // null: nothing is cut
     const int64_t *seed, *round, *code;
-    float *kept, *score;
+    float *kept, *score, *aside;
 };
 
 static inline int64_t entry_width(const Model &m) { return int64_t(m.D) * (m.entry_norm ? 2 : 1); }
@@ -554,6 +557,9 @@ template <class W> inline int64_t chosen(const float *x, const Chain &chain, int
         kept[i] = widened(own);
         chain.score[i] = kept[i] / chain.temperature[b];
     }
+    float best;
+    if (!chain.temperature[b]) return largest<float>(kept, chain.num_choices, &best);
+    if (chain.cut) cut_row(chain.score, chain.num_choices, chain.cut[b], chain.aside);
     const uint64_t key = key_of(chain.seed[b], DRAFT, chain.round[b]);
     return drawn(chain.score, key_within(key, (int64_t(at) << 24) + 1), chain.code, chain.num_choices);
 }

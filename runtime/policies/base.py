@@ -57,16 +57,15 @@ class GrowRequest:
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
 
     def whole_chain(self, length: int) -> WholeChain | None:
-        """Greedy, or drawn by temperature alone: the chain of that length by one call of the
-        drafter. None where it has none, or where more of its logits are asked for."""
+        """Greedy, or drawn by temperature and truncation: the chain of that length by one call of
+        the drafter. None where it has none, or where more of its logits are asked for."""
         draws = None
         if self.guide is not None or (self.coupled and not self.sampling.all_greedy):
             return None
         if not self.sampling.all_greedy:
-            temperatures = self.sampling.temperatures
-            if temperatures is None:
+            draws = self.sampling.chain_draws(self.noise)
+            if draws is None:
                 return None
-            draws = self.noise.chain_draws(temperatures)
         elif self.estimates:
             return None
         found = self.steps.whole_chain(self.view, length, draws)

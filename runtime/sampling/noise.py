@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.core.language_model import ChainDraws
+from specctl.core.language_model import ChainDraws, Truncation
 from specctl.runtime.sampling.gumbel_max import NoiseCounters, best_token, drawn
 
 ACCEPT, FINAL, TARGET, DRAFT, POSITION = 1, 2, 3, 4, 5  # streams
@@ -235,9 +235,11 @@ class RoundNoise:
             return _codes(ids_K, self.device)
         return _mix((_long(ids_K, self.device) + 1) * _STEP)
 
-    def chain_draws(self, temperatures: Sequence[float]) -> ChainDraws:
+    def chain_draws(
+        self, temperatures: Sequence[float], truncations: Sequence[Truncation] | None = None
+    ) -> ChainDraws:
         """For a chain that is drafted in one call: draw i is that of `draft_draw_BM` at index i."""
-        return ChainDraws(temperatures, self._seeds, self._rounds, _code_tensor)
+        return ChainDraws(temperatures, truncations, self._seeds, self._rounds, _code_tensor)
 
     def counted_over(self, valid_BN: Tensor) -> Noise:
         """The same for the rules, but a node's uniform is that of its number among the row's own

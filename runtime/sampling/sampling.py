@@ -1,11 +1,8 @@
 """Sampling settings of a request, and the target distribution they define for a batch of rows.
 
 Order of operations, as in transformers' `generate`: what reads the text so far (bias, penalties,
-bad words, custom processors), then temperature, top-k, top-p, min-p. p = softmax(scores).
-
-The warpers equal transformers' TopK-, TopP- and MinPLogitsWarper with one value per row (tests
-compare them). Ties at the edge of top-k are kept, as there; a tie at the edge of top-p is kept
-whole, where transformers keeps a part of it that depends on its sort. The processors equal
+bad words, custom processors), then temperature, top-k, top-p, min-p (`truncation.py`). p =
+softmax(scores). The processors equal
 SequenceBias-, RepetitionPenalty- and NoBadWordsLogitsProcessor, evaluated at every node of a draft
 tree with that node's own text: the row's tokens, then the path from the root to the node.
 Letters: B rows, C candidates, K draft vocabulary, L positions, M new nodes, N nodes, T fed tokens,
@@ -25,11 +22,14 @@ from torch import Tensor
 
 from specctl.core.drafter import RoundView
 from specctl.core.errors import SpecctlError
+from specctl.core.language_model import ChainDraws, Truncation
 from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.truncation import Truncations
 
 if TYPE_CHECKING:
     from specctl.runtime.sampling.grammar import Grammar
     from specctl.runtime.sampling.grammar_mask import GrammarRows, Guide
+    from specctl.runtime.sampling.noise import RoundNoise
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,11 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def truncation(self) -> Truncation:
+        p = 1.0 if self.top_p is None else self.top_p
+        return Truncation(self.top_k or 0, p, self.min_p or 0.0)
+
 
 class SamplingBatch:
     """The settings of the rows of one round, as tensors. Safe to keep or to rebuild: what it keeps
@@ -125,25 +130,22 @@ class SamplingBatch:
         if not self.all_greedy and any(greedy):
             self._greedy_B11 = torch.tensor(greedy, device=device)[:, None, None]
         self._temperature_B11 = column([one.temperature or 1.0 for one in self.samplings], 1.0)
-        self._top_k = [one.top_k for one in self.samplings]
-        self._top_k_B11 = column(self._top_k, 0)
-        self._top_p_B11 = column([one.top_p for one in self.samplings], 1.0)
-        self._min_p_B11 = column([one.min_p for one in self.samplings], 0.0)
+        cuts = [one.truncation for one in self.samplings]
+        self._truncations = Truncations.of(cuts, torch.device(device))
 
     @property
     def reads_text(self) -> bool:
         """Whether the scores depend on the text so far, not on the logits alone."""
         return self._history is not None and self._history.reads_text
 
-    @property
-    def temperatures(self) -> Sequence[float] | None:
-        """Of the rows, where drafts are drawn by them alone; None where a row is greedy, cuts its
-        distribution, or biases it."""
-        cuts = (self._greedy_B11, self._top_k_B11, self._top_p_B11, self._min_p_B11)
+    def chain_draws(self, noise: RoundNoise) -> ChainDraws | None:
+        """How these rows draw a chain of drafts in one call; None where a row is biased, or none
+        draws."""
         is_biased = self._history is not None and self._history.bias_B1V is not None
-        if self.all_greedy or is_biased or any(each is not None for each in cuts):
+        if self.all_greedy or is_biased:
             return None
-        return [one.temperature for one in self.samplings]
+        truncations = None if self._truncations is None else self._truncations.rows
+        return noise.chain_draws([one.temperature for one in self.samplings], truncations)
 
     def inherit(self, before: SamplingBatch) -> None:
         """Take over how far the grammars of an earlier batch were followed: their rows may still be
@@ -196,13 +198,9 @@ class SamplingBatch:
         raw_BXV = scores_BXV
         if self._temperature_B11 is not None:
             scores_BXV = scores_BXV / self._temperature_B11
-        if self._top_k_B11 is not None:
-            largest = max(k for k in self._top_k if k is not None)
-            scores_BXV = top_k(scores_BXV, self._top_k_B11, largest)
-        if self._top_p_B11 is not None:
-            scores_BXV = top_p(scores_BXV, self._top_p_B11)
-        if self._min_p_B11 is not None:
-            scores_BXV = min_p(scores_BXV, self._min_p_B11)
+        if self._truncations is not None:
+            own_BXV = scores_BXV.clone() if scores_BXV is raw_BXV else scores_BXV
+            scores_BXV = self._truncations.apply_(own_BXV)
         if self._greedy_B11 is not None:
             hard_BXV = _one_hot(raw_BXV, -math.inf, 0.0)
             scores_BXV = torch.where(self._greedy_B11, hard_BXV, scores_BXV)
@@ -214,38 +212,7 @@ def _one_hot(scores: Tensor, off: float, on: float) -> Tensor:
     return torch.full_like(scores, off).scatter_(-1, best, on)
 
 
-# -- warpers and processors ------------------------------------------------------------------------
-
-
-def top_k(scores_BXV: Tensor, k_B11: Tensor, largest: int) -> Tensor:
-    """-inf below the k-th best score of each row; k = 0 is off. `largest` bounds k on the host."""
-    largest = min(largest, scores_BXV.shape[-1])
-    best_BXC = scores_BXV.topk(largest, dim=-1).values
-    at_BX1 = (k_B11.long().clamp(1, largest) - 1).expand(-1, scores_BXV.shape[1], 1)
-    edge_BX1 = best_BXC.gather(-1, at_BX1)
-    return scores_BXV.masked_fill((scores_BXV < edge_BX1) & (k_B11 > 0), -math.inf)
-
-
-def top_p(scores_BXV: Tensor, p_B11: Tensor) -> Tensor:
-    """-inf outside the smallest set of best tokens with mass >= p; p = 1 is off."""
-    ascending_BXV = _ascending(scores_BXV)
-    below_BXV = ascending_BXV.softmax(-1).cumsum(-1) <= 1 - p_B11
-    num_cut_BX1 = below_BXV.sum(-1, keepdim=True).clamp(max=scores_BXV.shape[-1] - 1)
-    edge_BX1 = ascending_BXV.gather(-1, num_cut_BX1)
-    return scores_BXV.masked_fill((scores_BXV < edge_BX1) & (p_B11 < 1), -math.inf)
-
-
-def min_p(scores_BXV: Tensor, p_B11: Tensor) -> Tensor:
-    """-inf where the probability is below p times the largest one; p = 0 is off."""
-    prob_BXV = scores_BXV.softmax(-1)
-    edge_BX1 = prob_BXV.amax(-1, keepdim=True) * p_B11
-    return scores_BXV.masked_fill(prob_BXV < edge_BX1, -math.inf)
-
-
-def _ascending(scores_BXV: Tensor) -> Tensor:
-    if scores_BXV.device.type == "cpu":  # numpy sorts floats five times faster than torch
-        return torch.from_numpy(np.sort(scores_BXV.numpy(), axis=-1))
-    return scores_BXV.sort(-1).values
+# -- processors ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

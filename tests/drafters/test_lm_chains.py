@@ -125,18 +125,29 @@ def test_it_is_the_chain_of_whole_forwards(
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [Sampling(0.7), Sampling(1.0), Sampling(1.6)],
+        [Sampling(0.7, top_k=9), Sampling(0.0), Sampling(1.6, top_p=0.9, min_p=0.01)],
+    ],
+    ids=["by temperature", "cut"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_drawn_it_is_the_chain_of_whole_forwards(
-    kind: str, make_drafter: Callable[[str], SmallLm], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    rows: list[Sampling],
+    make_drafter: Callable[[str], SmallLm],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = make_drafter(kind)
-    heats = [0.7, 1.0, 1.6]
-    sampling = SamplingBatch([Sampling(heat) for heat in heats], drafter.spec.vocab_size)
-    assert sampling.temperatures == heats
+    sampling = SamplingBatch(rows, drafter.spec.vocab_size)
     noise = RoundNoise([5, 2**62, 7], [0, 9, 2], [8, 13, 10])
+    draws = sampling.chain_draws(noise)
+    assert draws is not None
     whole, view = started(drafter)
-    found = whole.whole_chain(view, LENGTH, noise.chain_draws(heats))
+    found = whole.whole_chain(view, LENGTH, draws)
     assert found is not None
     monkeypatch.setattr(LmState, "_read_next", lambda *given: None)
     slow, view = started(drafter)
@@ -190,7 +201,7 @@ def test_states_for_stop_rules_are_those_of_whole_forwards(
     [
         ({}, True),
         ({"temperature": 0.9, "seed": 3}, True),
-        ({"temperature": 0.9, "top_k": 20, "seed": 3}, False),
+        ({"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3}, True),
         ({"temperature": 0.9, "logit_bias": {5: 2.0}, "seed": 3}, False),
     ],
 )
@@ -220,7 +231,7 @@ def test_texts_and_rounds_are_the_same_in_a_batch(
     monkeypatch.setattr(LmState, "whole_chain", counted)
     mine = text()
     assert all(calls)
-    assert bool(calls) == is_one_call, "what cuts or biases is applied token by token"
+    assert bool(calls) == is_one_call, "a bias is applied token by token"
     monkeypatch.setattr(LmState, "whole_chain", lambda *given: None)
     monkeypatch.setattr(LmState, "_read_next", lambda *given: None)
     assert mine == text()

@@ -162,8 +162,8 @@ class Shifted:
             scores_BMK = scores_BMK + self.shift * torch.arange(scores_BMK.shape[-1])
         return self.noise.draft_draw_BM(scores_BMK, index)
 
-    def chain_draws(self, temperatures: Any) -> Any:
-        return self.noise.chain_draws(temperatures)
+    def chain_draws(self, *given: Any) -> Any:
+        return self.noise.chain_draws(*given)
 
 
 @pytest.mark.parametrize("name", STOPS)
