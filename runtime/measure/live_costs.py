@@ -31,11 +31,18 @@ class Recent:
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     at: int = 0
-    middle: float = 1.0  # of several the median, of two the lower one: luck makes nothing dear
+    _middle: float | None = 1.0  # None: to be found
 
     def add(self, ratio: float, at: int) -> None:
         self.ratios.append(ratio)
-        self.at, self.middle = at, median_low(self.ratios)
+        self.at, self._middle = at, None
+
+    @property
+    def middle(self) -> float:
+        """Of several the median, of two the lower one: luck makes nothing dear."""
+        if self._middle is None:
+            self._middle = median_low(self.ratios)
+        return self._middle
 
 
 @dataclass(slots=True)

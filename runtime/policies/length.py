@@ -16,6 +16,7 @@ from specctl.runtime.measure.live_costs import Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
 
 HORIZON = 64  # rounds in which the reading of what was missed must pay
+RESTED, GLANCE = 16, 8  # after so many rounds without drafts only every 8th is thought about
 
 
 @dataclass(slots=True)
@@ -59,7 +60,8 @@ class LengthChooser:
     def length(self, batch: int) -> int:
         self.rounds += 1
         self.account.rounds += 1
-        best = self._best()
+        is_resting = self._since >= RESTED and self._since % GLANCE > 0  # nothing has been learned
+        best = 0 if is_resting else self._best()
         if best and self.ratios.wants_plain(self.account.is_full):
             best = 0
         elif best == 0:
@@ -94,9 +96,11 @@ class LengthChooser:
     def _probe(self) -> int:
         """The length of a round in which nothing is worth drafting."""
         self._since += 1
+        if self._since < self._wait:
+            return 0
         length = min(self.probe_length, max(self.costs.verify))
         loss = (self.seconds(length) + self.missed * self._read) / self.seconds(0) - 1.0
-        if self._since < self._wait or not self.account.affords(loss):
+        if not self.account.affords(loss):
             return 0
         self._since, self._wait = 0, min(2 * self._wait, self.probe_last)
         return length

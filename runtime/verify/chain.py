@@ -8,7 +8,6 @@ Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree
@@ -22,6 +21,7 @@ from specctl.runtime.verify.walk import (
     at_token,
     chain_verdict,
     draw,
+    root_verdict,
     row,
 )
 
@@ -46,8 +46,7 @@ def chain(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
 def bonus_only(scores_BTV: Tensor, noise: Noise) -> Verdict:
     """Nothing was drafted: draw the next token from p. It is the draw of log p, which differs from
     the scores by a number for each row."""
-    next_B = noise.final_draw_B(scores_BTV[:, 0])
-    return chain_verdict(torch.zeros_like(next_B), next_B, 0)
+    return root_verdict(noise.final_draw_B(scores_BTV[:, 0]))
 
 
 RULE = Rule(

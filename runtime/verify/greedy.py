@@ -6,8 +6,6 @@ Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from specctl.runtime.verify.walk import (
     Verdict,
     chain_verdict,
     deepest_ok,
+    root_verdict,
     tree_verdict,
 )
 
@@ -33,8 +32,7 @@ def greedy(tree: DraftTree, scores_BTV: Tensor, noise: Noise | None = None) -> V
 def follow(tree: DraftTree, choice_BT: Tensor) -> Verdict:
     """Walk along the target's choices, one per fed token. Duplicate drafts are harmless."""
     if tree.num_nodes == 0:
-        path_B1, none_B = _root_only(len(choice_BT), choice_BT.device)
-        return Verdict(path_B1, none_B, choice_BT[:, 0])
+        return root_verdict(choice_BT[:, 0])
     if tree.is_chain:
         hit_BN = (tree.token_BN == choice_BT[:, :-1]) & tree.valid_BN
         num_accepted_B = hit_BN.cumprod(1).sum(1)
@@ -47,13 +45,6 @@ def follow(tree: DraftTree, choice_BT: Tensor) -> Verdict:
     node_B = deepest_ok(ok_BT, ancestor_BTT)
     next_B = choice_BT.gather(1, node_B[:, None])[:, 0]
     return tree_verdict(tree, ancestor_BTT, node_B, next_B)
-
-
-@lru_cache(maxsize=64)
-def _root_only(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Path and count of a round that drafted nothing."""
-    path_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
-    return path_B1, path_B1[:, 0]
 
 
 RULE = Rule(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -58,6 +59,17 @@ def chain_verdict(num_accepted_B: Tensor, next_token_B: Tensor, depth: int) -> V
     fed_P = torch.arange(depth + 1, device=num_accepted_B.device)
     path_BP = torch.where(fed_P <= num_accepted_B[:, None], fed_P, -1)
     return Verdict(path_BP, num_accepted_B, next_token_B)
+
+
+def root_verdict(next_token_B: Tensor) -> Verdict:
+    """The verdict of a round that drafted nothing."""
+    return Verdict(*_root_only(len(next_token_B), next_token_B.device), next_token_B)
+
+
+@lru_cache(maxsize=64)
+def _root_only(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    path_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+    return path_B1, path_B1[:, 0]
 
 
 def tree_verdict(
