@@ -237,6 +237,7 @@ def main() -> None:
     parser.add_argument("--method", choices=sorted(ARMS), required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--arms", help="names, separated by ; (all)")
+    parser.add_argument("--rates", help="searched by every arm, in place of its own: 8e-3,1.6e-2")
     parser.add_argument("--set", action="append", default=[], metavar="NAME:RATE:KEY=VALUE;...",
                         help="one more arm of ours at one rate, with these keys")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=2)
@@ -252,6 +253,9 @@ def main() -> None:
     args.out = args.out.resolve()
     torch.set_num_threads(args.threads)
     arms = args.arms.split(";") if args.arms else list(ARMS[args.method])
+    if args.rates:
+        for about in ARMS[args.method].values():
+            about["rates"] = tuple(float(rate) for rate in args.rates.split(","))
     for text in args.set:
         name, rate, sets = text.split(":", 2)
         base = ARMS[args.method][OURS].get("set", ())

@@ -108,14 +108,8 @@ float edge_of_share(const float *score, int V, float top, float least, float p, 
 
 // Scores of tokens that are not kept become -inf; none where a score is no number below infinity. aside [V].
 void cut_row(float *score, int V, Truncation how, float *aside) {
-    float top = -INFINITY;
-    int unknown = 0;
-#pragma omp simd reduction(max : top) reduction(| : unknown)
-    for (int v = 0; v < V; v++) {
-        unknown |= !(score[v] < INFINITY);
-        top = score[v] > top ? score[v] : top;
-    }
-    if (unknown || top == -INFINITY) return;
+    float top;
+    if (!best_of(score, V, &top) || top == -INFINITY) return;
     float least = -INFINITY;
     if (how.top_k > 0 && how.top_k < V) least = kth_best(score, V, how.top_k, aside);
     if (how.top_p < 1) least = edge_of_share(score, V, top, least, how.top_p, aside);

@@ -48,16 +48,24 @@ inline void bounds(const float *score, uint64_t key, const int64_t *code, int co
     for (int i = 0; i < count; i++) most[i] = score[i] + (float(127 - (bits[i] >> 23)) * 0.693148f + 0.001f);
 }
 
-// The token; -1 where roundings decide, or a score is no number below infinity.
-int64_t drawn(const float *score, uint64_t key, const int64_t *code, int V) {
+// The best score; whether each of them is a number below infinity.
+bool best_of(const float *score, int V, float *best) {
     float top = -INFINITY;
-    int unknown = 0, at = 0;
+    int unknown = 0;
 #pragma omp simd reduction(max : top) reduction(| : unknown)
     for (int v = 0; v < V; v++) {
         unknown |= !(score[v] < INFINITY);
         top = score[v] > top ? score[v] : top;
     }
-    if (unknown) return -1;
+    *best = top;
+    return !unknown;
+}
+
+// The token; -1 where roundings decide, or a score is no number below infinity.
+int64_t drawn(const float *score, uint64_t key, const int64_t *code, int V) {
+    float top;
+    int at = 0;
+    if (!best_of(score, V, &top)) return -1;
     if (top == -INFINITY) return 0;
     while (score[at] != top) at++;
     const double near = 1e-4 + 1e-6 * std::fabs(double(top));  // more than what is rounded off

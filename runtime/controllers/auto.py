@@ -36,8 +36,10 @@ PRIOR_STEPWISE = 0.6  # of a drafter that is judged by what it plays, in any con
 GOING_ON = 0.7  # chance that a further one does
 KEPT = 0.98  # per round, of what is known of it: what is not played is tried again one day
 TRIALS = 2.0  # plain rounds that such a drafter may lose meanwhile
-GLANCE = 4  # rounds of a rest between looks at the newest tokens, if these are new
+GLANCE = 4  # rounds of a rest between looks at the newest tokens
 LONG_GLANCE = 16  # the same where no repeat could be played
+LONG_REST = 64  # rounds behind which the arms are thought about again
+LOOKING = 0.25  # of what drafts have gained, for drafts that are not played
 PRICED = 32  # rounds for which it is known what cannot pay
 LOOK = 0.5e-3  # seconds that a look takes the host, until one was measured
 
@@ -80,13 +82,17 @@ class Survival:
 
     def expected(self, length: int) -> float:
         """E[min(L, length)], L the number of tokens that agree."""
-        total, alive = 0.0, 1.0
-        for depth in range(length):
-            alive *= self.chance(depth)
-            total += alive
-            if alive < 1e-3:
-                break
-        return total
+        return self.expected_up_to(length)[length]
+
+    def expected_up_to(self, longest: int) -> list[float]:
+        """The same of every length, 0 and `longest` included."""
+        totals, total, alive = [0.0], 0.0, 1.0
+        for depth in range(longest):
+            if alive >= 1e-3:
+                alive *= self.chance(depth)
+                total += alive
+            totals.append(total)
+        return totals
 
 
 @dataclass
@@ -97,6 +103,8 @@ class Auto(Controller):
     so far, and up to `most_foretold` rounds that copying would have won; it holds at most
     `most_credit` rounds."""
 
+    needs_contexts = True
+
     window: int = 16
     rest: int = 32
     longest_rest: int = 256
@@ -105,11 +113,12 @@ class Auto(Controller):
     overdraft: float = 0.005
     allowance: float = 1.0
     most_credit: float = 8.0
-    most_foretold: float = 2.0
+    most_foretold: float = 3.0
     account: Account = field(init=False)
     accounts: dict[int, Account] = field(default_factory=dict, init=False)  # by member
     looking: Account = field(init=False)  # of drafts that nobody plays
     foretold: Account = field(init=False)  # of drafts that the text itself has judged
+    longest: int = field(default=0, init=False)
     copies: list[Arm] = field(default_factory=list, init=False)  # that it judges
     look_cost: float = field(default=0.0, init=False)
     of_text: list[Survival] = field(default_factory=list, init=False)  # by context
@@ -125,8 +134,7 @@ class Auto(Controller):
     listened: int = field(default=0, init=False)  # rounds of this window
     deaf: int = field(default=0, init=False)  # rounds left without listening
     next_rest: int = field(default=0, init=False)
-    skipping: int = field(default=0, init=False)  # rounds left in which nothing is asked
-    rested: int = field(default=0, init=False)
+    num_rested: int = field(default=0, init=False)
     is_looking: bool = field(default=False, init=False)
     looked: bool = field(default=False, init=False)  # in the newest round
 
@@ -137,6 +145,7 @@ class Auto(Controller):
         plain = prices.seconds(0)
         self.account = Account(self.allowance, self.overdraft, self.most_credit)
         self.foretold = Account(most=self.most_foretold)
+        self.longest = max(arm.length for arm in arms)
         self.copies = [arm for arm in arms if arm.is_copy]
         self.looking = Account(0.0, 0.5 * self.overdraft)
         self.look_cost = 0.0 if prices.table is None else LOOK / plain
@@ -155,57 +164,71 @@ class Auto(Controller):
         self.forgets = [s for (m, _), s in self.survival.items() if members[m]]
         self._set_hopeless()
 
-    @property
-    def needs_contexts(self) -> bool:  # type: ignore[override]
-        return self.skipping == 0
-
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
-        self.round += 1
-        for survival in self.forgets:
-            survival.fade(KEPT)
-        if self.skipping > 0:
-            self.skipping -= 1
-            self.deaf -= 1
-            self.rested += 1
-            return (self.off,)
+        self._pass(1)
         playable = self._worth(contexts)
         self._listen([self.arms[i] for i in playable])
         self.is_resting = not (playable or self.is_listening)
+        self.off_for = self._rounds_off(contexts) if self.is_resting else 0
         if self.is_resting:
-            self.rested += 1
-            if not self._affords_copy():
-                self.skipping = min(LONG_GLANCE - 1, self.deaf)
-            elif max(contexts, default=0) <= 1:
-                self.skipping = min(GLANCE - 1, self.deaf)
+            self.num_rested += 1
         elif playable and self.prices.ratios.wants_plain(self._account(playable[0]).is_full):
             return (self.off,)
         return [*playable, self.off]
+
+    def _rounds_off(self, contexts: Sequence[int]) -> int:
+        """While nobody listens, until a context is met in which somebody is hopeful, or the text
+        has gone on as before."""
+        affords_copy = self._affords_copy()
+        self.glance = GLANCE if affords_copy else LONG_GLANCE
+        self.wakes_at = len(PRIOR)
+        while self.wakes_at > 0 and self._hopeful((self.wakes_at - 1,)):
+            self.wakes_at -= 1
+        if affords_copy and max(contexts, default=0) >= self.wakes_at:
+            return 0
+        return min(LONG_REST - 1, self.deaf)
+
+    def rested(self, rounds: int) -> None:
+        self._pass(rounds)
+        self.deaf -= rounds
+        self.num_rested += rounds
+
+    def _pass(self, rounds: int) -> None:
+        self.round += rounds
+        for survival in self.forgets:
+            survival.fade(KEPT**rounds)
 
     def _worth(self, contexts: Sequence[int]) -> list[int]:
         """Arms that promise more than plain decoding, best first."""
         self.looking.rounds = self.account.rounds = self.round
         if self.round >= self.priced_until:
             self._set_hopeless()
-        where = tuple(contexts)
-        if where not in self.hopeful:
-            self.hopeful[where] = [
-                m for m, least in self.hopeless.items() if self._first(m, contexts) > least
-            ]
-        hopeful = self.hopeful[where]
+        hopeful = self._hopeful(tuple(contexts))
         if not hopeful:
             return []
         for member in hopeful:
             self.accounts[member].rounds = self.round
         rates, foretold = {}, max(self.foretold.balance, 0.0)
+        means: dict[int, list[float]] = {}
         for i, (arm, cost) in enumerate(zip(self.arms, self.costs, strict=True)):
             if arm.member not in hopeful:
                 continue
             loss = cost - 1.0 - (foretold if arm.is_copy else 0.0)
             if self.accounts[arm.member].affords(loss):
-                rate = (1.0 + self._mean(arm.member, contexts, arm.length)) / cost
+                if arm.member not in means:
+                    means[arm.member] = self._means(arm.member, contexts)
+                rate = (1.0 + means[arm.member][arm.length]) / cost
                 if rate > 1.0 + self.margin:
                     rates[i] = rate
         return sorted(rates, key=lambda i: -rates[i])
+
+    def _hopeful(self, contexts: tuple[int, ...]) -> list[int]:
+        """Members of which a first token may be worth drafting there."""
+        if contexts not in self.hopeful:
+            self.hopeful[contexts] = [
+                m for m, least in self.hopeless.items() if self._first(m, contexts) > least
+            ]
+        return self.hopeful[contexts]
 
     def _affords_copy(self) -> bool:
         """Whether a repeat in the next rounds could be played at all."""
@@ -240,9 +263,10 @@ class Auto(Controller):
         total = sum(self.survival[member, context].chance(0) for context in contexts)
         return total / max(len(contexts), 1)
 
-    def _mean(self, member: int, contexts: Sequence[int], length: int) -> float:
-        total = sum(self.survival[member, context].expected(length) for context in contexts)
-        return total / max(len(contexts), 1)
+    def _means(self, member: int, contexts: Sequence[int]) -> list[float]:
+        """Expected tokens of drafts of every length, over the rows."""
+        found = [self.survival[member, each].expected_up_to(self.longest) for each in contexts]
+        return [sum(of_rows) / max(len(contexts), 1) for of_rows in zip(*found, strict=True)]
 
     def _listen(self, playable: Sequence[Arm]) -> None:
         """Listen and look for a window of rounds, now and then beside a player, then do not."""
@@ -263,8 +287,8 @@ class Auto(Controller):
         return self.looked
 
     def _affords_look(self) -> bool:
-        """What drafts have gained pays for looking."""
-        return self.looking.affords(self.look_cost - max(self.account.balance, 0.0))
+        """A part of what drafts have gained pays for looking."""
+        return self.looking.affords(self.look_cost - LOOKING * max(self.account.balance, 0.0))
 
     def reward(self, arm: int, tokens: float, seconds: float) -> None:
         if arm != self.off:
@@ -310,7 +334,7 @@ class Auto(Controller):
             del self.hopeful[contexts]
 
     def to_json(self) -> Mapping[str, Any]:
-        return {"rounds": self.round, "rested": self.rested}
+        return {"rounds": self.round, "rested": self.num_rested}
 
 
 CONTROLLER = Plugin("auto", "the best training-free cascade, none where none pays", "", Auto)

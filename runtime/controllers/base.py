@@ -77,8 +77,8 @@ class ArmCount:
     tokens: int = 0
     seconds: float = 0.0
 
-    def add(self, tokens: int, seconds: float) -> None:
-        self.rounds += 1
+    def add(self, tokens: int, seconds: float, rounds: int = 1) -> None:
+        self.rounds += rounds
         self.tokens += tokens
         self.seconds += seconds
 
@@ -116,8 +116,8 @@ class Prices:
         is_known = drafts is not None and len(drafts.ratios) >= TRUSTED
         return self.seconds(nodes) + (length * drafts.middle if drafts and is_known else 0.0)
 
-    def observe(self, nodes: int, seconds: float) -> None:
-        self.ratios.observe(nodes, seconds / self._expected(nodes))
+    def observe(self, nodes: int, seconds: float, rounds: int = 1) -> None:
+        self.ratios.observe(nodes, seconds / self._expected(nodes), rounds)
 
     def drafted(self, member: int, length: int, seconds: float) -> None:
         """A stepwise member took so long for a draft of that length."""
@@ -149,6 +149,8 @@ class Controller(ABC):
     needs_contexts = False  # asks for the length of the repeated suffix
     is_listening = True  # members that live on the target's top-k need not sleep
     is_resting = False  # nothing was asked of anybody in this round
+    off_for = 0  # so many more rounds need not be ordered, where plain decoding was the choice,
+    glance, wakes_at = 0, 0  # unless a context of that length is met; read every `glance` rounds
 
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         """The arms of this engine, known when the first round begins."""
@@ -158,6 +160,10 @@ class Controller(ABC):
     @abstractmethod
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
         """Arms to try, best first; `contexts` per row (empty if not asked for)."""
+
+    def rested(self, rounds: int) -> None:
+        """So many rounds of a rest are over."""
+        del rounds
 
     def looks(self) -> bool:
         """Whether members that do not play should draft now, to be scored later."""

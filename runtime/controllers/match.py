@@ -43,7 +43,8 @@ class MatchIndex:
 
     num_read: int = 0
     newest: int = 0  # context of the last token read
-    behind: dict[int, int] = field(default_factory=dict)
+    behind: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in SUFFIXES])
+    codes: list[list[int]] = field(default_factory=lambda: [[] for _ in SUFFIXES])
     compared: dict[int, OpenRepeat] = field(default_factory=dict)  # by context
     repeats: list[Repeat] = field(default_factory=list)  # decided since they were last taken
 
@@ -58,17 +59,18 @@ class MatchIndex:
         return self.newest
 
     def _read(self, tokens: Sequence[int], end: int) -> None:
-        self.newest, source = 0, 0
-        is_known = True
-        for n in SUFFIXES:
-            if n > end + 1:
+        """A suffix is known by the code of its halves, a single token by itself."""
+        newest, source, code = 0, 0, tokens[end]
+        for level, n in enumerate(SUFFIXES):
+            behind, codes = self.behind[level], self.codes[level]
+            found, behind[code] = behind.get(code), end + 1
+            if found is not None and newest == level:
+                newest, source = level + 1, found
+            codes.append(code)
+            if end + 1 < 2 * n:
                 break
-            suffix = hash(tuple(tokens[end + 1 - n : end + 1]))
-            found = self.behind.get(suffix) if is_known else None
-            is_known = found is not None
-            if found is not None:
-                self.newest, source = self.newest + 1, found
-            self.behind[suffix] = end + 1
+            code = hash((codes[-1 - n], code))
+        self.newest = newest
         if self.newest and self.newest not in self.compared:
             self.compared[self.newest] = OpenRepeat(source)
 
@@ -97,6 +99,13 @@ class Matches:
                 known = self.indices[slot] = (text, MatchIndex())
             found.append(known[1].context(text))
         return found
+
+    @property
+    def has_repeat(self) -> bool:
+        """Whether more than a token has come as before since `repeats` was last asked."""
+        return any(
+            repeat.matched > 1 for _, index in self.indices.values() for repeat in index.repeats
+        )
 
     def repeats(self) -> Iterator[Repeat]:
         """What has been decided since this was last asked."""

@@ -24,6 +24,7 @@ from specctl.core.tree import DraftTree, QRows
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.round_drafter import RoundDrafter
+from specctl.runtime.policies.base import Rest
 
 IN_A_ROW = 3  # failures without a good round between them that end drafting
 
@@ -59,6 +60,21 @@ class Guard(RoundDrafter):
             with self._surviving(view.slots, "while it chose"):
                 return self.inner.rests(view)
         return True
+
+    def rest(self) -> Rest | None:
+        with self._surviving([], "while it chose"):
+            return self.inner.rest() if self.why_off is None else None
+        return None
+
+    def wakes(self, view: RoundView) -> bool:
+        with self._surviving(view.slots, "while it chose"):
+            return self.inner.wakes(view)
+        return True
+
+    def rested(self, rest: Rest) -> None:
+        if self.why_off is None:
+            with self._surviving([], "while it learned"):
+                self.inner.rested(rest)
 
     def open(self, space: Space) -> None:
         if self.why_off is None:

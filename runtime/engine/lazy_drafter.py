@@ -5,7 +5,8 @@ a round for all rows, within the memory that a server counts for a row's taps. O
 rounds are kept, then the top-k of all of these, found at once. When the row drafts again its
 drafter reads everything at once, as rounds that had drafted the text itself, all of it accepted:
 what it then drafts is what it would have drafted had it followed every round. A row that ends
-before it drafts again has cost nothing.
+before it drafts again has cost nothing. Where nobody would draft for some rounds, whatever happens
+in them, nobody is asked in these, and they are told of at once when they are over.
 Letters: B rows, C candidates, D hidden width, N nodes, P path, R flat rows, T fed tokens, V target
 vocabulary, X any axes.
 """
@@ -28,6 +29,7 @@ from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round, outcome_of_rows, scatter_rows
 from specctl.runtime.engine.round_drafter import RoundDrafter
+from specctl.runtime.policies.base import Rest
 
 MOST_UNRANKED = 16  # rounds of which the logits are kept
 
@@ -86,6 +88,9 @@ class LazyDrafter(RoundDrafter):
         self._at: list[int] = []  # rows that draft in this round
         self._seen: Outcome | None = None
         self._device = torch.device("cpu")
+        self._rest: Rest | None = None
+        self._resting: tuple[int, ...] = ()  # slots of its rows
+        self._is_asked = self._is_resting = False  # in this round
 
     def __len__(self) -> int:
         """Rounds whose taps are kept."""
@@ -99,6 +104,7 @@ class LazyDrafter(RoundDrafter):
         self._device = space.device
         self._progress.clear()
         self._rounds.clear()
+        self._rest = None
         self.inner.open(space)
 
     def speculates(self, slot: int) -> bool:
@@ -107,8 +113,30 @@ class LazyDrafter(RoundDrafter):
     def backlog(self, row: Row) -> int:
         return self._of(row).backlog
 
+    def goes_on_resting(self, view: RoundView) -> bool:
+        rest = self._rest
+        self._is_resting = (
+            rest is not None and self._resting == view.slots and self._lasts(rest, view)
+        )
+        self._is_asked = not self._is_resting
+        if self._is_asked:
+            self._wake()
+        return self._is_resting
+
+    def _lasts(self, rest: Rest, view: RoundView) -> bool:
+        if not rest.left:
+            return False
+        rest.left -= 1
+        is_glanced = rest.glance and (len(rest.seconds) + 1) % rest.glance == 0
+        return not (is_glanced and self.inner.wakes(view))
+
     def rests(self, view: RoundView) -> bool:
         return self.inner.rests(view)
+
+    def _wake(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is not None and rest.seconds:
+            self.inner.rested(rest)
 
     def heard(self) -> Needs:
         """What the target is to tell of the round at once; the rest is kept until it is needed."""
@@ -141,6 +169,7 @@ class LazyDrafter(RoundDrafter):
         progress.observed_len = row.prompt_len - 1
 
     def end(self, row: Row) -> None:
+        self._wake()
         self._progress.pop(row.slot, None)
         self.inner.end(row)
 
@@ -170,6 +199,9 @@ class LazyDrafter(RoundDrafter):
 
     def observe(self, outcome: Outcome, logits_BTV: Tensor | None = None) -> None:
         """The drafter sees the rows that drafted, or nothing. `logits_BTV`: the target's."""
+        if self._is_resting:
+            self._keep(outcome, logits_BTV)
+            return
         slots = outcome.view.slots
         at = [b for b in self._at if self.inner.speculates(slots[b])]
         if not at and not self.is_lazy:
@@ -184,9 +216,18 @@ class LazyDrafter(RoundDrafter):
 
     def learn(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         """Of the rows that drafted, or of all in a round without drafts."""
+        is_asked, self._is_asked = self._is_asked, False
+        if self._is_resting:
+            assert self._rest is not None
+            self._is_resting = False
+            self._rest.tokens += sum(map(len, outcome.emitted))
+            self._rest.seconds.append(seconds.draft + seconds.verify)
+            return
         seen, self._seen = self._seen, None
         assert seen is not None, "a round is observed before it is learned from"
         self.inner.learn(seen, seconds)
+        if is_asked and not outcome.tree.num_nodes and self.is_lazy:
+            self._rest, self._resting = self.inner.rest(), outcome.view.slots
 
     def _speculating(self, slots: Sequence[int]) -> list[int]:
         return [b for b, slot in enumerate(slots) if self.inner.speculates(slot)]

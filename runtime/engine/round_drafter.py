@@ -26,7 +26,7 @@ from specctl.core.drafter import (
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
-from specctl.runtime.policies.base import GrowRequest, Learner, Policy, Resting
+from specctl.runtime.policies.base import GrowRequest, Learner, Policy, Rest, Resting, Sleeper
 
 
 class RoundDrafter:
@@ -51,9 +51,24 @@ class RoundDrafter:
         """Whether the row in that slot may be drafted for."""
         return False
 
-    def rests(self, view: RoundView) -> bool:
-        """Asked once before a round: whether nothing is to be drafted in it."""
+    def goes_on_resting(self, view: RoundView) -> bool:
+        """Asked first before a round: whether it is one of those in which nobody is asked."""
         return False
+
+    def rests(self, view: RoundView) -> bool:
+        """Asked before a round: whether nothing is to be drafted in it."""
+        return False
+
+    def rest(self) -> Rest | None:
+        """After a round without a draft: those that need not be asked for, nor observed."""
+        return None
+
+    def wakes(self, view: RoundView) -> bool:
+        """Whether there is a reason to end the rest before this round."""
+        return False
+
+    def rested(self, rest: Rest) -> None:
+        """It is over; at least one round long."""
 
     def backlog(self, row: Row) -> int:
         """Positions that the target has read and the drafter has not."""
@@ -95,6 +110,7 @@ class PolicyDrafter(RoundDrafter):
         self._state: DraftState | None = None
         self._started: set[int] = set()
         self._resting = policy if isinstance(policy, Resting) else None
+        self._sleepers = [each for each in learners if isinstance(each, Sleeper)]
 
     @property
     def state(self) -> DraftState:
@@ -110,6 +126,17 @@ class PolicyDrafter(RoundDrafter):
 
     def rests(self, view: RoundView) -> bool:
         return self._resting is not None and self._resting.rests(self.state, view)
+
+    def rest(self) -> Rest | None:
+        rests = [rest for each in self._sleepers if (rest := each.rest()) is not None]
+        return max(rests, key=lambda rest: rest.left, default=None)
+
+    def wakes(self, view: RoundView) -> bool:
+        return any(each.wakes(view) for each in self._sleepers)
+
+    def rested(self, rest: Rest) -> None:
+        for each in self._sleepers:
+            each.rested(rest)
 
     def prefill(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
         self.state.prefill(row.slot, row.tokens, taps, first, last)

@@ -68,7 +68,9 @@ class RoundPlanner:
         rooms = self._rooms(rows)
         most, lengths = max(*rooms, 0), None
         depth = self.policy.depth
-        if self.chooser is not None:
+        if self.drafting.goes_on_resting(view):
+            depth = 0
+        elif self.chooser is not None:
             able = (
                 row for row in rows if row.request.drafts and self.drafting.speculates(row.slot)
             )

@@ -59,9 +59,9 @@ class Ratios:
     burst: int = 0  # plain rounds still to be measured
     before: float | None = None  # what drafting rounds cost when a plain one was measured
 
-    def observe(self, size: int, ratio: float) -> None:
-        """A round with a draft of that size is over."""
-        self.round += 1
+    def observe(self, size: int, ratio: float, rounds: int = 1) -> None:
+        """A round with a draft of that size is over, or as many; `ratio` is usual among them."""
+        self.round += rounds
         if size not in self.seen:
             self.seen[size] = Recent()
         self.seen[size].add(ratio, self.round)

@@ -5,7 +5,8 @@ Letters: B rows, K draft vocabulary, M new nodes, N nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast, runtime_checkable
 
 from torch import Tensor
@@ -123,7 +124,8 @@ class PolicyEntry(Plugin):
 
 @runtime_checkable
 class Learner(Protocol):
-    """What learns from rounds: a length chooser, or a policy that adapts."""
+    """What learns from rounds: a length chooser, or a policy that adapts. Rounds without a draft
+    may be left out."""
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None: ...
 
@@ -133,8 +135,40 @@ class Resting(Protocol):
     """A policy that does not draft in every round."""
 
     def rests(self, state: DraftState, view: RoundView) -> bool:
-        """Asked once before a round: whether nothing is to be drafted in it. Then `grow` is not
-        called, and the rows cost their drafter nothing."""
+        """Asked before a round: whether nothing is to be drafted in it. Then `grow` is not called,
+        and the rows cost their drafter nothing."""
+
+
+@dataclass(slots=True)
+class Rest:
+    """Rounds in which nobody is asked, and nothing drafted, while the rows stay the same: `left`
+    are still to come, and before every `glance`-th (0: none) there may be a reason to end the rest;
+    what those behind have emitted, and the seconds of each."""
+
+    left: int
+    glance: int = 0
+    tokens: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def usual(self) -> float:
+        """Seconds of such a round: the median, one slow moment is no price."""
+        return median_low(self.seconds)
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A learner that knows ahead that it would draft nothing, so that these rounds cost what plain
+    ones do."""
+
+    def rest(self) -> Rest | None:
+        """After a round without a draft: the rounds that need not be asked for, nor observed."""
+
+    def wakes(self, view: RoundView) -> bool:
+        """Whether there is a reason to end the rest before this round."""
+
+    def rested(self, rest: Rest) -> None:
+        """It is over; at least one round long."""
 
 
 @runtime_checkable

@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from specctl.core.drafter import Outcome, RoundSeconds
+from specctl.core.drafter import Outcome, RoundSeconds, RoundView
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.live_costs import Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
+from specctl.runtime.policies.base import Rest
 
 HORIZON = 64  # rounds in which the reading of what was missed must pay
-RESTED, GLANCE = 16, 8  # after so many rounds without drafts only every 8th is thought about
+RESTED, GLANCE = 16, 8  # after so many rounds without drafts, thinks about every 8th
 
 
 @dataclass(slots=True)
@@ -48,20 +49,19 @@ class LengthChooser:
     _read: float = field(default=0.0, init=False)  # seconds of a missed position
     _accepted: float = field(default=0.0, init=False)
     _tested: float = field(default=0.0, init=False)
-    _asked: int = field(default=0, init=False)
-    _since: int = field(default=0, init=False)
-    _wait: int = field(default=0, init=False)
+    _asked: int = field(init=False)
+    _since: int = field(init=False)
+    _wait: int = field(init=False)
     _table: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._accepted, self._tested, self._wait = 2.0 * self.alpha, 2.0, self.probe_first
-        self._read = self.costs.read
+        self._asked, self._since, self._read = 0, 0, self.costs.read
 
     def length(self, batch: int) -> int:
         self.rounds += 1
         self.account.rounds += 1
-        is_resting = self._since >= RESTED and self._since % GLANCE > 0  # nothing has been learned
-        best = 0 if is_resting else self._best()
+        best = self._best()
         if best and self.ratios.wants_plain(self.account.is_full):
             best = 0
         elif best == 0:
@@ -71,6 +71,22 @@ class LengthChooser:
             self._since, self._wait = 0, self.probe_first
         self._asked = best
         return best
+
+    def rest(self) -> Rest | None:
+        """While drafting is off nothing is learned: rounds until it is thought about again."""
+        rounds = min(GLANCE - 1, self._wait - self._since - 1)
+        return Rest(rounds) if not self._asked and self._since >= RESTED and rounds > 0 else None
+
+    def wakes(self, view: RoundView) -> bool:
+        return False
+
+    def rested(self, rest: Rest) -> None:
+        count = len(rest.seconds)
+        self.rounds += count
+        self.rounds_off += count
+        self.account.rounds += count
+        self._since += count
+        self.ratios.observe(0, rest.usual / self._tabled(0), count)
 
     def seconds(self, length: int) -> float:
         """Of a round, as rounds go now."""

@@ -21,7 +21,7 @@ from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Pri
 from specctl.runtime.controllers.match import Matches
 from specctl.runtime.controllers.shadow import Shadows
 from specctl.runtime.measure.cost_table import CostTable
-from specctl.runtime.policies.base import GrowRequest, PolicyEntry
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry, Rest
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 
@@ -138,6 +138,23 @@ class Switch:
             self._note_shape(member, tree)
             self.shadows.add(member, tree, growth.view.tokens, self.contexts)
 
+    def rest(self) -> Rest | None:
+        is_off = self.is_open and self.arms[self.played].is_off and self.brain.off_for > 0
+        return Rest(self.brain.off_for, self.brain.glance) if is_off else None
+
+    def wakes(self, view: RoundView) -> bool:
+        """Reading the text costs little, thinking costs more."""
+        contexts = self.matches.contexts(view.slots, view.tokens)
+        return max(contexts) >= self.brain.wakes_at or self.matches.has_repeat
+
+    def rested(self, rest: Rest) -> None:
+        rounds = len(rest.seconds)
+        self.counts[self.arms[self.played].name].add(rest.tokens, sum(rest.seconds), rounds)
+        self.brain.rested(rounds)
+        self.prices.observe(0, rest.usual, rounds)
+        for score in self.shadows.ripe():
+            self.brain.scored(score)
+
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         tokens, spent = sum(map(len, outcome.emitted)), seconds.draft + seconds.verify
         if seconds.is_free or not self.is_open:  # nobody was asked, or too short to draft in
@@ -146,7 +163,7 @@ class Switch:
         arm = self.arms[self.played]
         count = self.counts[arm.name]
         count.add(tokens, spent)
-        if self.brain.is_resting and count.rounds % MEASURED:
+        if self.brain.is_resting and (self.brain.off_for or count.rounds % MEASURED):
             return  # a rest costs next to nothing
         lost, learned = self.idle, 0.0
         if arm.is_off and self.brain.is_listening:
