@@ -16,8 +16,8 @@ run, plain ones included (`runtime/measure/live_costs.py`).
 
 Members that live on the target's top-k have to listen to every round, and drafts that are not
 played take time. Both are done for a window of rounds, then for ever longer stretches not at all,
-sooner where drafts have not gained what this costs. Reading the text takes some microseconds a
-token and goes on: a repeated suffix ends a rest at once.
+sooner where drafts have not gained four times what this costs. While nobody is asked the text is
+read every few rounds: a repeated suffix ends a rest.
 """
 
 from __future__ import annotations
