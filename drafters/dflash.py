@@ -25,6 +25,8 @@ from specctl.drafters.nets.options import ADDED, HeadOptions
 from specctl.drafters.nets.taps import even_taps
 from specctl.drafters.option_checks import Count, Within
 
+STD = 0.02  # of the first weights, as checkpoints of Qwen3's shape begin
+
 
 @dataclass(frozen=True, slots=True)
 class DFlashOptions(HeadOptions):
@@ -78,7 +80,7 @@ class InjectedNet(nn.Module):
         self.norm = RmsNorm(width, spec.norm_eps)
         for parameter in self.net.parameters():  # no slot proposes anything before it has attended
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+                nn.init.normal_(parameter, std=STD)
 
 
 class InjectedBlocks(TappedBlocks):
