@@ -18,6 +18,8 @@ from specctl.runtime.target.target import Target
 from specctl_testing.drafters.head_cases import alphas, learned, make_heads, nearly_markov, train
 from specctl_testing.drafters.parallel_runs import Recorder
 
+STEPS = 40
+
 
 @pytest.fixture(scope="module")
 def target(make_model: Any) -> Any:
@@ -27,7 +29,7 @@ def target(make_model: Any) -> Any:
 @pytest.fixture(scope="module")
 def drafter(target: Any, make_batch: Any) -> Any:
     made = make_heads(target, "dspark", num_heads=3, layers=2, confidence_weight=1.0)
-    train(target, made, make_batch, 28)
+    train(target, made, make_batch, STEPS)
     return made
 
 
@@ -35,7 +37,7 @@ def test_without_the_correction_late_slots_are_worse(
     target: Any, drafter: Any, make_batch: Any
 ) -> None:
     corrected = alphas(target, drafter, make_batch)
-    plain = learned(target, "dspark", make_batch, 28, layers=2, rank=0)
+    plain = learned(target, "dspark", make_batch, STEPS, layers=2, rank=0)
     assert all(a > b + 0.03 for a, b in zip(corrected[1:], plain[1:], strict=True)), (
         corrected,
         plain,

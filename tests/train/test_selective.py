@@ -272,4 +272,4 @@ def test_short_of_steps_a_draft_learns_more_from_selected_tokens_than_from_all()
     found = [alphas(seed) for seed in range(SEEDS)]
     for other, least in (("all", 0.01), ("random", 0.03), ("lowest", 0.05)):
         gains = [each["highest"] - each[other] for each in found]
-    assert mean(gains) - 2 * stdev(gains) / SEEDS**0.5 > least, (other, gains)
+        assert mean(gains) - 2 * stdev(gains) / SEEDS**0.5 > least, (other, gains)
