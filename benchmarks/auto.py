@@ -35,7 +35,7 @@ from specctl.runtime.controllers.base import OFF
 from specctl.runtime.generate import Generated, generate
 from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.policies import make_policy
-from specctl.runtime.policies.base import GrowRequest, Rest
+from specctl.runtime.policies.base import GrowRequest, RestSpan
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.target.target import Target
 
@@ -98,7 +98,7 @@ class Timed(Switch):
         Timed.spent += time.perf_counter() - began
         return wakes
 
-    def rested(self, rest: Rest) -> None:
+    def rested(self, rest: RestSpan) -> None:
         began = time.perf_counter()
         Switch.rested(self, rest)
         Timed.spent += time.perf_counter() - began

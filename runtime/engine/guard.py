@@ -24,7 +24,7 @@ from specctl.core.tree import DraftTree, QRows
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.round_drafter import RoundDrafter
-from specctl.runtime.policies.base import Rest
+from specctl.runtime.policies.base import RestSpan
 
 IN_A_ROW = 3  # failures without a good round between them that end drafting
 
@@ -61,7 +61,7 @@ class Guard(RoundDrafter):
                 return self.inner.rests(view)
         return True
 
-    def rest(self) -> Rest | None:
+    def rest(self) -> RestSpan | None:
         with self._surviving([], "while it chose"):
             return self.inner.rest() if self.why_off is None else None
         return None
@@ -71,7 +71,7 @@ class Guard(RoundDrafter):
             return self.inner.wakes(view)
         return True
 
-    def rested(self, rest: Rest) -> None:
+    def rested(self, rest: RestSpan) -> None:
         if self.why_off is None:
             with self._surviving([], "while it learned"):
                 self.inner.rested(rest)

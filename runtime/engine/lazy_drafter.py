@@ -29,7 +29,7 @@ from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round, outcome_of_rows, scatter_rows
 from specctl.runtime.engine.round_drafter import RoundDrafter
-from specctl.runtime.policies.base import Rest
+from specctl.runtime.policies.base import RestSpan
 
 MOST_UNRANKED = 16  # rounds of which the logits are kept
 
@@ -88,7 +88,7 @@ class LazyDrafter(RoundDrafter):
         self._at: list[int] = []  # rows that draft in this round
         self._seen: Outcome | None = None
         self._device = torch.device("cpu")
-        self._rest: Rest | None = None
+        self._rest: RestSpan | None = None
         self._resting: tuple[int, ...] = ()  # slots of its rows
         self._is_asked = self._is_resting = False  # in this round
 
@@ -123,7 +123,7 @@ class LazyDrafter(RoundDrafter):
             self._wake()
         return self._is_resting
 
-    def _lasts(self, rest: Rest, view: RoundView) -> bool:
+    def _lasts(self, rest: RestSpan, view: RoundView) -> bool:
         if not rest.left:
             return False
         rest.left -= 1

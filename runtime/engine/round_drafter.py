@@ -26,7 +26,7 @@ from specctl.core.drafter import (
 from specctl.core.tree import DraftTree, empty_tree, fitted
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
-from specctl.runtime.policies.base import GrowRequest, Learner, Policy, Rest, Resting, Sleeper
+from specctl.runtime.policies.base import GrowRequest, Learner, Policy, Resting, RestSpan, Sleeper
 
 
 class RoundDrafter:
@@ -59,7 +59,7 @@ class RoundDrafter:
         """Asked before a round: whether nothing is to be drafted in it."""
         return False
 
-    def rest(self) -> Rest | None:
+    def rest(self) -> RestSpan | None:
         """After a round without a draft: those that need not be asked for, nor observed."""
         return None
 
@@ -67,7 +67,7 @@ class RoundDrafter:
         """Whether there is a reason to end the rest before this round."""
         return False
 
-    def rested(self, rest: Rest) -> None:
+    def rested(self, rest: RestSpan) -> None:
         """It is over; at least one round long."""
 
     def backlog(self, row: Row) -> int:
@@ -127,14 +127,14 @@ class PolicyDrafter(RoundDrafter):
     def rests(self, view: RoundView) -> bool:
         return self._resting is not None and self._resting.rests(self.state, view)
 
-    def rest(self) -> Rest | None:
+    def rest(self) -> RestSpan | None:
         rests = [rest for each in self._sleepers if (rest := each.rest()) is not None]
         return max(rests, key=lambda rest: rest.left, default=None)
 
     def wakes(self, view: RoundView) -> bool:
         return any(each.wakes(view) for each in self._sleepers)
 
-    def rested(self, rest: Rest) -> None:
+    def rested(self, rest: RestSpan) -> None:
         for each in self._sleepers:
             each.rested(rest)
 

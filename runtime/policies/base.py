@@ -140,7 +140,7 @@ class Resting(Protocol):
 
 
 @dataclass(slots=True)
-class Rest:
+class RestSpan:
     """Rounds in which nobody is asked, and nothing drafted, while the rows stay the same: `left`
     are still to come, and before every `glance`-th (0: none) there may be a reason to end the rest;
     what those behind have emitted, and the seconds of each."""
@@ -161,13 +161,13 @@ class Sleeper(Protocol):
     """A learner that knows ahead that it would draft nothing, so that these rounds cost what plain
     ones do."""
 
-    def rest(self) -> Rest | None:
+    def rest(self) -> RestSpan | None:
         """After a round without a draft: the rounds that need not be asked for, nor observed."""
 
     def wakes(self, view: RoundView) -> bool:
         """Whether there is a reason to end the rest before this round."""
 
-    def rested(self, rest: Rest) -> None:
+    def rested(self, rest: RestSpan) -> None:
         """It is over; at least one round long."""
 
 

@@ -14,7 +14,7 @@ from specctl.core.drafter import Outcome, RoundSeconds, RoundView
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.live_costs import Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
-from specctl.runtime.policies.base import Rest
+from specctl.runtime.policies.base import RestSpan
 
 HORIZON = 64  # rounds in which the reading of what was missed must pay
 RESTED, GLANCE = 16, 8  # after so many rounds without drafts, thinks about every 8th
@@ -72,15 +72,17 @@ class LengthChooser:
         self._asked = best
         return best
 
-    def rest(self) -> Rest | None:
+    def rest(self) -> RestSpan | None:
         """While drafting is off nothing is learned: rounds until it is thought about again."""
+        if self._asked or self._since < RESTED:
+            return None
         rounds = min(GLANCE - 1, self._wait - self._since - 1)
-        return Rest(rounds) if not self._asked and self._since >= RESTED and rounds > 0 else None
+        return RestSpan(rounds) if rounds > 0 else None
 
     def wakes(self, view: RoundView) -> bool:
         return False
 
-    def rested(self, rest: Rest) -> None:
+    def rested(self, rest: RestSpan) -> None:
         count = len(rest.seconds)
         self.rounds += count
         self.rounds_off += count

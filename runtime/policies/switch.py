@@ -21,7 +21,7 @@ from specctl.runtime.controllers.base import OFF, Arm, ArmCount, Controller, Pri
 from specctl.runtime.controllers.match import Matches
 from specctl.runtime.controllers.shadow import Shadows
 from specctl.runtime.measure.cost_table import CostTable
-from specctl.runtime.policies.base import GrowRequest, PolicyEntry, Rest
+from specctl.runtime.policies.base import GrowRequest, PolicyEntry, RestSpan
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 
@@ -138,16 +138,16 @@ class Switch:
             self._note_shape(member, tree)
             self.shadows.add(member, tree, growth.view.tokens, self.contexts)
 
-    def rest(self) -> Rest | None:
+    def rest(self) -> RestSpan | None:
         is_off = self.is_open and self.arms[self.played].is_off and self.brain.off_for > 0
-        return Rest(self.brain.off_for, self.brain.glance) if is_off else None
+        return RestSpan(self.brain.off_for, self.brain.glance) if is_off else None
 
     def wakes(self, view: RoundView) -> bool:
         """Reading the text costs little, thinking costs more."""
         contexts = self.matches.contexts(view.slots, view.tokens)
         return max(contexts) >= self.brain.wakes_at or self.matches.has_repeat
 
-    def rested(self, rest: Rest) -> None:
+    def rested(self, rest: RestSpan) -> None:
         rounds = len(rest.seconds)
         self.counts[self.arms[self.played].name].add(rest.tokens, sum(rest.seconds), rounds)
         self.brain.rested(rounds)

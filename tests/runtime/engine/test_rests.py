@@ -13,7 +13,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import CostTable
-from specctl.runtime.policies.base import Rest
+from specctl.runtime.policies.base import RestSpan
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import GLANCE, RESTED, LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
@@ -43,14 +43,14 @@ class Sleepy(LengthChooser):
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         self.observed += 1
 
-    def rest(self) -> Rest | None:
-        return Rest(5, glance=2)
+    def rest(self) -> RestSpan | None:
+        return RestSpan(5, glance=2)
 
     def wakes(self, view: RoundView) -> bool:
         self.glanced.append(len(view.tokens[0]))
         return len(view.tokens[0]) >= self.ends_at
 
-    def rested(self, rest: Rest) -> None:
+    def rested(self, rest: RestSpan) -> None:
         self.rests.append((rest.tokens, rest.usual))
 
 
@@ -112,7 +112,7 @@ def test_rows_that_join_or_leave_end_a_rest(target: Any) -> None:
 
 def test_a_rest_that_fails_costs_the_drafts_alone(target: Any) -> None:
     class Broken(Sleepy):
-        def rested(self, rest: Rest) -> None:
+        def rested(self, rest: RestSpan) -> None:
             raise ValueError
 
     said: list[str] = []
