@@ -137,8 +137,9 @@ class SlotKV:
         self._span = span
         self._whole = slots == tuple(range(len(slots)))
         self._contiguous = -1 if uniform_start is None else uniform_start
+        self._at_BT = self._start_B1[:, :0]  # made when asked for
         if not self._whole or uniform_start is None:
-            self._at_BT = self._start_B1 + torch.arange(num_fed, device=slot_B.device)
+            self.places(num_fed)
 
     @property
     def aim(self) -> Aim:
@@ -187,6 +188,12 @@ class SlotKV:
             keys[slot_B1, :, at_BT] = key_BJTE.transpose(1, 2)
             values[slot_B1, :, at_BT] = value_BJTE.transpose(1, 2)
         return self.read(layer)
+
+    def places(self, num_fed: int) -> tuple[Tensor, Tensor]:
+        """Where `update` writes: slots [B, 1], and the position of every fed token [B, T]."""
+        if self._at_BT.shape != (len(self._slot_B1), num_fed):
+            self._at_BT = self._start_B1 + torch.arange(num_fed, device=self._start_B1.device)
+        return self._slot_B1, self._at_BT
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """What attention reads of one layer, [B, J, span, E], where nothing is written to it."""

@@ -3,8 +3,8 @@
 The same arithmetic as transformers' modules with a third of their operations: query, key and value
 are one product, gate and up another, rotary tables are made once in float32, keys and values are
 never repeated.
-Letters: B rows, D hidden width, E head width, H query heads, M new nodes, O output width, Q picked
-rows, T fed tokens, V target vocabulary, X any axes.
+Letters: B rows, D hidden width, E head width, H query heads, J key/value heads, L positions, M new
+nodes, O output width, Q picked rows, T fed tokens, V target vocabulary, X any axes, Z slots.
 """
 
 from __future__ import annotations
@@ -31,8 +31,16 @@ from specctl.core.language_model import (
 )
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
+from specctl.models.compiled import PATIENCE, CompiledLM
 from specctl.models.hf_spec import spec_of
-from specctl.models.kernels import Weight, additive_mask, attend, linear, rms_norm
+from specctl.models.kernels import (
+    Weight,
+    additive_mask,
+    attend,
+    linear,
+    rms_norm,
+    small_kernels,
+)
 from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape, Weights
 from specctl.models.native.bits import GROUP
 from specctl.models.native.chain import NextToken, whole_chain
@@ -56,6 +64,7 @@ class FastLlama(LanguageModel):
 
     bits: int | None = None
     int4: Weights | None = None
+    recorded: CompiledLM | None = None  # itself, drafting on a GPU
     module: LlamaModel
     config: Any = None  # of transformers, and how it generates, where the weights came from there
     generation_config: Any = None
@@ -223,9 +232,15 @@ class FastLlama(LanguageModel):
         scores: Tensor,
         kv: SlotKV | None,
     ) -> Tensor:
-        query, key, value = self._query_key_value(x, layer, rope)
-        if kv is not None:
-            key, value = kv.update(index, key, value)
+        if kv is not None and (own := self._stores(x, layer, kv)) is not None:
+            heads = self._heads(x, layer)
+            store = kv.key_ZJLE[index], kv.value_ZJLE[index]
+            query = own.rotate_and_store(heads, rope, store, *kv.places(x.shape[1]))
+            key, value = kv.read(index)
+        else:
+            query, key, value = self._query_key_value(x, layer, rope)
+            if kv is not None:
+                key, value = kv.update(index, key, value)
         out = attend(query, key, value, scores)
         return self._joined(x, out.transpose(1, 2).flatten(2), layer, index)
 
@@ -233,15 +248,28 @@ class FastLlama(LanguageModel):
         """The residual, and what that layer's heads put out [B, T, H * head width]."""
         return x + linear(out, layer.output, layer.output_bias)
 
+    def _stores(self, x: Tensor, layer: LayerWeights, kv: SlotKV) -> Any:
+        """The kernels of CUDA that rotate and write at once; None where each is done by itself."""
+        own = small_kernels(x)
+        width = self.module.shape.head_dim
+        fits = width & (width - 1) == 0 and layer.qk_norm_HE is None
+        is_plain = type(kv).update is SlotKV.update and kv.key_ZJLE[0].dtype == x.dtype
+        return own if own is not None and fits and is_plain else None
+
+    def _heads(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """[B, T, X, E]: queries, keys and values, not rotated."""
+        shape = self.module.shape
+        flat = rms_norm(x, layer.attention_norm, shape.norm_eps)
+        both = _project(flat, layer.qkv, layer.qkv_bias)
+        return both.view(*x.shape[:2], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+
     def _query_key_value(
         self, x: Tensor, layer: LayerWeights, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, H, T, E] each (keys and values of fewer heads), rotated."""
         shape = self.module.shape
-        B, T, _ = x.shape
         H, K = shape.num_heads, shape.num_kv_heads
-        flat = rms_norm(x, layer.attention_norm, shape.norm_eps)
-        heads = _project(flat, layer.qkv, layer.qkv_bias).view(B, T, H + 2 * K, shape.head_dim)
+        heads = self._heads(x, layer)
         both, value = heads[:, :, : H + K], heads[:, :, H + K :].transpose(1, 2)
         if layer.qk_norm_HE is not None:
             eps = shape.qk_norm_eps or shape.norm_eps
@@ -286,10 +314,18 @@ class FastLlama(LanguageModel):
         """[B, T, O]: what the neurons of the MLP put out."""
         shape = self.module.shape
         flat = rms_norm(x, layer.mlp_norm, shape.norm_eps)
-        gate, up = _project(flat, layer.gate_up, (None,) * len(layer.gate_up)).chunk(2, dim=-1)
+        both = _project(flat, layer.gate_up, (None,) * len(layer.gate_up))
+        if (own := small_kernels(both)) is not None:
+            found: Tensor = own.silu_mul(both)
+            return found
+        gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def for_drafting(self) -> FastLlama:
+    def for_drafting(self) -> LanguageModel:
+        if self.device.type == "cuda":
+            if self.recorded is None:
+                self.recorded = CompiledLM(self, patience=PATIENCE)
+            return self.recorded
         stack = self.module.stack() if self.bits is None else None
         return self if stack is None or not drafts_in_int8(stack) else self.in_bits(8)
 

@@ -96,9 +96,7 @@ def _attention(
         )
     softcap, sink_H = kwargs.get("softcap"), kwargs.get("s_aux")
     if softcap is None and sink_H is None:
-        group = query.shape[1] // key.shape[1]
-        mask = attention_mask if query.shape[2] == 1 else attention_mask.repeat(1, 1, group, 1)
-        out = attend(query, key, value, mask, scaling)
+        out = attend(query, key, value, attention_mask, scaling)
     else:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend_capped(query, key, value, attention_mask, scale, softcap, sink_H)

@@ -21,6 +21,7 @@ from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.attention import KeySet, Seen, SeenPart, attend_seen
 from specctl.drafters.nets.routed import Router
+from specctl.models import kernels
 
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> attended
 
@@ -71,7 +72,8 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = torch.promote_types(x.dtype, self.weight.dtype)  # one kernel where they are alike
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps)
 
 
 class Mlp(nn.Module):
@@ -114,12 +116,8 @@ def attend(query_BHTE: Tensor, key_BHLE: Tensor, value_BHLE: Tensor, mask: Tenso
     """[B, T, H * E]: attention under a [B, 1, T, L] mask (None = everything); the query heads of
     one key/value head are folded into the query axis, so nothing is repeated."""
     B, H, T, E = query_BHTE.shape
-    group = H // key_BHLE.shape[1]
-    folded = query_BHTE.reshape(B, H // group, group * T, E)
-    if mask is not None and T > 1 and group > 1:
-        mask = mask.repeat(1, 1, group, 1)
-    out = F.scaled_dot_product_attention(folded, key_BHLE, value_BHLE, attn_mask=mask)
-    return out.reshape(B, H, T, E).transpose(1, 2).reshape(B, T, H * E)
+    out = kernels.attend(query_BHTE, key_BHLE, value_BHLE, mask)
+    return out.transpose(1, 2).reshape(B, T, H * E)
 
 
 def attend_chains(

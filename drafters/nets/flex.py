@@ -18,19 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.core.gpu_kernels import has_triton
+
 BLOCK = 128
+KINDS = 64  # of calls, each compiled: by dtype, heads, with and without gradient
+LEAST_WIDTH = 16  # of a head
 
 
 def is_at_hand(query: Tensor) -> bool:
-    """True where the kernel is generated: on CUDA with Triton, for its dtypes."""
-    return query.device.type == "cuda" and query.dtype != torch.float64 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton
-
-    return bool(has_triton())
+    """True where the kernel is generated: on CUDA with Triton, for its dtypes and widths."""
+    fits = query.dtype != torch.float64 and query.shape[-1] >= LEAST_WIDTH
+    return query.device.type == "cuda" and fits and has_triton()
 
 
 @cache
@@ -39,7 +37,12 @@ def kernel() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-    return compiled
+
+    def call(*tensors: Tensor, **options: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=KINDS):
+            return compiled(*tensors, **options)
+
+    return call
 
 
 def block_mask(first_BT: Tensor, last_BT: Tensor, num_keys: int) -> Any:
