@@ -28,7 +28,7 @@ def load_target(
     device: str = "auto",
     inflate: str | None = None,
     offline: bool = False,
-    compile: bool = False,
+    compile: bool | None = False,
     adapters: Sequence[str] = (),
     device_map: str | None = None,
     tensor_parallel: bool = False,
@@ -38,6 +38,8 @@ def load_target(
     `adapters`: LoRA adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
     `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a .json file, for a
     target that one device does not hold; `tensor_parallel`: spread over torchrun's processes.
+    `compile`: rounds are recorded in fixed shapes (CUDA graphs); None: on a GPU, where our own
+    forward reads the target.
     A transformers model is frozen, put in evaluation mode and used as it is, with `tokenizer`, else
     the one of the folder or repository it was loaded from. A Target is returned as it is.
     """

@@ -16,12 +16,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import Cases, parser
+from gpu_common import LLAMA_8B, Cases, parser, spec_for
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -33,6 +35,9 @@ from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families, family
 from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
+from specctl.drafters.states import recorded
+from specctl.models.compiled import CompiledLM
+from specctl.models.fast_llama import FastLlama, LlamaModel
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
@@ -122,6 +127,50 @@ def attention_case(
     return {"output": off[0], "gradients": max(off[1:])}
 
 
+# -- the target's layers -------------------------------------------------------------------------
+
+
+def layers_case(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Logits and cache of rounds against whole-row float64 on the CPU: rows of unequal length, in
+    slots of their own, and rows that stand alike."""
+    torch.manual_seed(0)
+    shape = replace(LLAMA_8B, num_layers=3, hidden_size=256, vocab_size=300, num_heads=8,
+                    num_kv_heads=2, head_dim=64, intermediate_size=700)  # fmt: skip
+    there = FastLlama(LlamaModel(shape).to(device, dtype), spec_for(shape))
+    here = FastLlama(LlamaModel(shape).double(), spec_for(shape))
+    here.module.load_state_dict({n: w.double().cpu() for n, w in there.module.state_dict().items()})
+    ids, worst = torch.randint(0, 300, (2, 40)), 0.0
+
+    def off(slots: tuple[int, ...], rows: list[int], starts: list[int], count: int) -> float:
+        """Of the logits of a round that feeds so many tokens of these rows."""
+        kept = torch.tensor(starts, device=device)
+        fed = torch.stack([ids[b, n : n + count] for b, n in zip(rows, starts, strict=True)])
+        span, same = max(starts) + count, starts[0] if len({*starts}) == 1 else None
+        kv.begin(slots, torch.tensor(slots, device=device), kept, count, span, same)
+        at = kept[:, None] + torch.arange(count, device=device)
+        out = there.forward(fed.to(device), at, there.chain_masks(kept, count, span), kv)
+        found = []
+        for b, (row, n) in enumerate(zip(rows, starts, strict=True)):
+            text = ids[row : row + 1, : n + count]
+            alone = here.document_masks(torch.zeros_like(text))
+            whole = here.dense(text, torch.arange(n + count)[None], alone).logits_BTV
+            assert whole is not None
+            assert out.logits_BTV is not None
+            away = out.logits_BTV[b].double().cpu() - whole[0, n:]
+            found.append(float(away.abs().max() / whole.abs().max()))
+        return max(found)
+
+    for lengths, slots in (([20, 20], (0, 1)), ([20, 13], (0, 1)), ([20, 13], (3, 1))):
+        kv = there.new_kv(4, 64)
+        with torch.inference_mode():
+            alone = [off((slots[b],), [b], [0], n) for b, n in enumerate(lengths)]
+            six = off(slots, [0, 1], lengths, 6)
+            worst = max(worst, *alone, six, off(slots, [0, 1], [n + 6 for n in lengths], 1))
+    if not worst < 2 * DEVIATION[dtype]:
+        raise RuntimeError(f"off by {worst:.3g} of the largest logit")
+    return {"off": worst}
+
+
 # -- families -----------------------------------------------------------------------------------
 
 
@@ -188,23 +237,25 @@ def family_case(name: str, host: Target, there: Target) -> dict[str, Any]:
         found["gradient_off"] = off
         if not found["is_random"] and (abs(other - loss) > 1e-4 * abs(loss) or off > 1e-3):
             raise RuntimeError(f"loss {loss} here, {other} there; gradient off by {off}")
-    setting = Sampling(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+    setting = Sampling(temperature=0.0, max_new_tokens=24, ignore_eos=True)
     plain = generate(there, [*PROMPTS], sampling=setting, batch=2)
     policies = family(name).policies
     drafter = drafter_of(name, there)
-    if drafter.lossless:
-        for policy in policies:
-            made = generate(
-                there, [*PROMPTS], drafter=drafter, sampling=setting, batch=2,
-                policy=make_policy({"policy": policy}),
-            )  # fmt: skip
-            if [o.token_ids for o in made.outputs] != [o.token_ids for o in plain.outputs]:
-                raise RuntimeError(f"policy {policy} wrote another text than the target alone")
+    replayed = replace(there, lm=CompiledLM(there.lm, "eager"))
+    for policy, how in product(policies, (there, replayed)) if drafter.lossless else ():
+        made = generate(
+            how, [*PROMPTS], drafter=drafter, sampling=setting, batch=2,
+            policy=make_policy({"policy": policy}),
+        )  # fmt: skip
+        if [o.token_ids for o in made.outputs] != [o.token_ids for o in plain.outputs]:
+            way = " from recordings" if how is replayed else ""
+            raise RuntimeError(f"policy {policy}{way} wrote another text than the target alone")
     return {**found, "policies": len(policies)}
 
 
 def main() -> None:
     args = parser(__doc__).parse_args()
+    recorded.PATIENCE = 2  # drafters are recorded at once, too
     cases = Cases("checks", args)
     device = cases.device
 
@@ -224,6 +275,9 @@ def main() -> None:
                 f"attention, {name}, {kind}",
                 partial(attention_case, shape, document, dtype, device, name != "any queries"),
             )
+    for dtype in DEVIATION:
+        kind = str(dtype).removeprefix("torch.")
+        cases.case(f"layers, {kind}", partial(layers_case, dtype, device))
     for name in ("eagle3", "medusa", "prompt-lookup") if cases.dry else sorted(families()):
         cases.case(
             f"family {name}",

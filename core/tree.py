@@ -219,6 +219,14 @@ def fitted(tree: DraftTree) -> DraftTree:
     )
 
 
+@lru_cache(maxsize=1024)
+def chain_parent(step: int, num_rows: int, device: torch.device) -> Tensor:
+    """[B, 1]: the parent of token number `step` of a chain (expansion index, -1 for the root). One
+    tensor for all chains: who is given this very one knows without looking that a chain goes on."""
+    with torch.inference_mode(False):
+        return torch.full((num_rows, 1), step - 1, dtype=torch.long, device=device)
+
+
 def chain_tree(
     token_BN: Tensor, valid_BN: Tensor, kind: NodeKind, q: QRows | None = None
 ) -> DraftTree:

@@ -240,6 +240,10 @@ class Eagle3State(FeatureState):
         self._fused = FUSED.of(self.net)
         self._head = served_head(self.net.lm_head.weight, self.net.router)
 
+    @property
+    def is_recordable(self) -> bool:
+        return not isinstance(self._head, RoutedHead)
+
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return linear(self.net.gathered(taps), self._fused.fc)
 

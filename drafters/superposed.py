@@ -106,6 +106,7 @@ class SuperposedState(StoredState, LmState):
     what drafting took."""
 
     lm: FastLlama
+    is_recordable = False
 
     def __init__(self, drafter: Superposed, space: Space) -> None:
         super().__init__(drafter, space)

@@ -12,6 +12,7 @@ target vocabulary, W window, Z slots.
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
+from specctl.core.cuda_graph import CudaGraph
 from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import Aim, KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256
+MOST_SHAPES = 96  # kept; each holds the logits of its round
+PATIENCE = 3  # where nobody asked for recordings
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,14 @@ class RoundShape:
 
 
 class CompiledLM(LanguageModel):
-    """A language model whose rounds are recorded; `backend` is torch.compile's."""
+    """A language model whose rounds are recorded; `backend` is torch.compile's. A shape is recorded
+    when it is asked for the `patience`-th time: to record costs about three forwards."""
 
-    def __init__(self, lm: LanguageModel, backend: str = "inductor") -> None:
-        self.lm, self.backend = lm, backend
+    def __init__(self, lm: LanguageModel, backend: str = "inductor", patience: int = 1) -> None:
+        self.lm, self.backend, self.patience = lm, backend, patience
         self.spec, self.module, self.windows = lm.spec, lm.module, lm.windows
         self._recorded: dict[RoundShape, Recorded] = {}
+        self._asked: dict[RoundShape, int] = {}
         self._store: SlotKV | None = None
         self._is_lent = False
 
@@ -64,8 +70,12 @@ class CompiledLM(LanguageModel):
         """Shapes recorded so far."""
         return len(self._recorded)
 
+    def is_recorded_upon(self, kv: SlotKV) -> bool:
+        """Whether rounds with this cache are replayed."""
+        return self._store is not None and kv.key_ZJLE is self._store.key_ZJLE
+
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
-        if kv is None or self._store is None or kv.key_ZJLE is not self._store.key_ZJLE:
+        if kv is None or not self.is_recorded_upon(kv):
             return self.lm.run(feed, kv)
         is_plain = feed.logits and feed.only is None and feed.parts is None
         is_round = is_plain and feed.residual_BTD is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
@@ -74,6 +84,11 @@ class CompiledLM(LanguageModel):
         shape = RoundShape.of(feed, kv.aim)
         recorded = self._recorded.get(shape)
         if recorded is None:
+            times = self._asked[shape] = self._asked.get(shape, 0) + 1
+            if times < self.patience:
+                return self.lm.run(feed, kv)
+            if len(self._recorded) == MOST_SHAPES:
+                del self._recorded[next(iter(self._recorded))]
             recorded = self._recorded[shape] = Recorded(self.lm, kv, shape, self.backend)
         return recorded(feed, kv.aim)
 
@@ -90,6 +105,9 @@ class CompiledLM(LanguageModel):
         store = self._store
         if store is None or store.num_slots != num_slots or store.max_len < size:
             self._recorded.clear()
+            self._asked.clear()
+            store = self._store = None
+            gc.collect()  # recordings hold each other and the cache they were made on
             self._store = store = self.lm.new_kv(num_slots, size)
         lent, self._is_lent = copy.copy(store), True
         weakref.finalize(lent, self._take_back)
@@ -167,28 +185,10 @@ def _pad(mine_B1WL: Tensor, mask_B1TL: Tensor) -> None:
 def record(forward: FunctionType, device: torch.device, backend: str) -> Callable[[], LmOut]:
     """A faster `forward`: its inputs are the tensors it closes over, refilled between calls. It
     runs once before, so that fused weights and tables of positions are there."""
-    forward()
     if device.type == "cuda":
-        return _graph(forward)
+        return CudaGraph(forward)
+    forward()
     code = forward.__code__.replace(co_name="round")  # torch limits the compilations of one code
     own = FunctionType(code, forward.__globals__, "round", None, forward.__closure__)
     compiled: Callable[[], LmOut] = torch.compile(own, dynamic=False, backend=backend)
     return compiled
-
-
-def _graph(forward: FunctionType) -> Callable[[], LmOut]:
-    """Workspaces are made by a run on a side stream, before recording."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        forward()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out: LmOut = forward()
-
-    def replay() -> LmOut:
-        graph.replay()
-        return out
-
-    return replay

@@ -146,6 +146,7 @@ class Rotary:
     inv_freq: Tensor
     scale: float = 1.0
     tables: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+    outgrown: list[Tensor] = field(default_factory=list)  # CUDA graphs still read these
 
     def at(self, position_BT: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin at positions below `length`, each [B, T, 1, E]."""
@@ -162,6 +163,8 @@ class Rotary:
         """[at least `length`, 2 E]: cos and signed sin of every position."""
         found = self.tables.get((device, dtype))
         if found is None or found.shape[0] < length:
+            if found is not None and device.type == "cuda":
+                self.outgrown.append(found)
             rows = max(256, 1 << (length - 1).bit_length())
             found = self.tables[device, dtype] = self._table(rows, device).to(dtype)
         return found

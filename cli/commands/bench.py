@@ -121,7 +121,7 @@ def bench(
     ] = None,
     generation_config: GenerationConfigFlag = None,
     seed: Seed = 0,
-    compiled: Compile = False,
+    compiled: Compile = None,
 ) -> None:
     """Measure tau, tokens per second and speed-up of drafters, interleaved in one process.
 

@@ -92,7 +92,7 @@ class Heat:
     repeats: int
     batch: int
     seed: int
-    compiled: bool
+    compiled: bool | None
     has_assisted: bool
 
 
@@ -147,7 +147,7 @@ def bench_families(
     ] = None,
     plot: Plot = None,
     seed: Seed = 0,
-    compiled: Compile = False,
+    compiled: Compile = None,
     target: TargetChoice = TINY,
 ) -> None:
     """Train drafter families alike and compare them: one target, one set of data, one number of

@@ -65,7 +65,7 @@ def generate(
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
-    compiled: Compile = False,
+    compiled: Compile = None,
 ) -> None:
     """Continue prompts. With a drafter the answers are the same, but faster.
 

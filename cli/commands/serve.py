@@ -191,7 +191,7 @@ def serve(
         ),
     ] = True,
     generation_config: GenerationConfigFlag = None,
-    compiled: Compile = False,
+    compiled: Compile = None,
 ) -> None:
     """Serve a target to many users at once. With a drafter the answers are the same, but faster.
 

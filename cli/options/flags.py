@@ -37,10 +37,11 @@ NoColor = Annotated[bool, everywhere_option("--no-color", help="Plain text, no b
 
 Offline = Annotated[bool, target_option("--offline", help="Do not use the hub.")]
 Compile = Annotated[
-    bool,
+    bool | None,
     target_option(
-        "--compile",
-        help="Record the target's rounds in fixed shapes (CUDA graphs; torch.compile on a CPU).",
+        "--compile/--no-compile",
+        help="Record the target's rounds in fixed shapes (CUDA graphs; torch.compile on a CPU); "
+        "else on a GPU alone.",
     ),
 ]
 Draft = Annotated[

@@ -101,7 +101,7 @@ class TargetChoice:
     def load(
         self,
         console: Console,
-        compiled: bool = False,
+        compiled: bool | None = False,
         is_read_only: bool = False,
         is_in_step: bool = False,
     ) -> Target:

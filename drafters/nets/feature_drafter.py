@@ -44,7 +44,14 @@ from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, at
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
 from specctl.drafters.nets.recompute import is_large, run
-from specctl.drafters.nets.routed import Router, cut_router, read_head, served_head, with_router
+from specctl.drafters.nets.routed import (
+    RoutedHead,
+    Router,
+    cut_router,
+    read_head,
+    served_head,
+    with_router,
+)
 from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
@@ -242,6 +249,10 @@ class TrunkState(FeatureState):
         if not is_plain or any(type(layer) is not DecoderLayer for layer in net.layers):
             return None
         return self.stack_of(list(net.layers), self.drafter.head_weight())
+
+    @property
+    def is_recordable(self) -> bool:
+        return self.net.passes is None and not isinstance(self._head, RoutedHead)
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.drafter.tap].to(self.dtype)

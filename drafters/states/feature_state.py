@@ -10,8 +10,9 @@ nodes, T fed tokens, V target vocabulary, W window, X any axes, Z slots.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from specctl.core.language_model import Feed, LmOut, Masks
 from specctl.core.masks import chain_mask
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
+from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
 from specctl.models.native.step import (
     RESIDUAL,
@@ -83,6 +85,7 @@ class FeatureState(StepState):
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
         self._weights_version = drafter.version
+        self._calls = RecordedCalls()
         self._prepare()
 
     # -- what a drafter computes ------------------------------------------------------------------
@@ -137,8 +140,15 @@ class FeatureState(StepState):
     def nodes(self, token_BM: Tensor, parent_BM: Tensor, place: Place) -> Tensor:
         """[B, M, K]: the logits after drafted tokens, whose place the cache is aimed at."""
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether `newest` and `nodes` of a chain read nothing from the GPU, so that they can be
+        recorded there."""
+        return False
+
     def _prepare(self) -> None:
         self.fuse_weights()
+        self._calls.forget()
         self._version, stack = self._weights_version(), self.stack()
         self._native: NativeStep | None = None
         if stack is not None:
@@ -237,7 +247,51 @@ class FeatureState(StepState):
         fed = self._aim_pending(view, counts, kept, kept_B)
         self._growth = TreeLayout(view, self.kv, kept, kept_B)
         self._states = []
+        if self._records() and min(fed.counts) == max(fed.counts):
+            found = self._calls.run("newest", self.kv, fed.ids_BT, fed.state_BTD, self._root_call)
+            if found is not None:
+                return self._remembered(*found)[:, 0]
         return self.newest(fed, kept_B)[:, 0]
+
+    # -- recorded -------------------------------------------------------------------------------
+
+    def _records(self) -> bool:
+        return self.device.type == "cuda" and self.is_recordable
+
+    def _remembered(self, logits_BMK: Tensor, state_BMD: Tensor) -> Tensor:
+        """What a recording returned, before the next overwrites it."""
+        self._states.append(state_BMD.clone())
+        return logits_BMK.clone()
+
+    def _root_call(self, kv: SlotKV, own: RecordedCall) -> tuple[Tensor, Tensor]:
+        """`newest`, on the buffers of a recording."""
+        start_B, W = own.aim.start_B1[:, 0], own.ids_BT.shape[1]
+        rope = self._rope_L2E[own.at_BT]
+        fed = Fed(own.ids_BT, own.state_BTD, rope, start_B, (W,) * len(start_B))
+        return self._on_buffers(kv, [], lambda: self.newest(fed, start_B + W))
+
+    def _node_call(self, kv: SlotKV, own: RecordedCall) -> tuple[Tensor, Tensor]:
+        """`nodes` of a chain that goes on, on the buffers of a recording."""
+        at_L = torch.arange(own.aim.span, device=self.device)
+        mask = (at_L <= own.aim.start_B1)[:, None, None]
+        place = Place(mask, own.at_BT, own.aim.span, is_next=True)
+        return self._on_buffers(
+            kv, [own.state_BTD], lambda: self.nodes(own.ids_BT, own.at_BT, place)
+        )
+
+    def _on_buffers(
+        self, kv: SlotKV, states: list[Tensor], call: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and newest states of a call on that cache; this state is as before."""
+        mine = self.kv, self._states, self._growth
+        try:
+            self.kv, self._states, self._growth = kv, states, copy.copy(self._growth)
+            if self._growth is not None:
+                self._growth.uniform = None  # masks, not slices
+            logits_BMK = call()
+            return logits_BMK, self._states[-1]
+        finally:
+            self.kv, self._states, self._growth = mine
 
     def _lengths(self, view: RoundView) -> tuple[list[int], list[int]]:
         """Pending rows, and true rows with them; a text without features counts its zero row."""
@@ -277,6 +331,10 @@ class FeatureState(StepState):
         place = self._growth.place(parent_BM)
         if self._rope_L2E.shape[0] < self.kv.max_len:
             self._rope_L2E = self._rotations()
+        if place.is_next and self._records():
+            found = self._calls.run("node", self.kv, token_BM, self._states[-1], self._node_call)
+            if found is not None:
+                return self._remembered(*found)
         return self.nodes(token_BM, parent_BM, place)
 
     def known(self, view: RoundView) -> Tensor:

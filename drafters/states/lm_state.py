@@ -19,6 +19,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.routed import RoutedHead, Router
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache, expansions
+from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import FastLlama, LlamaModel
 from specctl.models.native.chain import NextToken
 
@@ -69,9 +70,12 @@ class LmState(StepState):
     """
 
     prefills_in_parts = True
+    is_recordable = True  # asks its model for whole forwards alone
 
     def __init__(self, drafter: SpokenModel, space: Space) -> None:
         self.drafter, self.lm = drafter, drafter.lm.for_drafting()
+        if isinstance(self.lm, CompiledLM) and not self.is_recordable:
+            self.lm = self.lm.lm
         self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
         self.num_cached = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots

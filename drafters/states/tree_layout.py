@@ -19,6 +19,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundView
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Masks
+from specctl.core.tree import chain_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +71,13 @@ class TreeLayout:
         self.num_nodes = num_nodes
 
     def _is_next(self, parent_BM: Tensor, start: int) -> bool:
-        """Host check that the chain goes on; asked only where reading a tensor costs nothing."""
+        """Whether the chain goes on, as far as it is known without reading from a GPU."""
         if not self.is_chain or self._ancestor_BNN is not None or parent_BM.shape[1] != 1:
             self.is_chain = self.is_chain and parent_BM.shape[1] == 1
             return False
-        if parent_BM.is_cuda and start > 0:
-            return False
-        self.is_chain = start == 0 or bool((parent_BM == start - 1).all())
+        if start == 0 or parent_BM is chain_parent(start, len(parent_BM), parent_BM.device):
+            return True
+        self.is_chain = not parent_BM.is_cuda and bool((parent_BM == start - 1).all())
         return self.is_chain
 
     def _branch(self, parent_BM: Tensor, start: int, span: int, is_nested: bool) -> Place:

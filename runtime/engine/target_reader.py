@@ -43,11 +43,12 @@ class TargetReader:
         self.target, self.taps, self.device = target, taps, target.device
         pruning = pruning_of(target.lm, policy, drafter)
         self._unpadded = Unpadded.of(target.lm)
-        self._forward: TreeForward = pruning.forward if pruning is not None else self._whole
+        self._pruned: TreeForward | None = None if pruning is None else pruning.forward
         self._kv: SlotKV | None = None
 
     def open(self, num_slots: int, max_len: int) -> None:
         """A new cache."""
+        self._kv = None  # its memory is free for the new one
         self._kv, self.device = self.target.new_kv(num_slots, max_len), self.target.device
 
     @property
@@ -76,7 +77,7 @@ class TargetReader:
         if extra_BMD is not None:  # masked values of nan would reach the text: 0 * nan
             extra_BMD = extra_BMD.nan_to_num(0.0, 0.0, 0.0)
         feed = Feed(fed_BT, position_BT, masks, self.taps, residual_BTD=extra_BMD)
-        return self._forward(feed, tree, self.kv)
+        return (self._pruned or self._whole)(feed, tree, self.kv)
 
     def _whole(self, feed: Feed, tree: DraftTree, kv: SlotKV) -> tuple[DraftTree, LmOut]:
         if tree.exits is not None:

@@ -17,7 +17,14 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.core.errors import RecipeError
 from specctl.core.language_model import WholeChain
-from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
+from specctl.core.tree import (
+    DraftTree,
+    NodeKind,
+    QRows,
+    chain_parent,
+    chain_tree,
+    empty_tree,
+)
 from specctl.runtime.policies.base import GrowRequest, PolicyEntry
 from specctl.runtime.policies.draw import log_guess
 from specctl.runtime.sampling.gumbel_max import best_token
@@ -111,7 +118,7 @@ class Chain:
             may_end = growth.may_draft_nothing and not alive_B.is_cuda
             if (stopper is not None or may_end) and not bool(alive_B.any()):
                 break
-            parent_B1 = torch.full_like(row_B[:, None], step - 1)
+            parent_B1 = chain_parent(step, len(row_B), row_B.device)
             logits_BK = growth.expand(tokens[-1][:, None], parent_B1)[:, 0]
         tree = self._tree(growth, tokens, distributions, valids)
         return tree if not chances else replace(tree, estimate_BN=torch.stack(chances, 1).exp())

@@ -17,8 +17,8 @@ from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
-from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import fast_llama_from_hf
+from specctl.models.compiled import PATIENCE, CompiledLM
+from specctl.models.fast_llama import FastLlama, fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
 from specctl.models.hf_probe import check_reading
 from specctl.models.hf_spec import spec_of
@@ -244,7 +244,7 @@ def load_target(
     device: str = "auto",
     inflate: str | None = None,
     offline: bool = False,
-    compile: bool = False,
+    compile: bool | None = False,
     adapters: Sequence[str] = (),
     is_read_only: bool = False,
     device_map: str | None = None,
@@ -253,7 +253,8 @@ def load_target(
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
     id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
     up without changing its distribution, for measurements of speed. `compile`: its rounds are
-    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU). `adapters`:
+    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU); None: on a GPU,
+    where the forward is our own, each shape that comes again. `adapters`:
     folders of LoRA adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
     `is_read_only`: also an architecture that cannot be run here, to train drafters for it.
     `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a file, by which its
@@ -293,6 +294,8 @@ def load_target(
         from specctl.runtime.target.few_bits import in_few_bits
 
         target = in_few_bits(target, FEW_BITS[dtype])
+    if compile is None and where.type == "cuda" and isinstance(target.lm, FastLlama):
+        return replace(target, lm=CompiledLM(target.lm, patience=PATIENCE))
     return replace(target, lm=CompiledLM(target.lm)) if compile else target
 
 
@@ -303,7 +306,7 @@ def load_part(part: TargetPart, **more: Any) -> Target:
 
 
 def _check_spread(
-    spread: Spread, inflate: str | None, compile: bool, adapters: Sequence[str]
+    spread: Spread, inflate: str | None, compile: bool | None, adapters: Sequence[str]
 ) -> None:
     """Refuse what needs all weights on one device."""
     words = {"--inflate": inflate, "--compile": compile, "--adapter": adapters}

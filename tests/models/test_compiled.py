@@ -14,6 +14,7 @@ from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.models import compiled
 from specctl.models.compiled import SPAN, WIDTHS, CompiledLM
 from specctl.models.hf_lm import HfLM
+from specctl.models.llama import Rotary, default_inv_freq
 from specctl.runtime.generate import Generated, generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -113,6 +114,31 @@ def test_a_finished_engine_hands_on_its_store_and_recordings(
     assert lm.new_kv(2, 90).key_ZJLE is stores
     gc.collect()
     assert lm.new_kv(2, SPAN).key_ZJLE is not stores
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_store_comes_back_with_its_engine_at_once(
+    target: Target, as_it_is: None, policy: str
+) -> None:
+    """Not when the garbage collector runs: until then a second engine would run unrecorded."""
+    lm = CompiledLM(target.lm)
+    gc.collect()
+    gc.disable()
+    try:
+        written(replace(target, lm=lm), policy)
+        again = lm.new_kv(2, 20)
+        assert lm.is_recorded_upon(again)
+    finally:
+        gc.enable()
+
+
+def test_a_grown_table_of_positions_leaves_what_graphs_read(monkeypatch: Any) -> None:
+    rotary = Rotary(default_inv_freq(8, 10_000.0))
+    monkeypatch.setattr(Rotary, "_table", lambda self, rows, device: torch.zeros(rows, 16))
+    cuda = torch.device("cuda")
+    small = rotary.table(200, cuda, torch.float32)
+    assert rotary.table(300, cuda, torch.float32).shape[0] == 512
+    assert [table is small for table in rotary.outgrown] == [True]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,34 @@
+"""CUDA graphs: what a call asks of the GPU, recorded once and started as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+Found = TypeVar("Found")
+
+
+class CudaGraph(Generic[Found]):
+    """`call` as a graph. Its inputs are the tensors it closes over, refilled between calls; what it
+    returns is overwritten by the next. It runs twice before: whatever is made lazily is there then,
+    and workspaces are made by a run on a side stream. The call is kept with its graph, which reads
+    the memory of every tensor that it closes over."""
+
+    def __init__(self, call: Callable[[], Found]) -> None:
+        self.call = call
+        call()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        # Another thread may use the GPU meanwhile (a drafter beside its target).
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._found = call()
+
+    def __call__(self) -> Found:
+        self._graph.replay()
+        return self._found

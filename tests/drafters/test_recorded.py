@@ -1,0 +1,102 @@
+"""Recorded calls: on buffers of their own and padded spans, a drafter says what it says without.
+
+A graph is stood in for by the call itself, so that every CPU proves it; `gpu` runs the graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specctl.core.cuda_graph import CudaGraph
+from specctl.core.vocab import VocabMap
+from specctl.drafters.states import recorded
+from specctl.drafters.states.feature_state import FeatureState
+from specctl.drafters.states.recorded import RecordedCalls
+from specctl.runtime.generate import generate
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl_testing.drafters.head_cases import make_heads
+
+PROMPTS = [[5, 17, 3, 88], [41, 9], [60, 2, 33, 71, 12, 8]]
+DEVICES: list[Any] = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"norm_output": True, "qk_norm": True, "heads": 4, "kv_heads": 1}),
+        ("eagle", {}),
+        ("hass", {}),
+        ("mtp", {}),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_recorded_calls_say_the_same(
+    family: str,
+    options: dict[str, Any],
+    temperature: float,
+    device: str,
+    make_target: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = make_target(num_layers=2, dtype=torch.float64)
+    target.lm.module.to(device)
+    half = VocabMap(torch.arange(0, target.spec.vocab_size, 2), target.spec.vocab_size)
+    drafter = make_heads(target, family, half, **options)
+    for parameter in drafter.module.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    ways = {name: getattr(FeatureState, name) for name in ("root", "expand")}
+    replayed = [0]
+
+    def logits(policy: dict[str, Any], batch: int) -> tuple[list[Tensor], list[Any]]:
+        found = list[Tensor]()
+
+        def kept(name: str) -> Any:
+            def run(self: FeatureState, *given: Any) -> Any:
+                out = ways[name](self, *given)
+                found.append(out.clone())
+                return out
+
+            return run
+
+        with monkeypatch.context() as patch:
+            for name in ways:
+                patch.setattr(FeatureState, name, kept(name))
+            sampling = Sampling(temperature=temperature, seed=3, max_new_tokens=24, ignore_eos=True)
+            made = generate(
+                target, PROMPTS, drafter=drafter, policy=make_policy(policy), sampling=sampling,
+                batch=batch,
+            )  # fmt: skip
+        return found, [output.token_ids for output in made.outputs]
+
+    def counted(self: FeatureState, *found: Tensor) -> Tensor:
+        replayed[0] += 1
+        return remembered(self, *found)
+
+    remembered = FeatureState._remembered
+    graph: Any = CudaGraph if device == "cuda" else lambda call: call
+    for policy in ({"policy": "chain", "length": 3}, {"policy": "dynamic-tree", "nodes": 5}):
+        for batch in (1, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(FeatureState, "_records", lambda self: False)
+                theirs = logits(policy, batch)
+            with monkeypatch.context() as patch:
+                patch.setattr(FeatureState, "_records", lambda self: self.is_recordable)
+                patch.setattr(
+                    "specctl.drafters.states.feature_state.RecordedCalls",
+                    lambda: RecordedCalls(graph, 2),
+                )
+                patch.setattr(recorded, "SPAN", 16)  # several spans in a short text
+                patch.setattr(FeatureState, "_remembered", counted)
+                mine = logits(policy, batch)
+            torch.testing.assert_close(mine[0], theirs[0])
+            assert mine[1] == theirs[1]
+    assert replayed[0] > 40
