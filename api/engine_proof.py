@@ -198,9 +198,10 @@ def _judged(
 def _is_tie(target: Target, prompt: Sequence[int], one: Sequence[int], two: Sequence[int]) -> bool:
     """Whether the two tokens at which the texts part have logits that are as good as equal."""
     at = next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
-    ids_1S = torch.tensor([[*prompt, *one[:at]]])
+    ids_1S = torch.tensor([[*prompt, *one[:at]]], device=target.device)
     masks = Masks(document_mask(torch.zeros_like(ids_1S)))
-    logits = target.lm.dense(ids_1S, torch.arange(ids_1S.shape[1])[None], masks).logits_BTV
+    position_1S = torch.arange(ids_1S.shape[1], device=target.device)[None]
+    logits = target.lm.dense(ids_1S, position_1S, masks).logits_BTV
     assert logits is not None
     return abs(float(logits[0, -1, one[at]] - logits[0, -1, two[at]])) <= TIE
 

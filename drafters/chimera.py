@@ -142,7 +142,7 @@ class Chimera(BlockDrafter):
         state_RD, rows = batch.taps[self.spec.num_layers].flatten(0, 1), learned.rows
         said_QD = wide(learned.ready_RO[rows.row_Q, self.spec.hidden_size :])
         off_QD = said_QD - wide(state_RD.detach()[rows.teacher_row_Q])
-        count = torch.tensor(float(rows.row_Q.numel()), device=off_QD.device)
+        count = torch.full((), float(rows.row_Q.numel()), device=off_QD.device)
         loss = off_QD.square().mean(-1).sum()
         term = LossOut(loss, count, {"hidden": (loss.detach(), count)})
         return joined(out, term, self.options.hidden_weight)

@@ -103,7 +103,7 @@ class DSpark(InjectedBlocks):
             alpha_Q = acceptance(distributions(draft_QK, log_p_QK, temperature, ids_K is None))
         guess_Q = wide(self.module.confidence(ready_QO)[:, 0])
         loss = F.binary_cross_entropy_with_logits(guess_Q, alpha_Q.to(guess_Q), reduction="sum")
-        number = torch.tensor(float(len(alpha_Q)), device=loss.device)
+        number = torch.full((), float(len(alpha_Q)), device=loss.device)
         bias = (guess_Q.detach().sigmoid() - alpha_Q).sum()
         term = LossOut(loss, number, {"confidence_bias": (bias, number)})
         return joined(out, term, self.options.confidence_weight)

@@ -33,6 +33,7 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LmOut
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
 from specctl.runtime.engine.commit import cut
+from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.prefill import prefill
 from specctl.runtime.engine.request import Completion, Request, Row
 from specctl.runtime.policies.base import GrowRequest, Policy
@@ -165,6 +166,7 @@ class PearlRow:
         view = self._view()
         waiting = now.tokens[len(now.tokens) - now.waiting :]
         count = self._count()
+        settle(device)  # the other stream reads what was made on this one
         drafting = self.pool.submit(self._draft, view, noise, count) if count else None
         began = time.perf_counter()
         out = self._forward(view, waiting)
@@ -237,6 +239,7 @@ class PearlRow:
     def _observe(self, outcome: Outcome) -> None:
         with self._on_lane():
             self.state.observe(outcome)
+            settle(self.slot_B.device)  # what it read may be freed now
 
     def _learned(self) -> None:
         """Wait until the drafter has taken in the last rejection."""
@@ -318,7 +321,9 @@ class PearlRow:
         now.waiting = len(drafted.tokens) - 1
         if row.finished is None and not goes_on:
             self.pearl.run_lengths.append(len(now.emitted) - 1)
-            self.learning = self.pool.submit(self._observe, self._outcome(view))
+            outcome = self._outcome(view)
+            settle(self.slot_B.device)
+            self.learning = self.pool.submit(self._observe, outcome)
             self.now = DraftRun()
         return tuple(kept)
 

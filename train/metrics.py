@@ -29,7 +29,7 @@ class Totals:
 
     def plus(self, out: LossOut, batch: TrainBatch) -> Totals:
         """These totals and those of one more micro-batch."""
-        num_tokens = (batch.own(batch.document_BS) >= 0).sum()
+        num_tokens = (batch.own(batch.document_BS) >= 0).sum().to(out.sum.device)
         fresh = {"loss": (out.sum, out.count), "tokens": (num_tokens, num_tokens), **out.metrics}
         pairs = dict(self.pairs)
         for name, (total, count) in fresh.items():

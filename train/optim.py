@@ -65,6 +65,7 @@ def build_optimizers(
             lr=rate,
             betas=(0.9, 0.95),
             weight_decay=decay,
+            fused=all(param.is_cuda for param in (*rest, *wide, *behind)),
         )
     return found
 

@@ -161,7 +161,7 @@ def head_loss(
         teacher = TeacherLogits(aim.teacher_RV, options.temperature)
     compare = Comparison.of(options, teacher, vocab)
     size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
-    number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
+    number = torch.full((), float(aim.row_Q.numel()), device=state_RD.device)
     if aim.select is None:
         total_4 = sum_slices(state_RD, head, _slices(aim, size), compare.sums)
         metrics = {"top1": (total_4[2].detach(), number), "alpha": (total_4[3].detach(), number)}
@@ -225,7 +225,7 @@ def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossO
     target that learns, too, does not learn to be easy to hit: its side has no gradient."""
     wanted_QD = wide(target_RD.detach()[aim.teacher_row_Q])
     loss = F.smooth_l1_loss(wide(state_RD[aim.row_Q]), wanted_QD, reduction="sum")
-    count = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
+    count = torch.full((), float(aim.row_Q.numel()), device=state_RD.device)
     return LossOut(
         loss / state_RD.shape[-1], count, {"feature": (loss.detach() / state_RD.shape[-1], count)}
     )

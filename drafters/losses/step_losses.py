@@ -47,7 +47,7 @@ def topk_loss(
         strict=True,
     ):
         loss = loss + checkpoint(part, row_Q, teacher_row_Q, use_reentrant=False)
-    count = torch.tensor(float(aim.row_Q.numel()), device=ready_RD.device)
+    count = torch.full((), float(aim.row_Q.numel()), device=ready_RD.device)
     return LossOut(loss, count, {"topk": (loss.detach(), count)})
 
 
@@ -64,7 +64,7 @@ def agreement_loss(
     pairs = [(a, b) for a in range(len(steps)) for b in range(a)]
     all_slices = list(zip(*(torch.split(r, NEGATIVES) for r in rows), strict=True))
     here = all_slices[share[0] :: share[1]]
-    count = torch.tensor(float(sum(len(s[0]) for s in here)), device=rows[0].device)
+    count = torch.full((), float(sum(len(s[0]) for s in here)), device=rows[0].device)
     total = wide(steps[0]).new_zeros(())
     alike = total.detach()
     for slices in here:

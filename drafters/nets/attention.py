@@ -48,24 +48,27 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """Every query sees the keys from `first_BT` to `last_BT`, both counted. `spans`: the documents,
-    in order, where queries and keys are the rows of one text."""
+    in order, where queries and keys are the rows of one text; `ends`: where each begins in the
+    rows behind one another, and the end of all, int32."""
 
     first_BT: Tensor
     last_BT: Tensor
     spans: tuple[Span, ...] | None = None
+    ends: Tensor | None = None
 
     @classmethod
     def text(cls, document_BS: Tensor) -> Seen:
         """Rows of packed text: causal inside one document; padding (-1) sees only itself."""
-        spans, first = list[Span](), list[list[int]]()
-        for row, numbers in enumerate(document_BS.tolist()):
-            edges = [t for t, n in enumerate(numbers) if t == 0 or n < 0 or n != numbers[t - 1]]
-            found = [Span(row, *pair) for pair in pairwise([*edges, len(numbers)])]
-            first.append([span.start for span in found for _ in range(span.start, span.stop)])
-            spans += found
-        first_BS = torch.tensor(first, device=document_BS.device)
-        at_S = torch.arange(first_BS.shape[1], device=document_BS.device)
-        return cls(first_BS, at_S.expand_as(first_BS), tuple(spans))
+        B, S = document_BS.shape
+        at_BS = torch.arange(S, device=document_BS.device).expand(B, S)
+        begins_BS = document_BS < 0
+        begins_BS[:, 0] = True
+        begins_BS[:, 1:] |= document_BS[:, 1:] != document_BS[:, :-1]
+        first_BS = torch.where(begins_BS, at_BS, 0).cummax(1).values
+        begin = begins_BS.flatten().nonzero().flatten()
+        ends = torch.cat([begin, begin.new_full((1,), B * S)]).to(torch.int32)
+        spans = [Span(a // S, a % S, (b - 1) % S + 1) for a, b in pairwise(ends.tolist())]
+        return cls(first_BS, at_BS, tuple(spans), ends)
 
     def gathered(self, key_BJLE: Tensor) -> Tensor:
         """Keys or values of whole rows, which are here."""
@@ -272,7 +275,7 @@ def _text(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> tuple[Tensor
     assert seen.spans is not None
     if _has_flash(query):
         q, k, v = (_packed(x) for x in (query, key, value))
-        out, lse, *_ = _cuda(q, k, v, *_lengths(seen.spans, query), 0.0, True, False)
+        out, lse, *_ = _cuda(q, k, v, *_lengths(seen), 0.0, True, False)
         B, _, T, _ = query.shape
         return _unpacked(out, query), lse.unflatten(1, (B, T)).transpose(0, 1)
     if query.device.type != "cpu":
@@ -297,8 +300,7 @@ def _text_backward(
         state = [_packed(x) for x in (grad, query, key, value, out)]
         log = lse.transpose(0, 1).flatten(1).contiguous()
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that is 0
-        lengths = _lengths(seen.spans, query)
-        grads = _cuda_backward(*state, log, *lengths, 0.0, True, seed, seed[:0])
+        grads = _cuda_backward(*state, log, *_lengths(seen), 0.0, True, seed, seed[:0])
         return tuple(_unpacked(x, query) for x in grads)  # type: ignore[return-value]
     if query.device.type != "cpu":
         delta = (grad.to(lse.dtype) * out).sum(-1)
@@ -339,7 +341,8 @@ def _gathered(by_BHLE: Tensor, num_kv_heads: int) -> Tensor:
 
 def _has_flash(query: Tensor) -> bool:
     """True where the GPU's kernel for documents of several lengths takes this."""
-    return query.device.type == "cuda" and query.dtype in HALF and query.shape[-1] <= 256
+    width = query.shape[-1]
+    return query.device.type == "cuda" and query.dtype in HALF and width <= 256 and width % 8 == 0
 
 
 def _packed(x_BHTE: Tensor) -> Tensor:
@@ -351,11 +354,12 @@ def _unpacked(x: Tensor, query: Tensor) -> Tensor:
     return x.view(query.shape[0], query.shape[2], *x.shape[1:]).transpose(1, 2)
 
 
-def _lengths(spans: Sequence[Span], query: Tensor) -> tuple[Tensor, Tensor, int, int]:
+def _lengths(seen: Seen) -> tuple[Tensor, Tensor, int, int]:
     """Where the documents end in the rows behind one another, and the longest of them."""
-    sizes = [span.stop - span.start for span in spans]
-    ends = torch.tensor([0, *sizes], device=query.device).cumsum(0).to(torch.int32)
-    return ends, ends, max(sizes), max(sizes)
+    assert seen.spans is not None
+    assert seen.ends is not None
+    longest = max(span.stop - span.start for span in seen.spans)
+    return seen.ends, seen.ends, longest, longest
 
 
 # -- any queries --------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def with_router(
             best_QC = score_QG.topk(min(router.top, router.num_groups), dim=-1).indices
             caught = caught + mass_QG.gather(1, best_QC).sum()
         loss = loss - (mass_QG * score_QG.log_softmax(-1)).sum()
-    number = torch.tensor(float(aim.row_Q.numel()), device=state_RD.device)
+    number = torch.full((), float(aim.row_Q.numel()), device=state_RD.device)
     metrics = {**out.metrics, "routed": (caught.detach(), number)}
     return replace(out, sum=loss, metrics=metrics)
 

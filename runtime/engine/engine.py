@@ -20,6 +20,7 @@ from specctl.core.drafter import Drafter, Needs, Outcome, RoundSeconds, Space
 from specctl.core.tree import DraftTree
 from specctl.runtime.batching.base import Batching, Choosing
 from specctl.runtime.engine.commit import commit, outcome_of
+from specctl.runtime.engine.device_clock import mark, seconds_between, settle
 from specctl.runtime.engine.lazy_drafter import LazyDrafter
 from specctl.runtime.engine.request import Completion, Emission, Request, Row
 from specctl.runtime.engine.round import Round
@@ -149,10 +150,11 @@ class Engine:
         round = self.scheduler.next_round()  # active rows, sampling, noise, plan
         if round is None:
             return []
+        started, began = time.perf_counter(), mark(self.target.device)
         tree = self.drafting.draft(round)
         if self._choosing is not None:
             tree = self._choosing.chosen(tree)
-        drafted = time.perf_counter()
+        drafted = mark(self.target.device)
         tree, out = self.reader.read(round, tree)
         assert out.logits_BTV is not None
         logits_BTV = round.sampling.processed(out.logits_BTV, tree, round.view)
@@ -161,7 +163,9 @@ class Engine:
         done = commit(round, tree, verdict, logits_BTV, self.target)
         self.scheduler.extend_rows(done)
         waited, verified = self.drafting.catch_up_seconds, time.perf_counter()
-        took = drafted - round.began - waited, verified - drafted
+        drafting = seconds_between(began, drafted)
+        planned = started - round.began
+        took = planned + drafting - waited, verified - started - drafting
         spent = RoundSeconds(*took, 0.0, waited, is_free=round.roots is not None)
         outcome = outcome_of(round, tree, verdict, out, done, self.drafting.heard())
         self._learn(outcome, out.logits_BTV, spent, verified)
@@ -179,6 +183,7 @@ class Engine:
     ) -> None:
         """Whoever drafts or plans sees what the round did; observing counts as drafting."""
         self.drafting.observe(outcome, logits_BTV)
+        settle(self.target.device)
         learned = time.perf_counter() - began
         seconds = replace(spent, draft=spent.draft + learned, commit=learned)
         told = self.told or seconds

@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specctl.core.drafter import DraftState, Needs, Outcome, RoundSeconds, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round, outcome_of_rows, scatter_rows
 from specctl.runtime.engine.round_drafter import RoundDrafter
@@ -190,6 +191,7 @@ class LazyDrafter(RoundDrafter):
         drafting = [b for b in at if round.plan.drafts(b)]
         at = drafting if self.is_lazy or not drafting else at
         self._catch_up([self._of(round.rows[b]) for b in at])
+        settle(round.view.slot_B.device)
         self._at = [b for b in at if self.inner.speculates(round.view.slots[b])]
         self.catch_up_seconds = time.perf_counter() - began
         if not self._at:

@@ -21,6 +21,7 @@ from specctl.core.drafter import Budget, RoundView
 from specctl.core.errors import SpecctlError
 from specctl.core.language_model import LmOut
 from specctl.runtime.batching.base import Batching, Choosing, RowView
+from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read, roots_of
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.engine.round import Round, RoundPlan, noise_of, view_of
@@ -273,6 +274,7 @@ class Scheduler:
                 row.prompt_taps = taps
             self.drafting.start(row, taps)
         if done:
+            settle(self.reader.device)
             self.rows = sorted([*self.rows, *(p.row for p in done)], key=lambda row: row.slot)
             self._is_stale = True
         self.prefill_seconds += time.perf_counter() - began

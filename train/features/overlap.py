@@ -41,14 +41,17 @@ class Overlapped:
 
     def __call__(self, rows: list[int]) -> TrainBatch:
         if self._coming is None or self._coming[0] != rows:
+            self.settle()
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
             return self._read(rows)
         found, self._coming = self._coming[1].result(), None
-        self._begin()
         if self._stream is not None:
             now = torch.cuda.current_stream()
             now.wait_stream(self._stream)
             for tensor in _tensors(found):
                 tensor.record_stream(now)
+        self._begin()
         return found
 
     def settle(self) -> None:
@@ -59,6 +62,8 @@ class Overlapped:
     def _begin(self) -> None:
         if self._coming is None and self._announced:
             rows = self._announced.popleft()
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
             self._coming = rows, self._worker.submit(self._on_stream, rows)
 
     def _on_stream(self, rows: list[int]) -> TrainBatch:

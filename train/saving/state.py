@@ -48,7 +48,7 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     key = state["numpy_key"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, position, has_gauss, float(state["numpy_gauss"])))
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda":
+    if device.type == "cuda" and "cuda" in state:  # not where the run was one of a CPU
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
