@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from specctl.models.kernels import Weight, can_pack, pack
 from specctl.models.native.step import NativeStep, Stack, native_step
 from specctl.models.released import Released
 
-PACK_SHARE = 0.25  # of the device's memory that copies of the weights may take
+PACK_SHARE = 0.25  # of the host's memory that copies of the weights may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,15 +311,17 @@ class LlamaModel(nn.Module):
         weight = self.head_weight
         if weight.is_meta or isinstance(weight, FakeTensor):  # only its shape is asked for
             return False
+        if weight.device.type == "cuda":
+            return True  # nothing is copied there
         size = sum(p.numel() * p.element_size() for p in self.parameters())
-        return size <= PACK_SHARE * _memory_bytes(weight.device)
+        return size <= PACK_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def _collect(self, is_fused: bool) -> Weights:
         def packed(weight: Tensor) -> Weight:
             return pack(weight) if is_fused and can_pack(weight) else weight
 
         def fuse(parts: tuple[Tensor, ...]) -> tuple[Weight, ...]:
-            return (packed(torch.cat(parts)),) if is_fused else parts
+            return (packed(joined(parts)),) if is_fused else parts
 
         layers = [self._collect_layer(layer, fuse, packed, is_fused) for layer in self.model.layers]
         return Weights(layers, packed(self.head_weight))
@@ -360,7 +363,31 @@ def _release(layer: Any) -> None:
         part.weight = Released.of(part.weight)
 
 
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """One matrix of the rows of all: a copy on a CPU, where it is packed. A GPU's memory has no
+    room for copies (9 GB of an 8B target): there the parts become its rows."""
+    is_plain = all(type(part) is nn.Parameter for part in parts)
+    if parts[0].device.type != "cuda" or not is_plain:
+        return torch.cat(parts)
+    return in_one(parts)
+
+
+def in_one(parts: tuple[Tensor, ...]) -> Tensor:
+    """One matrix, of whose rows these parameters are views from now on. What changes them changes
+    it."""
+    first, width = parts[0], parts[0].shape[1]
+    starts = accumulate((part.numel() * part.element_size() for part in parts), initial=0)
+    lies_at = [first.data_ptr() + start for start in starts]
+    if [part.data_ptr() for part in parts] == lies_at[:-1] and _same_storage(parts):
+        return first.detach().as_strided((sum(map(len, parts)), width), (width, 1))
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([part.detach() for part in parts])
+        for part, rows in zip(
+            parts, torch.split(whole, [len(part) for part in parts]), strict=True
+        ):
+            part.data = rows
+    return whole
+
+
+def _same_storage(parts: tuple[Tensor, ...]) -> bool:
+    return len({part.untyped_storage().data_ptr() for part in parts}) == 1

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.kernels import can_pack, linear, pack
+from specctl.models.llama import in_one
 from specctl_testing.drafters.lm_cases import difference, random_ids, whole
 
 
@@ -135,3 +137,23 @@ def test_every_linear_kernel_gives_the_product(dtype: torch.dtype, rows: int) ->
             assert product.shape == (1, rows, out)
             assert product.dtype == dtype
             torch.testing.assert_close(product.double(), oracle, atol=scale, rtol=0.02)
+
+
+def test_parameters_become_rows_of_one_matrix_without_a_copy() -> None:
+    """As on a GPU: what is learned in them is read from it, and they are saved as before."""
+    parts = tuple(torch.nn.Parameter(torch.randn(rows, 8)) for rows in (6, 2, 4))
+    was = [part.detach().clone() for part in parts]
+    whole = in_one(parts)
+    assert whole.equal(torch.cat(was))
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    with torch.no_grad():
+        parts[1].mul_(2.0)
+    assert whole[6:8].equal(2 * was[1])
+    again = in_one(parts)
+    assert again.data_ptr() == whole.data_ptr()
+    assert again.equal(whole)
+    names = {str(i): part.detach() for i, part in enumerate(parts)}
+    saved = safetensors.torch.load(safetensors.torch.save(names))
+    assert all(saved[name].equal(part) for name, part in names.items())
+    (parts[0].sum() + parts[2].square().sum()).backward()
+    assert parts[2].grad is not None

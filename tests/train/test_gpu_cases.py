@@ -24,7 +24,7 @@ def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def options(out: Path, **fields: Any) -> argparse.Namespace:
-    given = {"out": out, "dry_run": True, "minutes": 9.0, "only": "", "json": True}
+    given = {"out": out, "dry_run": True, "minutes": 9.0, "only": "", "json": True, "part": "1/1"}
     return argparse.Namespace(**{**given, **fields})
 
 
@@ -52,6 +52,18 @@ def test_a_call_measures_what_is_missing_or_failed(common: ModuleType, tmp_path:
     assert calls == ["a", "b", "b", "c"]
     kept = json.loads((tmp_path / "some-dry.json").read_text())["cases"]
     assert [kept[name]["found"] for name in "abc"] == [1, 1, 1]
+
+
+def test_parts_share_the_cases(common: ModuleType, tmp_path: Path) -> None:
+    done = list[str]()
+    for part in ("1/2", "2/2"):
+        cases = common.Cases("some", options(tmp_path, part=part))
+        for name in "abc":
+            cases.case(name, lambda name=name: done.append(name) or {})
+    assert done == ["a", "c", "b"]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        "some-1-of-2-dry.json", "some-2-of-2-dry.json",
+    ]  # fmt: skip
 
 
 def test_no_case_is_begun_without_time_for_it(common: ModuleType, tmp_path: Path) -> None:

@@ -81,8 +81,9 @@ def resident(recipe: Recipe, step: StepBytes, processes: int) -> int:
 
 
 def _fused(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, int]:
-    """Joined copies of the target's matrices, made where there is plenty of room for them."""
-    room = machine_bytes() if cluster.gpu is None else cluster.gpu.memory
+    """Joined copies of the target's matrices, made on a host with plenty of room for them; on a GPU
+    they are joined in place."""
+    room = machine_bytes() if cluster.gpu is None else None
     is_joined = not (recipe.train.shard_target or is_spread(recipe))
     if recipe.train.joint is not None or not is_joined or room is None:
         return {}
