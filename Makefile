@@ -186,7 +186,7 @@ bench: $(VENV)/.installed
 
 # What is to be measured on a GPU, in this order; OUT/NAME.json keeps what is done, and a call that
 # ends with 75 goes on when it is made again. gpu-dry takes the same paths on the CPU, in two minutes.
-GPU_SCRIPTS := checks decode train families
+GPU_SCRIPTS := checks commands decode train families
 gpu: $(VENV)/.dev
 	for name in $(GPU_SCRIPTS); do $(PROOF)/gpu_$$name.py --out runs/gpu; done
 gpu-dry: $(VENV)/.dev

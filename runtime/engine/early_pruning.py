@@ -27,6 +27,7 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
+from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import rms_norm
 from specctl.runtime.policies.base import Policy, Pruning
@@ -81,12 +82,14 @@ class EarlyPruning:
 
     @classmethod
     def of(cls, lm: LanguageModel, layer: int, top: int) -> EarlyPruning:
-        """Refuses targets that cannot be stopped between layers."""
+        """Refuses targets that cannot be stopped between layers. Rounds that are recorded whole are
+        read layer by layer as well."""
+        lm = lm.lm if isinstance(lm, CompiledLM) else lm
         if type(lm) is not FastLlama:
             raise IncompatibleError(
                 "this target cannot be read layer by layer",
                 found=type(lm).__name__,
-                expected="a Llama-shaped target, neither compiled nor inflated",
+                expected="a Llama-shaped target that is not inflated",
                 do="leave serve.early_layer out: the tree is then verified whole",
             )
         if not 0 < layer < lm.spec.num_layers:
