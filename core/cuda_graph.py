@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 
 Found = TypeVar("Found")
+RECORDING = threading.Lock()  # a target and the drafter beside it never record at once
 
 
 class CudaGraph(Generic[Found]):
@@ -16,19 +18,21 @@ class CudaGraph(Generic[Found]):
     and workspaces are made by a run on a side stream. The call is kept with its graph, which reads
     the memory of every tensor that it closes over."""
 
-    def __init__(self, call: Callable[[], Found]) -> None:
-        self.call = call
-        call()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+    def __init__(self, call: Callable[[], Found], device: torch.device) -> None:
+        self.call, self.device = call, device
+        with RECORDING, torch.cuda.device(device):
             call()
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        # Another thread may use the GPU meanwhile (a drafter beside its target).
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._found = call()
+            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                call()
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            # Another thread may use the GPU meanwhile (a drafter beside its target).
+            with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
+                self._found = call()
 
     def __call__(self) -> Found:
-        self._graph.replay()
+        with torch.cuda.device(self.device):
+            self._graph.replay()
         return self._found

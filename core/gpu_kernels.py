@@ -1,9 +1,13 @@
-"""Whether kernels written in Triton can be built on this machine."""
+"""Kernels written in Triton: whether they can be built here, and on which GPU they start."""
 
 from __future__ import annotations
 
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+
+import torch
+from torch import Tensor
 
 
 @cache
@@ -13,3 +17,10 @@ def has_triton() -> bool:
     from torch.utils import _triton
 
     return bool(_triton.has_triton()) and any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Where a kernel starts that reads `x`: Triton starts them on the current GPU."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

@@ -290,6 +290,11 @@ class LanguageModel(ABC):
     def borrowed(self) -> Borrowed:
         """The embedding and LM head, detached views of the model's own storage."""
 
+    def read_weights(self) -> object:
+        """What a forward reads beside the parameters themselves, made of them: another object as
+        soon as they have changed. A recording holds for one of them."""
+        return None
+
     def for_drafting(self) -> LanguageModel:
         """The form in which it drafts: about the same logits, sooner."""
         return self

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class CompiledLM(LanguageModel):
         self.spec, self.module, self.windows = lm.spec, lm.module, lm.windows
         self._recorded: dict[RoundShape, Recorded] = {}
         self._asked: dict[RoundShape, int] = {}
+        self._weights: object = None
         self._store: SlotKV | None = None
         self._is_lent = False
 
@@ -81,15 +83,22 @@ class CompiledLM(LanguageModel):
         is_round = is_plain and feed.residual_BTD is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
         if torch.is_grad_enabled() or not is_round:
             return self.lm.run(feed, kv)
+        if (weights := self.lm.read_weights()) is not self._weights:
+            self._recorded.clear()
+            self._weights = weights
         shape = RoundShape.of(feed, kv.aim)
         recorded = self._recorded.get(shape)
         if recorded is None:
             times = self._asked[shape] = self._asked.get(shape, 0) + 1
             if times < self.patience:
                 return self.lm.run(feed, kv)
-            if len(self._recorded) == MOST_SHAPES:
-                del self._recorded[next(iter(self._recorded))]
-            recorded = self._recorded[shape] = Recorded(self.lm, kv, shape, self.backend)
+            if len(self._recorded) == MOST_SHAPES:  # the one that was longest not asked for goes
+                oldest = next(iter(self._recorded))
+                del self._recorded[oldest], self._asked[oldest]
+            recorded = Recorded(self.lm, kv, shape, self.backend)
+        else:
+            del self._recorded[shape]
+        self._recorded[shape] = recorded
         return recorded(feed, kv.aim)
 
     def resume(self, feed: Feed, exits: ExitStates, kv: SlotKV) -> LmOut | None:
@@ -103,7 +112,7 @@ class CompiledLM(LanguageModel):
         if self._is_lent:
             return self.lm.new_kv(num_slots, size)
         store = self._store
-        if store is None or store.num_slots != num_slots or store.max_len < size:
+        if store is None or not self._fits(store, num_slots, size):
             self._recorded.clear()
             self._asked.clear()
             store = self._store = None
@@ -112,6 +121,15 @@ class CompiledLM(LanguageModel):
         lent, self._is_lent = copy.copy(store), True
         weakref.finalize(lent, self._take_back)
         return lent
+
+    def _fits(self, store: SlotKV, num_slots: int, size: int) -> bool:
+        keys = store.key_ZJLE[0]
+        is_alike = keys.dtype == self.lm.dtype and keys.device == self.lm.device
+        return is_alike and store.num_slots == num_slots and store.max_len >= size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLM:
+        """Without what is recorded."""
+        return CompiledLM(copy.deepcopy(self.lm, memo), self.backend, self.patience)
 
     def _take_back(self) -> None:
         self._is_lent = False
@@ -184,9 +202,9 @@ def _pad(mine_B1WL: Tensor, mask_B1TL: Tensor) -> None:
 
 def record(forward: FunctionType, device: torch.device, backend: str) -> Callable[[], LmOut]:
     """A faster `forward`: its inputs are the tensors it closes over, refilled between calls. It
-    runs once before, so that fused weights and tables of positions are there."""
+    runs before, so that fused weights and tables of positions are there."""
     if device.type == "cuda":
-        return CudaGraph(forward)
+        return CudaGraph(forward, device)
     forward()
     code = forward.__code__.replace(co_name="round")  # torch limits the compilations of one code
     own = FunctionType(code, forward.__globals__, "round", None, forward.__closure__)

@@ -251,10 +251,11 @@ class FastLlama(LanguageModel):
     def _stores(self, x: Tensor, layer: LayerWeights, kv: SlotKV) -> Any:
         """The kernels of CUDA that rotate and write at once; None where each is done by itself."""
         own = small_kernels(x)
+        if own is None or layer.qk_norm_HE is not None:
+            return None
         width = self.module.shape.head_dim
-        fits = width & (width - 1) == 0 and layer.qk_norm_HE is None
         is_plain = type(kv).update is SlotKV.update and kv.key_ZJLE[0].dtype == x.dtype
-        return own if own is not None and fits and is_plain else None
+        return own if width & (width - 1) == 0 and is_plain else None
 
     def _heads(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """[B, T, X, E]: queries, keys and values, not rotated."""
@@ -321,6 +322,9 @@ class FastLlama(LanguageModel):
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def read_weights(self) -> object:
+        return self._weights()
+
     def for_drafting(self) -> LanguageModel:
         if self.device.type == "cuda":
             if self.recorded is None:
@@ -334,6 +338,7 @@ class FastLlama(LanguageModel):
         if plain_kv and group == GROUP and no_int8() is None and self.module.native(4) is not None:
             return self.in_bits(4)
         lm = copy(self)
+        lm.recorded = None
         lm.int4 = self.module.in_int4(group)
         return lm
 
@@ -343,6 +348,7 @@ class FastLlama(LanguageModel):
     def in_bits(self, bits: int) -> Self:
         """The same model, its matrices read in 8 or 4 bits."""
         lm = copy(self)
+        lm.recorded = None
         lm.bits = bits
         return lm
 

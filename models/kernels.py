@@ -125,8 +125,8 @@ def kept_scalar(value: float, dtype: torch.dtype) -> Tensor:
 def additive_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """[B, 1, group * T, L]: a bool mask as scores to add (0 or -inf), repeated for folded heads.
     One conversion a forward is cheaper than one a layer inside the attention kernel. On a GPU the
-    mask as it is: our kernel reads it so."""
-    if mask.device.type == "cuda":
+    mask as it is, where no gradient is asked for: our kernel reads it so."""
+    if mask.device.type == "cuda" and not torch.is_grad_enabled():
         return mask
     hidden = torch.zeros((), dtype=dtype, device=mask.device)
     scores = torch.where(mask, hidden, hidden - torch.inf)
@@ -140,8 +140,8 @@ def attend(
     mask: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
-    """[B, H, T, E]: softmax attention; `mask` is bool [B, 1, T, L] (None = everything is seen), or
-    additive [B, 1, group * T, L] (or T = 1, broadcast)."""
+    """[B, H, T, E]: softmax attention; `mask`, bool or additive, is [B, 1, T, L] (None = everything
+    is seen), or folded [B, 1, group * T, L] (or T = 1, broadcast)."""
     B, H, T, E = query_BHTE.shape
     heads = key_BJLE.shape[1]
     if query_BHTE.device.type == "cuda" and not _is_planned_once(query_BHTE, key_BJLE):
@@ -151,7 +151,7 @@ def attend(
             return out
     if heads != H:
         query_BHTE = query_BHTE.reshape(B, heads, H // heads * T, E)
-        if mask is not None and mask.dtype == torch.bool and T > 1:
+        if mask is not None and mask.shape[2] == T > 1:
             mask = mask.repeat(1, 1, H // heads, 1)
     out = F.scaled_dot_product_attention(
         query_BHTE, key_BJLE, value_BJLE, attn_mask=mask, scale=scale

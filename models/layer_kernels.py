@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specctl.core.gpu_kernels import on_device
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_TOKENS = 128  # beyond, PyTorch's kernels are as fast, and take less to begin
 
@@ -93,7 +95,8 @@ def silu_mul(both: Tensor) -> Tensor:
     width = both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], width)
     grid = (out.numel() // width, triton.cdiv(width, 1024))
-    _silu_mul[grid](both, out, WIDTH=width, BLOCK=1024, num_warps=4)
+    with on_device(both):
+        _silu_mul[grid](both, out, WIDTH=width, BLOCK=1024, num_warps=4)
     return out
 
 
@@ -111,11 +114,13 @@ def rotate_and_store(
     J = keys.shape[1]
     H = num_heads - 2 * J
     cos, sin = rope
+    slot_B1, at_BT = slot_B1.contiguous(), at_BT.contiguous()
     query_BTHE = heads_BTXE.new_empty(B, T, H, E)
     rope_b = 0 if cos.shape[0] == 1 else cos.stride(0)
-    _rotate_and_store[(B * T, num_heads)](
-        heads_BTXE, cos, sin, query_BTHE, keys, values, slot_B1.contiguous(), at_BT.contiguous(),
-        T, rope_b, cos.stride(1), *keys.stride()[:3], *values.stride()[:3],
-        H=H, J=J, E=E, num_warps=1,
-    )  # fmt: skip
+    with on_device(heads_BTXE):
+        _rotate_and_store[(B * T, num_heads)](
+            heads_BTXE, cos, sin, query_BTHE, keys, values, slot_B1, at_BT,
+            T, rope_b, cos.stride(1), *keys.stride()[:3], *values.stride()[:3],
+            H=H, J=J, E=E, num_warps=1,
+        )  # fmt: skip
     return query_BTHE.transpose(1, 2)

@@ -120,7 +120,7 @@ class Weights:
 
 @dataclass(slots=True)
 class _Packs:
-    """Fused copies of the weights for inference, valid while no parameter changes. One writer:
+    """Fused weights for inference (on a CPU copies), valid while no parameter changes. One writer:
     the LeanLlama that holds it. A copied model starts without."""
 
     weights: Weights | None = None
@@ -366,7 +366,8 @@ def _release(layer: Any) -> None:
 def joined(parts: tuple[Tensor, ...]) -> Tensor:
     """One matrix of the rows of all: a copy on a CPU, where it is packed. A GPU's memory has no
     room for copies (9 GB of an 8B target): there the parts become its rows."""
-    is_plain = all(type(part) is nn.Parameter for part in parts)
+    is_plain = all(type(part) is nn.Parameter and part.is_contiguous() for part in parts)
+    is_plain = is_plain and len({part.dtype for part in parts}) == 1
     if parts[0].device.type != "cuda" or not is_plain:
         return torch.cat(parts)
     return in_one(parts)

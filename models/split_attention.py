@@ -20,9 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specctl.core.gpu_kernels import on_device
+
 KEYS = 64  # positions that a program reads at once
 MOST_ROWS = 64  # folded queries of one program
 MOST_SPLITS = 64  # of a cache
+MOST_HEADS = 65_536  # rows times heads: programs side by side
+WIDE = 512  # bytes of a head beyond which a program reads half as many positions
 WAVES = 2  # programs wanted for each processor of the GPU
 LOG2_E = 1.4426950408889634
 LENGTHS = ["T", "L", "chunk", "mask_b", "mask_t"]  # no code of its own for each of them
@@ -39,10 +43,10 @@ def _partly(
     """One block of folded queries over one chunk of the cache: output [ROWS, E], the largest score
     and the sum of powers [ROWS]."""
     block, bj, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, j = (bj // J).to(tl.int64), bj % J
+    b, j = (bj // J).to(tl.int64), (bj % J).to(tl.int64)
     row = block * ROWS + tl.arange(0, ROWS)
     is_row = row < group * T
-    t, h = row % T, j * group + row // T
+    t, h = (row % T).to(tl.int64), j * group + row // T
     e = tl.arange(0, E)
     at_query = query + b * query_b + h[:, None] * query_h + t[:, None] * query_t + e[None, :]
     asked = tl.load(at_query, mask=is_row[:, None], other=0.0)
@@ -111,10 +115,19 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         and value.shape[-1] == key.shape[-1] == width
         and width in (16, 32, 64, 128, 256)
         and key.stride(-1) == value.stride(-1) == query.stride(-1) == 1
-        and (mask is None or (mask.dtype == torch.bool and mask.stride(-1) == 1))
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
+        and (mask is None or _reads(mask, query, key))
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
+        and 0 < len(query) * key.shape[1] < MOST_HEADS
+        and key.shape[2] > 0
         and not torch.compiler.is_compiling()
     )
+
+
+def _reads(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    is_bool = mask.dtype == torch.bool and mask.stride(-1) == 1
+    B, _, T, _ = query.shape
+    fits = mask.shape[0] in (1, B) and mask.shape[2] in (1, T) and mask.shape[3] == key.shape[2]
+    return is_bool and mask.shape[1] == 1 and fits
 
 
 def attend(
@@ -132,8 +145,9 @@ def attend(
     num_folded = group * T
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(num_folded)))
     num_blocks = triton.cdiv(num_folded, rows)
+    keys = KEYS // 2 if E * query_BHTE.element_size() >= WIDE else KEYS
     wanted = triton.cdiv(WAVES * processors(query_BHTE.device), B * J * num_blocks)
-    chunk = KEYS * triton.cdiv(triton.cdiv(L, KEYS), min(wanted, MOST_SPLITS))
+    chunk = keys * triton.cdiv(triton.cdiv(L, keys), min(wanted, MOST_SPLITS))
     num_splits = triton.cdiv(L, chunk)
     wide: dict[str, Any] = {"dtype": torch.float32, "device": query_BHTE.device}
     num_rows = num_blocks * rows
@@ -146,18 +160,20 @@ def attend(
         mask_b = 0 if mask.shape[0] == 1 else mask.stride(0)
         mask_t = 0 if mask.shape[2] == 1 else mask.stride(2)
     scale = E**-0.5 if scale is None else scale
-    _partly[(num_blocks, B * J, num_splits)](
-        query_BHTE, key_BJLE, value_BJLE, mask, part, top, total, scale * LOG2_E,
-        T, L, chunk, J, group, num_splits,
-        *query_BHTE.stride()[:3], *key_BJLE.stride()[:3], *value_BJLE.stride()[:3], mask_b, mask_t,
-        E=E, ROWS=rows, KEYS=KEYS, IS_MASKED=mask_B1TL is not None,
-        PRECISION="ieee" if query_BHTE.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=2 if E > 128 or query_BHTE.dtype == torch.float32 else 3,
-    )  # fmt: skip
-    _joined[(num_folded, B * J)](
-        part, top, total, out, T, J, group, num_splits, num_rows,
-        E=E, SPLITS=triton.next_power_of_2(num_splits), num_warps=4,
-    )  # fmt: skip
+    with on_device(query_BHTE):
+        _partly[(num_blocks, B * J, num_splits)](
+            query_BHTE, key_BJLE, value_BJLE, mask, part, top, total, scale * LOG2_E,
+            T, L, chunk, J, group, num_splits,
+            *query_BHTE.stride()[:3], *key_BJLE.stride()[:3], *value_BJLE.stride()[:3],
+            mask_b, mask_t,
+            E=E, ROWS=rows, KEYS=keys, IS_MASKED=mask_B1TL is not None,
+            PRECISION="ieee" if query_BHTE.dtype == torch.float32 else "tf32",
+            num_warps=4, num_stages=2 if E > 128 or query_BHTE.dtype == torch.float32 else 3,
+        )  # fmt: skip
+        _joined[(num_folded, B * J)](
+            part, top, total, out, T, J, group, num_splits, num_rows,
+            E=E, SPLITS=triton.next_power_of_2(num_splits), num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -73,7 +73,8 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, self.weight.dtype)  # one kernel where they are alike
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps)
+        out = F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps)
+        return out.to(x.dtype)
 
 
 class Mlp(nn.Module):

@@ -24,7 +24,7 @@ from specctl.core.kv_cache import Aim, SlotKV
 
 PATIENCE: int | None = None
 SPAN = 256
-Record = Callable[[Callable[[], Any]], Callable[[], Any]]
+Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
 
 
 @dataclass
@@ -108,5 +108,5 @@ class RecordedCalls:
             torch.add(own.start_B1, index_T, out=recorded.at_BT)
             return call(kv.aimed(own, recorded.at_BT), recorded)
 
-        recorded.replay = self.record(forward)
+        recorded.replay = self.record(forward, ids_BT.device)
         return recorded

@@ -82,7 +82,7 @@ def test_recorded_calls_say_the_same(
         return remembered(self, *found)
 
     remembered = FeatureState._remembered
-    graph: Any = CudaGraph if device == "cuda" else lambda call: call
+    graph: Any = CudaGraph if device == "cuda" else lambda call, device: call
     for policy in ({"policy": "chain", "length": 3}, {"policy": "dynamic-tree", "nodes": 5}):
         for batch in (1, 2):
             with monkeypatch.context() as patch:

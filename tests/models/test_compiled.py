@@ -132,6 +132,36 @@ def test_the_store_comes_back_with_its_engine_at_once(
         gc.enable()
 
 
+def test_recordings_of_weights_that_have_changed_are_not_replayed(
+    make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph reads joined copies, which are gone then."""
+
+    def frozen(forward: Any, device: Any, backend: str) -> Any:
+        out = forward()
+        return lambda: out
+
+    monkeypatch.setattr(compiled, "record", frozen)
+    target = make_target("qwen3", num_layers=1, dtype=torch.float64)
+    lm = CompiledLM(target.lm)
+    kv, slot = lm.new_kv(1, 8), torch.zeros(1, dtype=torch.long)
+
+    def logits(which: Any) -> torch.Tensor:
+        kv.begin((0,), slot, slot, 1, 1, 0)
+        masks = lm.chain_masks(slot, 1, 1)
+        out = which.forward(torch.tensor([[3]]), torch.zeros(1, 1, dtype=torch.long), masks, kv)
+        assert out.logits_BTV is not None
+        return out.logits_BTV.clone()
+
+    before = logits(lm)
+    with torch.no_grad():
+        for parameter in target.lm.module.parameters():
+            parameter.mul_(1.5)
+    after = logits(lm)
+    assert not after.equal(before)
+    torch.testing.assert_close(after, logits(target.lm))
+
+
 def test_a_grown_table_of_positions_leaves_what_graphs_read(monkeypatch: Any) -> None:
     rotary = Rotary(default_inv_freq(8, 10_000.0))
     monkeypatch.setattr(Rotary, "_table", lambda self, rows, device: torch.zeros(rows, 16))
