@@ -41,7 +41,7 @@ def loss_fault(here: FamilySteps, there: FamilySteps) -> str | None:
     loss, gradient = here.loss_and_gradient()
     with pretend_gpu():
         other, moved = there.loss_and_gradient()
-    off = float((moved - gradient).norm() / gradient.norm())
+    off = float((moved - gradient).norm() / gradient.norm().clamp(min=1e-12))  # 0 is compared, too
     if abs(other - loss) <= 1e-4 * abs(loss) and off <= 1e-3:
         return None
     return f"loss {loss:g} here, {other:g} there; gradient off by {off:.2g}"
