@@ -41,8 +41,8 @@ class Overlapped:
 
     def __call__(self, rows: list[int]) -> TrainBatch:
         if self._coming is None or self._coming[0] != rows:
-            self.settle()
-            if self._stream is not None:
+            if self._stream is not None:  # what a forward makes once is made on one stream
+                self.settle()
                 torch.cuda.current_stream().wait_stream(self._stream)
             return self._read(rows)
         found, self._coming = self._coming[1].result(), None
