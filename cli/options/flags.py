@@ -40,8 +40,8 @@ Compile = Annotated[
     bool | None,
     target_option(
         "--compile/--no-compile",
-        help="Record the target's rounds in fixed shapes (CUDA graphs; torch.compile on a CPU); "
-        "else on a GPU alone.",
+        help="Record the target's rounds in fixed shapes (CUDA graphs; torch.compile on a CPU). "
+        "By default on a GPU only.",
     ),
 ]
 Draft = Annotated[
