@@ -160,6 +160,24 @@ def test_a_cached_shard_that_is_damaged_or_dropped_is_fetched_again(
     assert len(read(list(range(data.num_rows))).ids_BS) == data.num_rows
 
 
+def test_a_shard_that_is_dropped_while_shards_are_listed_is_left_out(
+    target: Target, data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another process that needs the room, between two looks at the folder."""
+    source(target, data, tmp_path)
+    root = tmp_path / "features"
+    first, *others = kept_shards(root)
+    listed = type(root).glob
+
+    def dropping(self: Path, pattern: str) -> list[Path]:
+        found = list(listed(self, pattern))
+        first.drop()
+        return found
+
+    monkeypatch.setattr(type(root), "glob", dropping)
+    assert [shard.file for shard in kept_shards(root)] == [shard.file for shard in others]
+
+
 def test_a_store_that_fails_is_asked_again_and_then_named(
     target: Target, data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

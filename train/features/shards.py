@@ -199,11 +199,12 @@ class StoredShard:
 
 
 def kept_shards(root: Path) -> list[StoredShard]:
-    """All whole shards under `root`, the least recently used first."""
+    """All whole shards under `root`, the least recently used first. Another process may drop one
+    while they are listed."""
     found: list[StoredShard] = []
     for manifest in root.glob(f"*/{_NAME}.json"):
         file = manifest.with_suffix(".safetensors")
-        if file.exists():
+        with suppress(FileNotFoundError):
             found.append(StoredShard(manifest.stat().st_mtime, file, file.stat().st_size))
     return sorted(found, key=lambda shard: (shard.used, str(shard.file)))
 
