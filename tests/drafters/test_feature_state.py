@@ -15,6 +15,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl_testing.drafters.head_cases import make_heads
+from specctl_testing.drafters.kept_logits import kept_logits
 
 PROMPTS = [[5, 17, 3, 88], [41, 9], [60, 2, 33, 71, 12, 8]]
 
@@ -42,24 +43,16 @@ def test_the_compiled_step_drafts_what_pytorch_drafts(
 
     def logits(policy: dict[str, Any]) -> tuple[list[Tensor], int]:
         """Of every call of a generation, and how many forwards the compiled step did."""
-        found, calls = list[Tensor](), [0]
-        ways = {name: getattr(FeatureState, name) for name in ("root", "expand", "compiled")}
+        calls, compiled = [0], FeatureState.compiled
 
-        def kept(name: str) -> Any:
-            def run(self: FeatureState, *given: Any, **named: Any) -> Any:
-                out = ways[name](self, *given, **named)
-                if name == "compiled":
-                    calls[0] += out is not None
-                else:
-                    found.append(out.clone())
-                return out
+        def counted(self: FeatureState, *given: Any, **named: Any) -> Any:
+            out = compiled(self, *given, **named)
+            calls[0] += out is not None
+            return out
 
-            return run
-
-        with monkeypatch.context() as patch:
-            for name in ways:
-                patch.setattr(FeatureState, name, kept(name))
-            sampling = Sampling(temperature=0.0, max_new_tokens=9, ignore_eos=True)
+        sampling = Sampling(temperature=0.0, max_new_tokens=9, ignore_eos=True)
+        with kept_logits(monkeypatch) as found, monkeypatch.context() as patch:
+            patch.setattr(FeatureState, "compiled", counted)
             generate(
                 target, PROMPTS, drafter=drafter, policy=make_policy(policy), sampling=sampling
             )

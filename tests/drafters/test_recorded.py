@@ -20,6 +20,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl_testing.drafters.head_cases import make_heads
+from specctl_testing.drafters.kept_logits import kept_logits
 
 PROMPTS = [[5, 17, 3, 88], [41, 9], [60, 2, 33, 71, 12, 8]]
 DEVICES: list[Any] = ["cpu"]
@@ -53,24 +54,11 @@ def test_recorded_calls_say_the_same(
     drafter = make_heads(target, family, half, **options)
     for parameter in drafter.module.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    ways = {name: getattr(FeatureState, name) for name in ("root", "expand")}
     replayed = [0]
 
     def logits(policy: dict[str, Any], batch: int) -> tuple[list[Tensor], list[Any]]:
-        found = list[Tensor]()
-
-        def kept(name: str) -> Any:
-            def run(self: FeatureState, *given: Any) -> Any:
-                out = ways[name](self, *given)
-                found.append(out.clone())
-                return out
-
-            return run
-
-        with monkeypatch.context() as patch:
-            for name in ways:
-                patch.setattr(FeatureState, name, kept(name))
-            sampling = Sampling(temperature=temperature, seed=3, max_new_tokens=24, ignore_eos=True)
+        sampling = Sampling(temperature=temperature, seed=3, max_new_tokens=24, ignore_eos=True)
+        with kept_logits(monkeypatch) as found:
             made = generate(
                 target, PROMPTS, drafter=drafter, policy=make_policy(policy), sampling=sampling,
                 batch=batch,

@@ -1,0 +1,31 @@
+"""What a feature-level drafter says, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from specctl.drafters.states.feature_state import FeatureState
+
+
+@contextmanager
+def kept_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """The logits of every root and of every expansion while it is open."""
+    found = list[Tensor]()
+
+    def kept(call: Any) -> Any:
+        def run(self: FeatureState, *given: Any) -> Tensor:
+            out: Tensor = call(self, *given)
+            found.append(out.clone())
+            return out
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in ("root", "expand"):
+            patch.setattr(FeatureState, name, kept(getattr(FeatureState, name)))
+        yield found
