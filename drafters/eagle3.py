@@ -287,7 +287,7 @@ class Eagle3State(FeatureState):
         query, key, value = self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
         assert self._growth is not None
         mask = None
-        if self._growth.uniform is None:
+        if self._growth.uniform != key.shape[2]:  # behind the newest row stands another, or padding
             at_L = torch.arange(key.shape[2], device=self.device)
             mask = (at_L < kept_B[:, None])[:, None, None]
         query = fed.newest(query.transpose(1, 2)).transpose(1, 2)
