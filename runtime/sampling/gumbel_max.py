@@ -3,7 +3,8 @@
 On a CPU a compiled function finds it from counters, without computing most of the numbers
 (`models/native/draw.h`): in a fifth of the sum's time for 2,048 scores, an eighth for 128,256
 (benchmarks/draw_cost.py). What it cannot tell from another token within rounding is left to the
-sum, so that both always agree.
+sum, so that both always agree. On a GPU a kernel adds the numbers as it hashes them
+(`models/draw_kernel.py`).
 Letters: B rows, M new nodes, V target vocabulary.
 """
 
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specctl.core.gpu_kernels import has_triton
 from specctl.models.native.library import DrawCall, library
 
 
@@ -44,7 +46,9 @@ class NoiseCounters(NamedTuple):
 def drawn(scores_BMV: Tensor, code_V: Tensor, of: NoiseCounters) -> Tensor | None:
     """int64 [B, M]: the best of score + Gumbel number of every row, this one hashed from the
     counters and the int64 codes of tokens. None: not to be told here."""
-    functions = library().functions
+    if scores_BMV.is_cuda:
+        return _drawn_on_gpu(scores_BMV, code_V, of)
+    functions = library().functions if scores_BMV.device.type == "cpu" else None
     if functions is None or scores_BMV.dtype != torch.float32:
         return None
     B, M, V = scores_BMV.shape
@@ -61,3 +65,15 @@ def drawn(scores_BMV: Tensor, code_V: Tensor, of: NoiseCounters) -> Tensor | Non
         token_BM.data_ptr(),
     )
     return None if functions.draw(ctypes.byref(call)) else token_BM
+
+
+def _drawn_on_gpu(scores_BMV: Tensor, code_V: Tensor, of: NoiseCounters) -> Tensor | None:
+    if not has_triton():
+        return None
+    from specctl.models import draw_kernel
+
+    if not draw_kernel.takes(scores_BMV):
+        return None
+    seed_B, counter_B = draw_kernel.sent(of.seeds, of.counters, scores_BMV.device)
+    more = of.first, of.depth_BM, of.is_chain, of.inner
+    return draw_kernel.draw(scores_BMV, code_V, of.stream, seed_B, counter_B, *more)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,8 +44,9 @@ _LOW_32, _LOW_35, _LOW_40 = (1 << 32) - 1, (1 << 35) - 1, (1 << 40) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
 _CPU = torch.device("cpu")
 
-# An int64 or float32 array: numpy on the CPU (a small operation costs a third of torch's), torch
-# elsewhere. The operators used below mean the same in both; the bits are equal.
+# An int64 or float32 array: numpy on the CPU (a small operation costs a third of torch's), where
+# all keys are made, torch elsewhere. The operators used below mean the same in both; the bits are
+# equal.
 Array = Any
 
 
@@ -76,6 +77,11 @@ def _long(values: Sequence[int] | Tensor, device: torch.device) -> Array:
     return torch.as_tensor(values, dtype=torch.long, device=device)
 
 
+def _placed(array: Array, device: torch.device) -> Array:
+    """The same where it is needed; the host does not wait for the copy."""
+    return array if device == _CPU else torch.from_numpy(array).to(device, non_blocking=True)
+
+
 def _ints(values: Sequence[int] | Tensor) -> Sequence[int]:
     return values.tolist() if isinstance(values, Tensor) else values
 
@@ -91,9 +97,9 @@ def _codes(num: int, device: torch.device) -> Array:
 
 
 @lru_cache(maxsize=16)
-def _code_tensor(num: int) -> Tensor:
-    """The same on the CPU, for who wants an address."""
-    return torch.from_numpy(_codes(num, _CPU))
+def _code_tensor(num: int, device: torch.device = _CPU) -> Tensor:
+    """The same, for who wants an address."""
+    return torch.as_tensor(_codes(num, device))
 
 
 def _inner(index: int) -> int:
@@ -145,41 +151,45 @@ class RoundNoise:
 
     @cached_property
     def _seed_B(self) -> Array:
-        return _mix(_long(self._seeds, self.device) * _STEP + _STEP)
+        return _mix(_long(self._seeds, _CPU) * _STEP + _STEP)
 
     @cached_property
     def _round_B(self) -> Array:
-        return _long(self._rounds, self.device)
+        return _long(self._rounds, _CPU)
 
     @cached_property
     def _position_B(self) -> Array:
-        return _long(self._positions, self.device)
+        return _long(self._positions, _CPU)
 
     def _round_key_B1(self, stream: int) -> Array:
         return _mix((self._seed_B ^ stream) + self._round_B * _STEP)[:, None]
 
     def _target_key_BT(self, depth_BT: Array, stream: int = TARGET) -> Array:
-        at_BT = self._position_B[:, None] + depth_BT + 1
-        return _mix((self._seed_B ^ stream)[:, None] + at_BT * _STEP)
+        """Where the depths are."""
+        seed_B, position_B = self._seed_B, self._position_B
+        if isinstance(depth_BT, Tensor):
+            seed_B, position_B = _placed(np.stack([seed_B, position_B]), depth_BT.device)
+        at_BT = position_B[:, None] + depth_BT + 1
+        return _mix((seed_B ^ stream)[:, None] + at_BT * _STEP)
+
+    def _gumbel_numbers(self, key: Array, code: Array) -> Tensor:
+        return _gumbel(_uniform(_placed(key, self.device), code))
 
     def accept_BT(self, num_fed: int) -> Tensor:
         """Uniforms for acceptance tests, keyed (seed, round, fed index)."""
-        u_BT = _uniform(self._round_key_B1(ACCEPT), _codes(num_fed, self.device))
-        return torch.as_tensor(u_BT)
+        u_BT = _uniform(self._round_key_B1(ACCEPT), _codes(num_fed, _CPU))
+        return torch.as_tensor(_placed(u_BT, self.device))
 
     def final_BV(self, vocab_size: int) -> Tensor:
         """Gumbel noise for the last draw of the round, keyed (seed, round, token id)."""
-        return _gumbel(_uniform(self._round_key_B1(FINAL), _codes(vocab_size, self.device)))
+        return self._gumbel_numbers(self._round_key_B1(FINAL), _codes(vocab_size, self.device))
 
     def final_draw_B(self, scores_BV: Tensor) -> Tensor:
         """The best of scores + `final_BV`: the last draw of the round, by softmax(scores)."""
         V = scores_BV.shape[-1]
-        if self.device == _CPU:
-            counters = NoiseCounters(FINAL, self._seeds, self._rounds)
-            token_B1 = drawn(scores_BV[:, None], _code_tensor(V), counters)
-            if token_B1 is not None:
-                return token_B1[:, 0]
-        return best_token(scores_BV + self.final_BV(V))
+        counters = NoiseCounters(FINAL, self._seeds, self._rounds)
+        token_B1 = drawn(scores_BV[:, None], _code_tensor(V, self.device), counters)
+        return best_token(scores_BV + self.final_BV(V)) if token_B1 is None else token_B1[:, 0]
 
     def target_BTV(self, depth_BT: Tensor, vocab_size: int) -> Tensor:
         """Gumbel noise keyed (seed, absolute position of the token drawn, token id)."""
@@ -198,12 +208,11 @@ class RoundNoise:
         """The best of scores + `target_BTV`: what the target draws behind every fed token. Depths
         None: those of a chain."""
         B, T, V = scores_BTV.shape
-        if self.device == _CPU:
-            keys = TARGET, self._seeds, self._positions
-            counters = NoiseCounters(*keys, 1, depth_BT, is_chain=depth_BT is None)
-            token_BT = drawn(scores_BTV, _code_tensor(V), counters)
-            if token_BT is not None:
-                return token_BT
+        keys = TARGET, self._seeds, self._positions
+        counters = NoiseCounters(*keys, 1, depth_BT, is_chain=depth_BT is None)
+        token_BT = drawn(scores_BTV, _code_tensor(V, self.device), counters)
+        if token_BT is not None:
+            return token_BT
         if depth_BT is None:
             depth_BT = torch.arange(T, device=self.device).expand(B, T)
         return best_token(scores_BTV + self.target_BTV(depth_BT, V))
@@ -217,17 +226,16 @@ class RoundNoise:
     def coupled_BK(self, depth: int, ids_K: Tensor | int) -> Tensor:
         """The target stream at that depth, restricted to the draft's ids (a tensor of target ids,
         or the full vocabulary size): drafting with it agrees with `target-only` most often."""
-        depth_11 = _count(1, self.device)[:, None] + depth
-        return _gumbel(_uniform(self._target_key_BT(depth_11), self._codes_of(ids_K)))
+        key_B1 = self._target_key_BT(np.full((1, 1), depth))
+        return self._gumbel_numbers(key_B1, self._codes_of(ids_K))
 
     def coupled_draw_B(self, scores_BK: Tensor, depth: int, ids_K: Tensor | int) -> Tensor:
         """The best of scores + `coupled_BK`."""
-        if self.device == _CPU:
-            counters = NoiseCounters(TARGET, self._seeds, self._positions, depth + 1)
-            code_K = torch.from_numpy(self._codes_of(ids_K))
-            row_B1 = drawn(scores_BK[:, None], code_K, counters)
-            if row_B1 is not None:
-                return row_B1[:, 0]
+        counters = NoiseCounters(TARGET, self._seeds, self._positions, depth + 1)
+        code_K = torch.as_tensor(self._codes_of(ids_K))
+        row_B1 = drawn(scores_BK[:, None], code_K, counters)
+        if row_B1 is not None:
+            return row_B1[:, 0]
         return best_token(scores_BK + self.coupled_BK(depth, ids_K))
 
     def _codes_of(self, ids_K: Tensor | int) -> Array:
@@ -239,7 +247,8 @@ class RoundNoise:
         self, temperatures: Sequence[float], truncations: Sequence[Truncation] | None = None
     ) -> ChainDraws:
         """For a chain that is drafted in one call: draw i is that of `draft_draw_BM` at index i."""
-        return ChainDraws(temperatures, truncations, self._seeds, self._rounds, _code_tensor)
+        codes = partial(_code_tensor, device=self.device)
+        return ChainDraws(temperatures, truncations, self._seeds, self._rounds, codes)
 
     def counted_over(self, valid_BN: Tensor) -> Noise:
         """The same for the rules, but a node's uniform is that of its number among the row's own
@@ -249,19 +258,16 @@ class RoundNoise:
     def draft_BMK(self, index: int, num_nodes: int, num_rows: int) -> Tensor:
         """Gumbel noise for drafting, keyed (seed, round, draw index, node in the draw, row of the
         draft vocabulary). `index` counts the draws of a round."""
-        node_M = (_count(num_nodes, self.device) + _inner(index)) * _STEP
+        node_M = (np.arange(num_nodes) + _inner(index)) * _STEP
         key_BM1 = _mix(self._round_key_B1(DRAFT) + node_M)[:, :, None]
-        return _gumbel(_uniform(key_BM1, _codes(num_rows, self.device)))
+        return self._gumbel_numbers(key_BM1, _codes(num_rows, self.device))
 
     def draft_draw_BM(self, scores_BMK: Tensor, index: int) -> Tensor:
         """The best of scores + `draft_BMK`."""
         _, M, K = scores_BMK.shape
-        if self.device == _CPU:
-            counters = NoiseCounters(DRAFT, self._seeds, self._rounds, inner=_inner(index))
-            row_BM = drawn(scores_BMK, _code_tensor(K), counters)
-            if row_BM is not None:
-                return row_BM
-        return best_token(scores_BMK + self.draft_BMK(index, M, K))
+        counters = NoiseCounters(DRAFT, self._seeds, self._rounds, inner=_inner(index))
+        row_BM = drawn(scores_BMK, _code_tensor(K, self.device), counters)
+        return best_token(scores_BMK + self.draft_BMK(index, M, K)) if row_BM is None else row_BM
 
 
 @dataclass(frozen=True, slots=True)
