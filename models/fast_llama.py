@@ -74,6 +74,10 @@ class FastLlama(LanguageModel):
         window = module.shape.window
         self.windows = () if window is None else (window,)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which record for themselves."""
+        return {**self.__dict__, "recorded": None}
+
     @property
     def device(self) -> torch.device:
         return self.module.model.norm.weight.device
@@ -338,7 +342,6 @@ class FastLlama(LanguageModel):
         if plain_kv and group == GROUP and no_int8() is None and self.module.native(4) is not None:
             return self.in_bits(4)
         lm = copy(self)
-        lm.recorded = None
         lm.int4 = self.module.in_int4(group)
         return lm
 
@@ -348,7 +351,6 @@ class FastLlama(LanguageModel):
     def in_bits(self, bits: int) -> Self:
         """The same model, its matrices read in 8 or 4 bits."""
         lm = copy(self)
-        lm.recorded = None
         lm.bits = bits
         return lm
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.models import compiled
 from specctl.models.compiled import SPAN, WIDTHS, CompiledLM
+from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.models.llama import Rotary, default_inv_freq
 from specctl.runtime.generate import Generated, generate
@@ -130,6 +132,17 @@ def test_the_store_comes_back_with_its_engine_at_once(
         assert lm.is_recorded_upon(again)
     finally:
         gc.enable()
+
+
+def test_a_copy_of_a_model_that_was_recorded_records_for_itself(target: Target) -> None:
+    lm = copy.deepcopy(target.lm)
+    assert isinstance(lm, FastLlama)
+    lm.recorded = CompiledLM(lm)  # as `for_drafting` leaves it on a GPU
+    for other in (copy.copy(lm), copy.deepcopy(lm), copy.deepcopy(lm.recorded).lm):
+        assert isinstance(other, FastLlama)
+        assert other.recorded is None
+        assert other.spec == lm.spec
+    assert lm.recorded is not None
 
 
 def test_recordings_of_weights_that_have_changed_are_not_replayed(
