@@ -81,7 +81,7 @@ def verify(
     if level == LEVELS[0]:
         _finish(console, VerifyResult(draft, level, tuple(stored)), {}, out)
         return
-    model = target.or_own(draft).load(console)
+    model = target.or_own(draft).load(console, None)
     names = [name for name in allow or () if name != APPROXIMATE]
     loaded = DraftChoice(draft, allow=names or None, translate=translate).load(model)
     loaded.announce(console)

@@ -33,7 +33,7 @@ def chat(
     stats: Annotated[
         bool, typer.Option("--stats", help="Show a line of statistics per answer.")
     ] = False,
-    compiled: Compile = False,
+    compiled: Compile = None,
 ) -> None:
     """Chat with a target in the terminal. Each turn is read once and stays in the cache.
 
