@@ -7,8 +7,9 @@ Weights are random and in bfloat16; the text of the target is known beforehand (
 that an eagle3-shaped drafter does all of its work and yet has exactly as many tokens accepted as a
 case asks for. Cases: bandwidth of the device; plain decoding, and the share of the bandwidth that
 its weights and cache take; the target's forward over 0 to 63 nodes; rounds with the drafter at an
-accepted length of 2, 3 and 4; each eagerly and from CUDA graphs, by batch and context. `busy` is
-the share of a round in which the GPU computes (torch.profiler); the rest is the host's.
+accepted length of 2, 3 and 4, greedy and drawn; each eagerly and from CUDA graphs, by batch and
+context. `busy` is the share of a round in which the GPU computes (torch.profiler); the rest is the
+host's.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from specctl.core.language_model import Feed, LanguageModel, Masks
 from specctl.core.masks import chain_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
+from specctl.drafters.states import recorded
+from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.models.compiled import CompiledLM
 from specctl.models.llama import LlamaShape
 from specctl.runtime.engine.engine import Engine
@@ -101,8 +104,8 @@ def forced(drafter: Drafter, accepted: int) -> Drafter:
 
     def open_forced(space: Space) -> StepState:
         state = opened(space)
-        assert isinstance(state, StepState)
-        root, expand, depth = state.root, state.expand, [0]
+        assert isinstance(state, FeatureState)
+        newest, nodes, depth = state.newest, state.nodes, [0]
 
         def told(logits_BMK: Tensor, token_BM: Tensor) -> Tensor:
             said_BM = after(token_BM, vocab_size)
@@ -110,14 +113,14 @@ def forced(drafter: Drafter, accepted: int) -> Drafter:
             depth[0] += 1
             return logits_BMK.scatter(-1, said_BM[..., None], 1e4)
 
-        def root_told(view: Any) -> Tensor:
+        def newest_told(fed: Fed, kept_B: Tensor) -> Tensor:
             depth[0] = 0
-            return told(root(view)[:, None], view.root_B[:, None])[:, 0]
+            return told(newest(fed, kept_B), fed.newest(fed.ids_BT))
 
-        def expand_told(token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-            return told(expand(token_BM, parent_BM), token_BM)
+        def nodes_told(token_BM: Tensor, *of: Any) -> Tensor:
+            return told(nodes(token_BM, *of), token_BM)
 
-        state.root, state.expand = root_told, expand_told  # type: ignore[method-assign]
+        state.newest, state.nodes = newest_told, nodes_told  # type: ignore[method-assign]
         return state
 
     drafter.open = open_forced  # type: ignore[method-assign]
@@ -134,13 +137,18 @@ def eagle3(target: Target, accepted: int) -> Drafter:
 
 
 def rounds_of(
-    target: Target, drafter: Drafter | None, batch: int, context: int, sizes: Sizes
+    target: Target,
+    drafter: Drafter | None,
+    batch: int,
+    context: int,
+    sizes: Sizes,
+    temperature: float = 0.0,
 ) -> Rounds:
     """Rounds of the real engine, once every row has been read."""
     policy = None if drafter is None else make_policy({"policy": "chain", "length": LENGTH})
     engine = Engine(target, drafter, policy, num_slots=batch, prefill_chunk=2048)
     each = (LENGTH + 1) * (2 * sizes.rounds + 8)
-    setting = Sampling(temperature=0.0, max_new_tokens=each, ignore_eos=True)
+    setting = Sampling(temperature=temperature, max_new_tokens=each, ignore_eos=True)
     engine.open(context + each)
     if isinstance(lm := target.lm, CompiledLM):
         assert lm.is_recorded_upon(engine.reader.kv), "another engine still holds the cache"
@@ -215,9 +223,14 @@ def main() -> None:
             "busy": found.busy,
         }
 
-    def drafted(way: str, accepted: int, batch: int, context: int) -> dict[str, Any]:
+    def drafted(
+        way: str, accepted: int, batch: int, context: int, temperature: float = 0.0
+    ) -> dict[str, Any]:
         target = target_of(way)
-        found = rounds_of(target, eagle3(target, accepted), batch, context, sizes)
+        # Whole chains at once: what is forced of a node depends on its depth.
+        recorded.PATIENCE = None if way == "eager" else 1
+        drafter = eagle3(target, accepted)
+        found = rounds_of(target, drafter, batch, context, sizes, temperature)
         assert abs(found.tau - accepted - 1) < 1e-6, f"tau {found.tau}, wanted {accepted + 1}"
         return {
             "round_ms": 1e3 * found.seconds,
@@ -244,6 +257,10 @@ def main() -> None:
                 f"eagle3 {accepted} accepted, {place}",
                 lambda w=way, a=accepted, b=batch, c=context: drafted(w, a, b, c),
             )
+        cases.case(
+            f"eagle3 {sizes.accepted[0]} accepted at T = 0.8, {place}",
+            lambda w=way, b=batch, c=context: drafted(w, sizes.accepted[0], b, c, 0.8),
+        )
     cases.finish()
 
 

@@ -14,18 +14,20 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
-from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Feed, LmOut, Masks
+from specctl.core.kv_cache import Aim, SlotKV
+from specctl.core.language_model import ChainDraws, Feed, LmOut, Masks, WholeChain
 from specctl.core.masks import chain_mask
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
 from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
+from specctl.drafters.states.recorded_draws import can_draw, draw_inputs, drawn_row
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
 from specctl.models.native.step import (
     RESIDUAL,
@@ -35,25 +37,32 @@ from specctl.models.native.step import (
     native_step,
 )
 
+WIDTH = 8  # true rows of a text that a recording reads, though fewer are there,
+FREE = 64  # as long as all texts together have no more: a GPU reads them as fast as one
+
 
 @dataclass(frozen=True, slots=True)
 class Fed:
     """True rows fed at once, right-padded: tokens, the states beside them, their rotations, the
-    position of the first in each row, and how many are real."""
+    position of the first in each row, and how many are real; `count_B`: where the host may not
+    know that, which is being recorded."""
 
     ids_BT: Tensor
     state_BTD: Tensor
     rope_BT2E: Tensor
     start_B: Tensor
     counts: tuple[int, ...]
+    count_B: Tensor | None = None
 
     def newest(self, rows_BTX: Tensor) -> Tensor:
         """[B, 1, ...]: those of the last real row."""
-        if min(self.counts) == max(self.counts):
-            return rows_BTX[:, -1:]
-        row_B = torch.arange(len(self.counts), device=rows_BTX.device)
-        at_B = torch.tensor(self.counts, device=rows_BTX.device) - 1
-        return rows_BTX[row_B, at_B][:, None]
+        count_B = self.count_B
+        if count_B is None:
+            if min(self.counts) == self.ids_BT.shape[1]:
+                return rows_BTX[:, -1:]
+            count_B = torch.tensor(self.counts, device=rows_BTX.device)
+        row_B = torch.arange(len(count_B), device=rows_BTX.device)
+        return rows_BTX[row_B, count_B - 1][:, None]
 
 
 class FeatureState(StepState):
@@ -84,7 +93,9 @@ class FeatureState(StepState):
         self._rope_L2E = self._rotations()
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
-        self._weights_version = drafter.version
+        self._weights_version, self._vocab = drafter.version, drafter.vocab
+        size = None if self._vocab is None else self._vocab.size
+        self._num_choices = size or drafter.spec.vocab_size
         self._calls = RecordedCalls()
         self._prepare()
 
@@ -244,19 +255,59 @@ class FeatureState(StepState):
     def root(self, view: RoundView) -> Tensor:
         counts, kept = self._lengths(view)
         kept_B = view.kept_len_B.clamp(min=1)
-        fed = self._aim_pending(view, counts, kept, kept_B)
         self._growth = TreeLayout(view, self.kv, kept, kept_B)
         self._states = []
-        if self._records() and min(fed.counts) == max(fed.counts):
-            found = self._calls.run("newest", self.kv, fed.ids_BT, fed.state_BTD, self._root_call)
+        if self._records():
+            inputs = self._padded(view, counts, kept, kept_B)
+            found = self._calls.run("newest", self.kv, self._root_call, *inputs)
             if found is not None:
                 return self._remembered(*found)[:, 0]
-        return self.newest(fed, kept_B)[:, 0]
+        return self.newest(self._aim_pending(view, counts, kept, kept_B), kept_B)[:, 0]
 
     # -- recorded -------------------------------------------------------------------------------
 
     def _records(self) -> bool:
         return self.device.type == "cuda" and self.is_recordable
+
+    @torch.no_grad()
+    def whole_chain(
+        self, view: RoundView, length: int, draws: ChainDraws | None = None
+    ) -> WholeChain | None:
+        if not self._records() or not (draws is None or can_draw(draws)):
+            return None
+        counts, kept = self._lengths(view)
+        kept_B = view.kept_len_B.clamp(min=1)
+        inputs, code_K = self._padded(view, counts, kept, kept_B, length - 1), None
+        if draws is not None:
+            inputs += draw_inputs(draws, self.device)
+            code_K = draws.codes(self._num_choices)
+        self._growth, self._states = TreeLayout(view, self.kv, kept, kept_B), []
+        call = partial(self._chain_call, length, code_K)
+        found = self._calls.run(f"chain of {length}", self.kv, call, *inputs)
+        if found is None:
+            self._growth = None
+            return None
+        token_BN, logits, state_B1D = (x.clone() for x in found)
+        self._growth.drafted(length - 1)
+        self._states.append(state_B1D)
+        return WholeChain(token_BN, logits)
+
+    def _padded(
+        self,
+        view: RoundView,
+        counts: list[int],
+        kept: list[int],
+        kept_B: Tensor,
+        num_nodes: int = 0,
+    ) -> tuple[Tensor, ...]:
+        """Ids, states and number of the pending rows, padded to few widths; the cache is aimed at
+        them, and has room for so many nodes behind."""
+        width = 1 << (max(counts) - 1).bit_length()
+        if len(counts) * WIDTH <= FREE:
+            width = max(width, WIDTH)
+        width = min(width, self.pending_token_ZW.shape[1])
+        fed = self._aim_pending(view, counts, kept, kept_B, width, num_nodes)
+        return fed.ids_BT, fed.state_BTD, kept_B - fed.start_B
 
     def _remembered(self, logits_BMK: Tensor, state_BMD: Tensor) -> Tensor:
         """What a recording returned, before the next overwrites it."""
@@ -265,19 +316,42 @@ class FeatureState(StepState):
 
     def _root_call(self, kv: SlotKV, own: RecordedCall) -> tuple[Tensor, Tensor]:
         """`newest`, on the buffers of a recording."""
-        start_B, W = own.aim.start_B1[:, 0], own.ids_BT.shape[1]
-        rope = self._rope_L2E[own.at_BT]
-        fed = Fed(own.ids_BT, own.state_BTD, rope, start_B, (W,) * len(start_B))
-        return self._on_buffers(kv, [], lambda: self.newest(fed, start_B + W))
+        ids_BT, state_BTD, count_B, *_ = own.inputs
+        start_B, rope = own.aim.start_B1[:, 0], self._rope_L2E[own.at_BT]
+        fed = Fed(ids_BT, state_BTD, rope, start_B, (), count_B)
+        return self._on_buffers(kv, [], lambda: self.newest(fed, start_B + count_B))
 
     def _node_call(self, kv: SlotKV, own: RecordedCall) -> tuple[Tensor, Tensor]:
         """`nodes` of a chain that goes on, on the buffers of a recording."""
+        ids_B1, state_B1D = own.inputs
         at_L = torch.arange(own.aim.span, device=self.device)
         mask = (at_L <= own.aim.start_B1)[:, None, None]
         place = Place(mask, own.at_BT, own.aim.span, is_next=True)
-        return self._on_buffers(
-            kv, [own.state_BTD], lambda: self.nodes(own.ids_BT, own.at_BT, place)
-        )
+        return self._on_buffers(kv, [state_B1D], lambda: self.nodes(ids_B1, own.at_BT, place))
+
+    def _chain_call(
+        self, length: int, code_K: Tensor | None, kv: SlotKV, own: RecordedCall
+    ) -> tuple[Tensor, ...]:
+        """Tokens, logits and last state of a whole chain, on the buffers of a recording; drawn with
+        the codes of the choices, or else the likeliest."""
+        logits_B1K, state_B1D = self._root_call(kv, own)
+        aim, start_B1 = own.aim, own.aim.start_B1 + own.inputs[2][:, None]
+        tokens, kept = list[Tensor](), list[Tensor]()
+        for index in range(length):
+            scores_B1K = logits_B1K.float()
+            if code_K is None:
+                row_B1 = scores_B1K.argmax(-1)
+                kept.append(scores_B1K.gather(2, row_B1[:, :, None])[:, :, 0])
+            else:
+                row_B1 = drawn_row(scores_B1K, index, code_K, own.inputs[3], own.inputs[4])
+                kept.append(scores_B1K)
+            tokens.append(row_B1 if self._vocab is None else self._vocab.ids_K[row_B1])
+            if index + 1 < length:
+                at_B1 = start_B1 + index
+                node_aim = Aim(aim.slot_B1, at_B1, aim.span, aim.is_whole)
+                node = RecordedCall((tokens[-1], state_B1D), node_aim, at_B1)
+                logits_B1K, state_B1D = self._node_call(kv.aimed(node_aim, at_B1), node)
+        return torch.cat(tokens, 1), torch.cat(kept, 1), state_B1D
 
     def _on_buffers(
         self, kv: SlotKV, states: list[Tensor], call: Callable[[], Tensor]
@@ -299,15 +373,23 @@ class FeatureState(StepState):
         return counts, [max(self.num_rows[slot], 1) for slot in view.slots]
 
     def _aim_pending(
-        self, view: RoundView, counts: list[int], kept: list[int], kept_B: Tensor
+        self,
+        view: RoundView,
+        counts: list[int],
+        kept: list[int],
+        kept_B: Tensor,
+        width: int | None = None,
+        num_nodes: int = 0,
     ) -> Fed:
-        """Aim the cache at the pending rows and gather them."""
-        B, W = len(counts), max(counts)
+        """Aim the cache at the pending rows, padded to `width`, and gather them; `num_nodes` are to
+        have room behind them."""
+        B, W = len(counts), width or max(counts)
         before = [k - c for k, c in zip(kept, counts, strict=True)]
         uniform = before[0] if min(before) == max(before) else None
-        is_even = min(counts) == W
-        start_B = kept_B - (W if is_even else torch.tensor(counts, device=self.device))
-        self._aim(view, start_B, W, max(before) + W, uniform)
+        most = max(counts)
+        is_even = min(counts) == most
+        start_B = kept_B - (most if is_even else torch.tensor(counts, device=self.device))
+        self._aim(view, start_B, W, max(max(before) + W, max(kept) + num_nodes), uniform)
         if uniform is not None:
             rope = self._rope_L2E[None, uniform : uniform + W]
         else:
@@ -332,7 +414,8 @@ class FeatureState(StepState):
         if self._rope_L2E.shape[0] < self.kv.max_len:
             self._rope_L2E = self._rotations()
         if place.is_next and self._records():
-            found = self._calls.run("node", self.kv, token_BM, self._states[-1], self._node_call)
+            inputs = token_BM, self._states[-1]
+            found = self._calls.run("node", self.kv, self._node_call, *inputs)
             if found is not None:
                 return self._remembered(*found)
         return self.nodes(token_BM, parent_BM, place)

@@ -5,6 +5,7 @@ A graph is stood in for by the call itself, so that every CPU proves it; `gpu` r
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -49,12 +50,13 @@ def test_recorded_calls_say_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = make_target(num_layers=2, dtype=torch.float64)
-    target.lm.module.to(device)
     half = VocabMap(torch.arange(0, target.spec.vocab_size, 2), target.spec.vocab_size)
     drafter = make_heads(target, family, half, **options)
+    target.lm.module.to(device)
+    drafter.to(torch.device(device), torch.float64).bind(target.borrowed())
     for parameter in drafter.module.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    replayed = [0]
+    replayed: Counter[str] = Counter()
 
     def logits(policy: dict[str, Any], batch: int) -> tuple[list[Tensor], list[Any]]:
         sampling = Sampling(temperature=temperature, seed=3, max_new_tokens=24, ignore_eos=True)
@@ -63,13 +65,15 @@ def test_recorded_calls_say_the_same(
                 target, PROMPTS, drafter=drafter, policy=make_policy(policy), sampling=sampling,
                 batch=batch,
             )  # fmt: skip
-        return found, [output.token_ids for output in made.outputs]
+        best = [(x if x.dim() == 1 else x.amax(-1).flatten()).float() for x in found]
+        return best, [output.token_ids for output in made.outputs]
 
-    def counted(self: FeatureState, *found: Tensor) -> Tensor:
-        replayed[0] += 1
-        return remembered(self, *found)
+    def counted(self: RecordedCalls, *given: Any) -> Any:
+        found = run(self, *given)
+        replayed[given[0]] += found is not None
+        return found
 
-    remembered = FeatureState._remembered
+    run = RecordedCalls.run
     graph: Any = CudaGraph if device == "cuda" else lambda call, device: call
     for policy in ({"policy": "chain", "length": 3}, {"policy": "dynamic-tree", "nodes": 5}):
         for batch in (1, 2):
@@ -83,8 +87,10 @@ def test_recorded_calls_say_the_same(
                     lambda: RecordedCalls(graph, 2),
                 )
                 patch.setattr(recorded, "SPAN", 16)  # several spans in a short text
-                patch.setattr(FeatureState, "_remembered", counted)
+                patch.setattr(RecordedCalls, "run", counted)
                 mine = logits(policy, batch)
             torch.testing.assert_close(mine[0], theirs[0])
             assert mine[1] == theirs[1]
-    assert replayed[0] > 40
+    is_drawn = device == "cpu" and temperature > 0  # drawn by a kernel, or token by token
+    least = {"newest": 10, "node": 10} if is_drawn else {"newest": 5, "chain of 3": 10}
+    assert all(replayed[name] >= times for name, times in least.items()), replayed

@@ -14,7 +14,8 @@ from specctl.drafters.states.feature_state import FeatureState
 
 @contextmanager
 def kept_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The logits of every root and of every expansion while it is open."""
+    """The logits of every root and of every expansion while it is open; of a whole chain those of
+    every step, which are the largest of each row where they are the likeliest."""
     found = list[Tensor]()
 
     def kept(call: Any) -> Any:
@@ -25,7 +26,15 @@ def kept_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
 
         return run
 
+    whole_chain = FeatureState.whole_chain
+
+    def kept_chain(self: FeatureState, *given: Any) -> Any:
+        out = whole_chain(self, *given)
+        found.extend([] if out is None else out.logits.unbind(1))
+        return out
+
     with monkeypatch.context() as patch:
         for name in ("root", "expand"):
             patch.setattr(FeatureState, name, kept(getattr(FeatureState, name)))
+        patch.setattr(FeatureState, "whole_chain", kept_chain)
         yield found
