@@ -81,19 +81,26 @@ def test_a_plan_that_cannot_be_calibrated_is_estimated(
     assert said.warnings[-1] == "not calibrated: no room"
 
 
-@pytest.mark.parametrize("limit", [1e9, 3.0], ids=["whole steps", "from a few rows"])
+@pytest.mark.parametrize(
+    ("limit", "compiling"),
+    [(1e9, 0.0), (3.0, 0.0), (90.0, 100.0)],
+    ids=["whole steps", "from a few rows", "compiled in the first"],
+)
 def test_a_step_is_all_its_rows_and_batches_and_one_update(
-    words: Path, monkeypatch: pytest.MonkeyPatch, limit: float
+    words: Path, monkeypatch: pytest.MonkeyPatch, limit: float, compiling: float
 ) -> None:
     """By a clock that counts rows, and two for an update."""
     now = [0.0]
 
     def taken(job: Any, progress: Any, advance: Callable[..., None]) -> None:
-        now[0] += job.settings.rows * job.settings.accumulate + 2
+        nonlocal compiling
+        now[0] += job.settings.rows * job.settings.accumulate + 2 + compiling
+        compiling = 0.0
 
     monkeypatch.setattr(measuring, "take_step", taken)
     monkeypatch.setattr(measuring, "STEP_SECONDS", limit)
-    recipe = recipe_of("medusa", words, "train.rows=8", "train.accumulate=3")
+    compiled = f"train.compile={compiling > 0}".lower()
+    recipe = recipe_of("eagle3", words, "train.rows=8", "train.accumulate=3", compiled)
     found = calibrate(recipe, shape_of(SPEC), clock=lambda: now[0])
     assert found is not None
     assert found.step == 8 * 3 + 2

@@ -201,9 +201,11 @@ class _Pieces:
         return found * data.on_policy_every / self._every()
 
     def _step(self, job: Job, progress: TrainProgress) -> float:
-        """Seconds of an optimizer step. The first one is slower and left out; a long one is
-        reckoned from fewer rows and from one batch more."""
+        """Seconds of an optimizer step. The first one is slower and left out, however long it
+        takes where kernels are compiled in it; a long one is reckoned from fewer rows and from one
+        batch more."""
         train = self.recipe.train
+        compiles = train.compile or self.target.device.type == "cuda"
 
         def taken(rows: int, batches: int) -> float:
             if self.recipe.data.on_policy:
@@ -214,7 +216,7 @@ class _Pieces:
             return (taken(rows, batches) + taken(rows, batches)) / 2
 
         one = taken(1, 1)
-        if one <= STEP_SECONDS:
+        if compiles or one <= STEP_SECONDS:
             one = taken(1, 1)
         batches = train.accumulate
         if one * train.rows * batches <= STEP_SECONDS:
