@@ -19,6 +19,7 @@ import torch
 from specctl.core.drafter import Drafter
 from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
+from specctl.models.compiled import CompiledLM
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
 from specctl.runtime.measure.cost_table import CostTable
@@ -217,14 +218,17 @@ def bench(
     repeats: int = 3,
     reporter: Reporter | None = None,
 ) -> BenchReport:
-    """Run all contenders interleaved; the first is the baseline. One warm-up prompt each."""
+    """Run all contenders interleaved; the first is the baseline. One warm-up prompt each, or all of
+    them where rounds are recorded: a longer text has others, and may take a new cache."""
+    is_recorded = target.device.type == "cuda" or isinstance(target.lm, CompiledLM)
+    warming = prompts if is_recorded else prompts[:1]
     reporter = reporter if reporter is not None else SilentReporter()
     rows: list[BenchRow] = []
     total = len(samplings) * repeats * len(contenders)
     with reporter.task("bench", total, "runs") as advance:
         for sampling in samplings:
             for contender in contenders:
-                contender.run(prompts[:1], sampling)
+                contender.run(warming, sampling)
             runs: dict[str, list[Timed]] = {c.name: [] for c in contenders}
             for _ in range(repeats):
                 for contender in contenders:

@@ -18,6 +18,7 @@ from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.models.llama import Rotary, default_inv_freq
 from specctl.runtime.generate import Generated, generate
+from specctl.runtime.measure.bench import Contender, Timed, bench
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -143,6 +144,22 @@ def test_a_copy_of_a_model_that_was_recorded_records_for_itself(target: Target) 
         assert other.recorded is None
         assert other.spec == lm.spec
     assert lm.recorded is not None
+
+
+@pytest.mark.parametrize(("is_recorded", "warming"), [(True, 3), (False, 1)])
+def test_a_benchmark_warms_up_with_all_texts_that_it_records(
+    target: Target, is_recorded: bool, warming: int
+) -> None:
+    given: list[int] = []
+
+    def run(prompts: Any, sampling: Sampling) -> Timed:
+        given.append(len(prompts))
+        return Timed(1, 1.0, ((1,),), 1.0)
+
+    lm = CompiledLM(target.lm) if is_recorded else target.lm
+    samplings = [Sampling(max_new_tokens=1)]
+    bench(replace(target, lm=lm), [Contender("plain", run)], PROMPTS, samplings, repeats=2)
+    assert given == [warming, 3, 3]
 
 
 def test_recordings_of_weights_that_have_changed_are_not_replayed(
