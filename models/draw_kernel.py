@@ -104,6 +104,7 @@ def draw(
     """int64 [B, M]: the best of score + Gumbel number of every row. All tensors but the float32
     scores are int64; what is hashed: `gumbel_max.NoiseCounters`."""
     B, M, V = scores_BMV.shape
+    assert len(code_V) == V, f"{len(code_V)} codes for {V} tokens"
     num_splits = triton.cdiv(V, BLOCK)
     part = scores_BMV.new_empty(B * M * num_splits, dtype=torch.long)
     token_BM = scores_BMV.new_empty(B, M, dtype=torch.long)

@@ -22,7 +22,7 @@ from specctl.core.kv_cache import Aim, SlotKV
 
 PATIENCE: int | None = 3  # None: nothing is recorded
 SPAN = 1024  # of one layer or two; to read it whole costs less than to record it more often
-MOST = 32  # kept; each holds its logits
+MOST_BYTES = 1 << 30  # of what the recordings return: the logits of long chains of many texts
 Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
 
 
@@ -35,6 +35,7 @@ class RecordedCall:
     aim: Aim
     at_BT: Tensor
     replay: Callable[[], tuple[Tensor, ...]] | None = None
+    num_bytes: int = 0
 
     def __call__(self, inputs: Sequence[Tensor], aim: Aim) -> tuple[Tensor, ...]:
         for mine, given in zip(self.inputs, inputs, strict=True):
@@ -80,12 +81,22 @@ class RecordedCalls:
             times = self._made[key] = self._made.get(key, 0) + 1
             if times < self.patience:
                 return None
-            if len(self._recorded) == MOST:  # the one that was longest not asked for goes
-                oldest = next(iter(self._recorded))
-                del self._recorded[oldest], self._made[oldest]
             found = self._new(kv, span, inputs, call)
         self._recorded[key] = found
-        return found(inputs, aim)
+        out = found(inputs, aim)
+        if found.num_bytes == 0:
+            found.num_bytes = sum(x.nbytes for x in out)
+            self._make_room(key)
+        return out
+
+    def _make_room(self, newest: tuple[Any, ...]) -> None:
+        """Those that were longest not asked for go."""
+        held = sum(each.num_bytes for each in self._recorded.values())
+        for key in [*self._recorded]:
+            if held <= MOST_BYTES or key == newest:
+                break
+            held -= self._recorded.pop(key).num_bytes
+            del self._made[key]
 
     def _new(self, kv: SlotKV, span: int, inputs: tuple[Tensor, ...], call: Call) -> RecordedCall:
         ids_BT, aim = inputs[0], kv.aim

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from specctl.core.cuda_graph import CudaGraph
+from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.vocab import VocabMap
 from specctl.drafters.states import recorded
 from specctl.drafters.states.feature_state import FeatureState
-from specctl.drafters.states.recorded import RecordedCalls
+from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -94,3 +95,29 @@ def test_recorded_calls_say_the_same(
     is_drawn = device == "cpu" and temperature > 0  # drawn by a kernel, or token by token
     least = {"newest": 10, "node": 10} if is_drawn else {"newest": 5, "chain of 3": 10}
     assert all(replayed[name] >= times for name, times in least.items()), replayed
+
+
+def test_recordings_that_return_much_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was longest not asked for goes, never the newest."""
+    monkeypatch.setattr(recorded, "MOST_BYTES", 100)
+    kv = SlotKV.of([KVShape(1, 4, 1, 4)], 1, 64, torch.float32, torch.device("cpu"))
+    calls, made = RecordedCalls(lambda call, device: call, patience=1), list[str]()
+
+    def said(name: str, width: int) -> None:
+        kv.begin((0,), torch.tensor([0]), torch.tensor([0]), width, width, 0)
+
+        def call(kv: SlotKV, own: RecordedCall) -> tuple[Tensor, ...]:
+            return (own.inputs[0] + 1,)
+
+        ids = torch.arange(width)[None]
+        found = calls.run(name, kv, call, ids)
+        assert found is not None
+        assert torch.equal(found[0], ids + 1)
+        made[:] = [key[0] for key in calls._recorded]
+
+    for name, width, kept in (
+        ("a", 5, ["a"]), ("b", 5, ["a", "b"]), ("a", 5, ["b", "a"]), ("c", 6, ["a", "c"]),
+        ("d", 20, ["d"]), ("a", 5, ["a"]),
+    ):  # fmt: skip
+        said(name, width)
+        assert made == kept
