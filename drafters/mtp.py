@@ -140,6 +140,11 @@ class MtpState(TrunkState):
 
     net: Any
 
+    @property
+    def is_recordable(self) -> bool:
+        """Experts of transformers are chosen by the host."""
+        return not self.net.is_foreign and super().is_recordable
+
     def _attending(self, mask: Tensor | None) -> Callable[[int], Attending]:
         if not self.net.is_foreign:
             return super()._attending(mask)

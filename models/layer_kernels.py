@@ -86,7 +86,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     warps = 8 if block >= 2048 else 4
-    _rms_norm[(x.numel() // width,)](x, weight, out, eps, WIDTH=width, BLOCK=block, num_warps=warps)
+    grid = (x.numel() // width,)
+    with on_device(x):
+        _rms_norm[grid](x, weight, out, eps, WIDTH=width, BLOCK=block, num_warps=warps)
     return out
 
 

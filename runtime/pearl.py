@@ -31,7 +31,7 @@ from specctl.core.drafter import Budget, Drafter, DraftState, Outcome, RoundView
 from specctl.core.errors import RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LmOut
-from specctl.core.tree import DraftTree, NodeKind, QRows, chain_tree, empty_tree
+from specctl.core.tree import DraftTree, NodeKind, QRows, chain_parent, chain_tree, empty_tree
 from specctl.runtime.engine.commit import cut
 from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.prefill import prefill
@@ -231,7 +231,7 @@ class PearlRow:
 
     def _expand(self, state: StepState, token: Tensor | int, index: int) -> Tensor:
         """Logits behind token number `index` of the run."""
-        parent_11 = torch.full_like(self.slot_B, index - 1)[:, None]
+        parent_11 = chain_parent(index, 1, self.slot_B.device)
         token_11 = torch.full_like(parent_11, token) if isinstance(token, int) else token[:, None]
         return state.expand(token_11, parent_11)[:, 0]
 
