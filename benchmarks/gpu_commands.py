@@ -142,6 +142,8 @@ def resume(run: Commands) -> dict[str, Any]:
         if time.monotonic() > until:
             break
         time.sleep(0.2)
+    if process.poll() is not None:
+        raise RuntimeError(f"it ended before it was killed: {process.communicate()[0][-300:]}")
     process.send_signal(signal.SIGKILL)
     process.communicate()
     run(*words)

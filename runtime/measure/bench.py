@@ -219,7 +219,8 @@ def bench(
     reporter: Reporter | None = None,
 ) -> BenchReport:
     """Run all contenders interleaved; the first is the baseline. One warm-up prompt each, or all of
-    them where rounds are recorded: a longer text has others, and may take a new cache."""
+    them where the target's rounds are recorded: a longer text has others, and may take a new cache.
+    Drafters record for each run anew, as they do whenever text is generated."""
     is_recorded = target.device.type == "cuda" or isinstance(target.lm, CompiledLM)
     warming = prompts if is_recorded else prompts[:1]
     reporter = reporter if reporter is not None else SilentReporter()

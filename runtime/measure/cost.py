@@ -29,6 +29,7 @@ from specctl.runtime.target.target import Target
 
 DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 TREE_SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
+RECORDING = 4  # rounds of an engine on a GPU that are slower: they are recorded
 
 
 def measure_costs(
@@ -43,9 +44,10 @@ def measure_costs(
     sampling: Sampling | None = None,
 ) -> CostTable:
     """Lower quartiles over `rounds` rounds per length in the real engine, lengths interleaved
-    twice. Of a switch, and of trees of prompt tokens, what is measured is how dear verification is:
-    with a drafter that is never silent. Of another tree that is fitted to the device, chains of its
-    drafter: steps and nodes have their prices."""
+    twice; on a GPU over a few more, as the first of an engine are recorded. Of a switch, and of
+    trees of prompt tokens, what is measured is how dear verification is: with a drafter that is
+    never silent. Of another tree that is fitted to the device, chains of its drafter: steps and
+    nodes have their prices."""
     is_wrong = isinstance(policy, PromptTree)  # the repeater mostly is: a round is a token
     if isinstance(policy, PromptTree):
         size = min(policy.nodes, TREE_SIZES[-1])
@@ -62,6 +64,8 @@ def measure_costs(
     lengths = sorted({0, *(k for k in lengths if k <= policy.depth), policy.depth})
     probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
     half = max(4, rounds // 2)
+    if target.device.type == "cuda":
+        half += RECORDING
     for _ in range(2):
         for k, probe in probes.items():
             limit = half + k if is_wrong else half * (k + 1)
