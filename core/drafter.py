@@ -59,7 +59,8 @@ class Space:
     """What a DraftState must reserve: slots, context length, nodes of the widest tree; and
     which target it drafts for (None: unknown, nothing stored is shared with a known one).
     `target_kv`: the cache of the target, given to those whose `Needs.copied` names layers. What
-    they draft they write behind the kept tokens, where the verification writes in any case."""
+    they draft they write behind the kept tokens, where the verification writes in any case.
+    `records`: on a GPU, what is computed again and again may be recorded."""
 
     num_slots: int
     max_len: int
@@ -68,6 +69,7 @@ class Space:
     dtype: torch.dtype
     identity: Identity | None = None
     target_kv: SlotKV | None = None
+    records: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,12 +168,14 @@ class ChainRoot:
 @dataclass(frozen=True, slots=True)
 class WholeChain:
     """Tokens [B, N] that were likeliest or drawn one behind another, and float32 logits: [B, N] of
-    these tokens, or of all choices [B, N, K] where they were drawn. `residual_BND`: behind the last
-    layer at the root and at the tokens that were read, if asked for."""
+    these tokens, or of all choices [B, N, K] where they were drawn from what these are to give.
+    `residual_BND`: behind the last layer at the root and at the tokens that were read, if asked
+    for. `distribution_BNK`: what they were drawn from, if the call has made that."""
 
     token_BN: Tensor
     logits: Tensor
     residual_BND: Tensor | None = None
+    distribution_BNK: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

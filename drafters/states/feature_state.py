@@ -14,7 +14,6 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from specctl.core.masks import chain_mask
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
 from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
-from specctl.drafters.states.recorded_draws import can_draw, draw_inputs, drawn_row
+from specctl.drafters.states.recorded_draws import RecordedDraws
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
 from specctl.models.native.step import (
     RESIDUAL,
@@ -97,6 +96,9 @@ class FeatureState(StepState):
         size = None if self._vocab is None else self._vocab.size
         self._num_choices = size or drafter.spec.vocab_size
         self._calls = RecordedCalls()
+        if not space.records:
+            self._calls.patience = None
+        self._waits = False  # this round's chain is yet to be recorded, its pieces never
         self._prepare()
 
     # -- what a drafter computes ------------------------------------------------------------------
@@ -257,7 +259,7 @@ class FeatureState(StepState):
         kept_B = view.kept_len_B.clamp(min=1)
         self._growth = TreeLayout(view, self.kv, kept, kept_B)
         self._states = []
-        if self._records():
+        if self._records() and not self._waits:
             inputs = self._padded(view, counts, kept, kept_B)
             found = self._calls.run("newest", self.kv, self._root_call, *inputs)
             if found is not None:
@@ -267,30 +269,33 @@ class FeatureState(StepState):
     # -- recorded -------------------------------------------------------------------------------
 
     def _records(self) -> bool:
-        return self.device.type == "cuda" and self.is_recordable
+        is_on = self._calls.patience is not None
+        return is_on and self.device.type == "cuda" and self.is_recordable
 
     @torch.no_grad()
     def whole_chain(
         self, view: RoundView, length: int, draws: ChainDraws | None = None
     ) -> WholeChain | None:
-        if not self._records() or not (draws is None or can_draw(draws)):
+        if not self._records():
+            return None
+        how = None if draws is None else RecordedDraws.of(draws, self._num_choices)
+        if draws is not None and how is None:
             return None
         counts, kept = self._lengths(view)
         kept_B = view.kept_len_B.clamp(min=1)
-        inputs, code_K = self._padded(view, counts, kept, kept_B, length - 1), None
-        if draws is not None:
-            inputs += draw_inputs(draws, self.device)
-            code_K = draws.codes(self._num_choices)
+        inputs, name = self._padded(view, counts, kept, kept_B, length - 1), f"chain of {length}"
+        if draws is not None and how is not None:
+            inputs, name = (*inputs, *how.inputs(draws, self.device)), f"{name}, {how.name}"
         self._growth, self._states = TreeLayout(view, self.kv, kept, kept_B), []
-        call = partial(self._chain_call, length, code_K)
-        found = self._calls.run(f"chain of {length}", self.kv, call, *inputs)
+        more = length, how
+        found = self._calls.run(name, self.kv, self._chain_call, *inputs, more=more)
+        self._waits = found is None
         if found is None:
-            self._growth = None
             return None
-        token_BN, logits, state_B1D = (x.clone() for x in found)
+        token_BN, logits_BN, state_B1D, *drawn_of = (x.clone() for x in found)
         self._growth.drafted(length - 1)
         self._states.append(state_B1D)
-        return WholeChain(token_BN, logits)
+        return WholeChain(token_BN, logits_BN, distribution_BNK=next(iter(drawn_of), None))
 
     def _padded(
         self,
@@ -330,28 +335,29 @@ class FeatureState(StepState):
         return self._on_buffers(kv, [state_B1D], lambda: self.nodes(ids_B1, own.at_BT, place))
 
     def _chain_call(
-        self, length: int, code_K: Tensor | None, kv: SlotKV, own: RecordedCall
+        self, length: int, how: RecordedDraws | None, kv: SlotKV, own: RecordedCall
     ) -> tuple[Tensor, ...]:
-        """Tokens, logits and last state of a whole chain, on the buffers of a recording; drawn with
-        the codes of the choices, or else the likeliest."""
+        """Tokens, their logits and last state of a whole chain, on the buffers of a recording, the
+        likeliest; or drawn, and the distributions of which."""
         logits_B1K, state_B1D = self._root_call(kv, own)
         aim, start_B1 = own.aim, own.aim.start_B1 + own.inputs[2][:, None]
-        tokens, kept = list[Tensor](), list[Tensor]()
+        tokens, kept, distributions = list[Tensor](), list[Tensor](), list[Tensor]()
         for index in range(length):
             scores_B1K = logits_B1K.float()
-            if code_K is None:
+            if how is None:
                 row_B1 = scores_B1K.argmax(-1)
-                kept.append(scores_B1K.gather(2, row_B1[:, :, None])[:, :, 0])
             else:
-                row_B1 = drawn_row(scores_B1K, index, code_K, own.inputs[3], own.inputs[4])
-                kept.append(scores_B1K)
+                row_B1, distribution_B1K = how.drawn(scores_B1K, index, iter(own.inputs[3:]))
+                distributions.append(distribution_B1K)
+            kept.append(scores_B1K.gather(2, row_B1[:, :, None])[:, :, 0])
             tokens.append(row_B1 if self._vocab is None else self._vocab.ids_K[row_B1])
             if index + 1 < length:
                 at_B1 = start_B1 + index
                 node_aim = Aim(aim.slot_B1, at_B1, aim.span, aim.is_whole)
                 node = RecordedCall((tokens[-1], state_B1D), node_aim, at_B1)
                 logits_B1K, state_B1D = self._node_call(kv.aimed(node_aim, at_B1), node)
-        return torch.cat(tokens, 1), torch.cat(kept, 1), state_B1D
+        out = torch.cat(tokens, 1), torch.cat(kept, 1), state_B1D
+        return out if how is None else (*out, torch.cat(distributions, 1))
 
     def _on_buffers(
         self, kv: SlotKV, states: list[Tensor], call: Callable[[], Tensor]
@@ -413,7 +419,7 @@ class FeatureState(StepState):
         place = self._growth.place(parent_BM)
         if self._rope_L2E.shape[0] < self.kv.max_len:
             self._rope_L2E = self._rotations()
-        if place.is_next and self._records():
+        if place.is_next and self._records() and not self._waits:
             inputs = token_BM, self._states[-1]
             found = self._calls.run("node", self.kv, self._node_call, *inputs)
             if found is not None:
@@ -435,7 +441,7 @@ class FeatureState(StepState):
         if self._growth is None:  # a round without drafting: nothing may pile up
             counts, kept = self._lengths(view)
             self.fill(self._aim_pending(view, counts, kept, view.kept_len_B.clamp(min=1)))
-        self._growth, self._states = None, []
+        self._growth, self._states, self._waits = None, [], False
         W = max(len(new) for new in outcome.emitted)
         tokens = [[*new, *(0,) * (W - len(new))] for new in outcome.emitted]
         taps = {tap: value[:, :W] for tap, value in outcome.taps.items()}

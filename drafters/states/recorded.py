@@ -10,7 +10,9 @@ Letters: B rows, E head width, J key/value heads, L positions, T fed tokens, X a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,42 +24,50 @@ from specctl.core.kv_cache import Aim, SlotKV
 
 PATIENCE: int | None = 3  # None: nothing is recorded
 SPAN = 1024  # of one layer or two; to read it whole costs less than to record it more often
-MOST_BYTES = 1 << 30  # of what the recordings return: the logits of long chains of many texts
+MOST = 32  # recordings that are kept,
+MOST_BYTES = 1 << 30  # and of what they return: the logits of long chains of many texts
 Record = Callable[[Callable[[], Any], torch.device], Callable[[], Any]]
+Key = tuple[Any, ...]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call: its own input buffers, and the graph over them. `inputs` are fed ids [B, T], the
-    states beside them, and what else the call reads."""
+    """The buffers that one recording reads: fed ids [B, T], the states beside them, and what else
+    its call takes; where the cache is aimed; and the positions of the fed tokens."""
 
     inputs: tuple[Tensor, ...]
     aim: Aim
     at_BT: Tensor
-    replay: Callable[[], tuple[Tensor, ...]] | None = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """A call that is replayed on its own buffers."""
+
+    own: RecordedCall
+    replay: Callable[[], tuple[Tensor, ...]]
     num_bytes: int = 0
 
-    def __call__(self, inputs: Sequence[Tensor], aim: Aim) -> tuple[Tensor, ...]:
-        for mine, given in zip(self.inputs, inputs, strict=True):
+    def __call__(self, inputs: tuple[Tensor, ...], aim: Aim) -> tuple[Tensor, ...]:
+        for mine, given in zip(self.own.inputs, inputs, strict=True):
             mine.copy_(given)
-        self.aim.slot_B1.copy_(aim.slot_B1)
-        self.aim.start_B1.copy_(aim.start_B1)
-        assert self.replay is not None
-        return self.replay()
-
-
-Call = Callable[[SlotKV, RecordedCall], tuple[Tensor, ...]]
+        self.own.aim.slot_B1.copy_(aim.slot_B1)
+        self.own.aim.start_B1.copy_(aim.start_B1)
+        out = self.replay()
+        self.num_bytes = sum(x.nbytes for x in out)
+        return out
 
 
 @dataclass
 class RecordedCalls:
-    """The recordings over one cache. `call(kv, recorded)` runs the call on a cache that is aimed
-    for good and on the buffers of `recorded`."""
+    """The recordings over one cache, of methods of the state that holds them: `method(*more, kv,
+    own)` computes with a cache that is aimed for good and on the buffers `own`. They do not hold
+    the state, so that all of it goes with its engine."""
 
     record: Record = CudaGraph
     patience: int | None = field(default_factory=lambda: PATIENCE)
-    _made: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    _recorded: dict[tuple[Any, ...], RecordedCall] = field(default_factory=dict)
+    _made: dict[Key, int] = field(default_factory=dict)
+    _recorded: dict[Key, Recording] = field(default_factory=dict)
     _store: list[Tensor] | None = None
 
     def forget(self) -> None:
@@ -65,15 +75,22 @@ class RecordedCalls:
         self._made.clear()
         self._recorded.clear()
 
-    def run(self, name: str, kv: SlotKV, call: Call, *inputs: Tensor) -> tuple[Tensor, ...] | None:
-        """What the call returns, overwritten by the next of this shape; None where it is not
+    def run(
+        self,
+        name: str,
+        kv: SlotKV,
+        method: Callable[..., tuple[Tensor, ...]],
+        *inputs: Tensor,
+        more: tuple[Any, ...] = (),
+    ) -> tuple[Tensor, ...] | None:
+        """What the method returns, overwritten by the next of this shape; None where it is not
         recorded (yet)."""
-        aim = kv.aim
         if self.patience is None:
             return None
         if self._store is not kv.key_ZJLE:
             self.forget()
             self._store = kv.key_ZJLE
+        aim = kv.aim
         span = min(-(-aim.span // SPAN) * SPAN, kv.max_len)
         key = (name, len(inputs), *inputs[0].shape, span, aim.is_whole)
         found = self._recorded.pop(key, None)
@@ -81,33 +98,47 @@ class RecordedCalls:
             times = self._made[key] = self._made.get(key, 0) + 1
             if times < self.patience:
                 return None
-            found = self._new(kv, span, inputs, call)
+            found = self._new(kv, span, method, inputs, more)
+            if found is None:
+                return None
         self._recorded[key] = found
         out = found(inputs, aim)
-        if found.num_bytes == 0:
-            found.num_bytes = sum(x.nbytes for x in out)
-            self._make_room(key)
+        self._make_room()
         return out
 
-    def _make_room(self, newest: tuple[Any, ...]) -> None:
+    def _make_room(self) -> None:
         """Those that were longest not asked for go."""
         held = sum(each.num_bytes for each in self._recorded.values())
-        for key in [*self._recorded]:
-            if held <= MOST_BYTES or key == newest:
-                break
-            held -= self._recorded.pop(key).num_bytes
-            del self._made[key]
+        while len(self._recorded) > (1 if held > MOST_BYTES else MOST):
+            oldest = next(iter(self._recorded))
+            held -= self._recorded.pop(oldest).num_bytes
+            del self._made[oldest]
 
-    def _new(self, kv: SlotKV, span: int, inputs: tuple[Tensor, ...], call: Call) -> RecordedCall:
-        ids_BT, aim = inputs[0], kv.aim
-        own = Aim(aim.slot_B1.clone(), aim.start_B1.clone(), span, aim.is_whole)
-        buffers = tuple(x.clone() for x in inputs)
-        recorded = RecordedCall(buffers, own, torch.empty_like(ids_BT))
+    def _new(
+        self,
+        kv: SlotKV,
+        span: int,
+        method: Callable[..., tuple[Tensor, ...]],
+        inputs: tuple[Tensor, ...],
+        more: tuple[Any, ...],
+    ) -> Recording | None:
+        """None where the GPU cannot record it: nothing is from then on."""
+        ids_BT, aim, weak = inputs[0], kv.aim, weakref.WeakMethod(method)
+        own_aim = Aim(aim.slot_B1.clone(), aim.start_B1.clone(), span, aim.is_whole)
+        own = RecordedCall(tuple(x.clone() for x in inputs), own_aim, torch.empty_like(ids_BT))
         index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+        aimed = kv.aimed(own_aim, own.at_BT)
 
         def forward() -> tuple[Tensor, ...]:
-            torch.add(own.start_B1, index_T, out=recorded.at_BT)
-            return call(kv.aimed(own, recorded.at_BT), recorded)
+            call = weak()
+            assert call is not None, "its state is gone"
+            torch.add(own_aim.start_B1, index_T, out=own.at_BT)
+            return call(*more, aimed, own)
 
-        recorded.replay = self.record(forward, ids_BT.device)
-        return recorded
+        try:
+            return Recording(own, self.record(forward, ids_BT.device))
+        except RuntimeError as error:  # of CUDA, out of memory among them
+            self.patience = None
+            self.forget()
+            warnings.warn(f"the drafter is not recorded, and slower: {error}", stacklevel=2)
+            return None

@@ -117,7 +117,8 @@ class Engine:
         self.scheduler.forget_prefixes()
         size = (self.num_slots, self.max_len, self.policy.nodes, self.target.device)
         shared = self.reader.kv if self._shares_kv else None
-        self.drafting.open(Space(*size, self.target.dtype, self.target.identity, shared))
+        about = self.target.dtype, self.target.identity, shared, self.target.is_recorded
+        self.drafting.open(Space(*size, *about))
 
     def submit(self, index: int, request: Request) -> None:
         """Put a request in the queue; `index` names it for as long as it lives."""

@@ -150,7 +150,9 @@ class Chain:
         if not growth.sampled:
             return chain_tree(found.token_BN, valid_BN, kind)
         ids_K = None if growth.vocab is None else growth.vocab.ids_K
-        distribution_BNK = growth.sampling.draft_distribution(found.logits, ids_K)
+        distribution_BNK = found.distribution_BNK
+        if distribution_BNK is None:
+            distribution_BNK = growth.sampling.draft_distribution(found.logits, ids_K)
         q = QRows(torch.nn.functional.pad(distribution_BNK, (0, 0, 0, 1)), ids_K)
         return chain_tree(found.token_BN, valid_BN, kind, q)
 

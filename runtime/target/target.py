@@ -107,6 +107,12 @@ class Target:
         return self.lm.can_run
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether rounds are recorded on a GPU. One of ours that was loaded without is not, and
+        nothing is of what drafts for it."""
+        return not isinstance(self.lm, FastLlama)
+
+    @property
     def device(self) -> torch.device:
         return self.lm.device
 

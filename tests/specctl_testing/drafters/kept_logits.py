@@ -15,7 +15,7 @@ from specctl.drafters.states.feature_state import FeatureState
 @contextmanager
 def kept_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """The logits of every root and of every expansion while it is open; of a whole chain those of
-    every step, which are the largest of each row where they are the likeliest."""
+    the tokens of every step."""
     found = list[Tensor]()
 
     def kept(call: Any) -> Any:
