@@ -74,8 +74,7 @@ class LmState(StepState):
 
     def __init__(self, drafter: SpokenModel, space: Space) -> None:
         self.drafter, self.lm = drafter, drafter.lm.for_drafting()
-        records = self.is_recordable and space.records
-        if isinstance(self.lm, CompiledLM) and not records:
+        if isinstance(self.lm, CompiledLM) and not self.is_recordable:
             self.lm = self.lm.lm
         self.kv = self.lm.new_kv(space.num_slots, space.max_len + space.max_nodes + 2)
         self.num_cached = [0] * space.num_slots

@@ -109,7 +109,7 @@ class Target:
     @property
     def is_recorded(self) -> bool:
         """Whether rounds are recorded on a GPU. One of ours that was loaded without is not, and
-        nothing is of what drafts for it."""
+        feature-level drafters are not for it."""
         return not isinstance(self.lm, FastLlama)
 
     @property
