@@ -19,7 +19,8 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -85,10 +86,17 @@ class Trainer:
                     step = text.removeprefix(FROM).replace(",", "")
                     os.write(notes, f"resumed {step}\n".encode())
 
+        listening = Stop.listening
+
+        @contextmanager
+        def heard(stop: Stop) -> Iterator[Stop]:
+            with listening(stop) as found:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+                yield found
+
         Checkpoints.save = noted  # type: ignore[method-assign]
-        with Stop("again").listening():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            train_draft(self.recipe, self.out, target=self.target, reporter=Resumes())
+        Stop.listening = heard  # type: ignore[method-assign]
+        train_draft(self.recipe, self.out, target=self.target, reporter=Resumes())
 
     def notes(self) -> list[list[str]]:
         if not self.acks.exists():
