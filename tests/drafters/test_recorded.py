@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.cuda_graph import CudaGraph
-from specctl.core.drafter import RoundView
+from specctl.core.drafter import Drafter, RoundView
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.vocab import VocabMap
 from specctl.drafters.states import recorded, recorded_draws
@@ -38,6 +38,25 @@ PROMPTS = [[5, 17, 3, 88], [41, 9], [60, 2, 33, 71, 12, 8]]
 DEVICES: list[Any] = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def recorded_drafter(
+    monkeypatch: pytest.MonkeyPatch,
+    target: Target,
+    device: str,
+    family: str,
+    vocab: VocabMap | None = None,
+    **options: Any,
+) -> Drafter:
+    """With other weights than it began with, on that device as its target is, whose rounds are
+    taken to be recorded."""
+    monkeypatch.setattr(Target, "is_recorded", True)
+    drafter = make_heads(target, family, vocab, **options)
+    target.lm.module.to(device)
+    drafter.to(torch.device(device), torch.float64).bind(target.borrowed())
+    for parameter in drafter.module.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return drafter
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,13 +80,8 @@ def test_recorded_calls_say_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = make_target(num_layers=2, dtype=torch.float64)
-    monkeypatch.setattr(Target, "is_recorded", True)
     half = VocabMap(torch.arange(0, target.spec.vocab_size, 2), target.spec.vocab_size)
-    drafter = make_heads(target, family, half, **options)
-    target.lm.module.to(device)
-    drafter.to(torch.device(device), torch.float64).bind(target.borrowed())
-    for parameter in drafter.module.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    drafter = recorded_drafter(monkeypatch, target, device, family, half, **options)
     replayed: Counter[str] = Counter()
 
     def logits(policy: dict[str, Any], batch: int) -> tuple[list[Tensor], list[Any]]:
@@ -131,12 +145,7 @@ def test_a_drawn_chain_is_that_of_token_by_token(
 ) -> None:
     """Temperatures differ from row to row; distributions are those that the rule asks for."""
     target = make_target(num_layers=2, dtype=torch.float64)
-    monkeypatch.setattr(Target, "is_recorded", True)
-    drafter = make_heads(target, family, None)
-    target.lm.module.to(device)
-    drafter.to(torch.device(device), torch.float64).bind(target.borrowed())
-    for parameter in drafter.module.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    drafter = recorded_drafter(monkeypatch, target, device, family)
     shared: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, **cuts}
     samplings = [Sampling(temperature=t, seed=3 + n, **shared) for n, t in enumerate((0.8, 0.5))]
     if device == "cpu":
