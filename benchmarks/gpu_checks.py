@@ -49,6 +49,7 @@ FOLDERS = (
     "tests/models", "tests/runtime/engine", "tests/runtime/verify", "tests/runtime/sampling",
     "tests/runtime/policies", "tests/runtime/target", "tests/drafters/test_contract.py",
 )  # fmt: skip
+MARKED = "tests/models", "tests/drafters"  # the folders of tests marked gpu
 NOTHING_RAN = 5  # exit code of pytest
 VOCAB = 24
 KEPT = [0, 1, 2, 3, 5, 8, 11, 12, 13, 20, 21]
@@ -264,8 +265,8 @@ def main() -> None:
         model = build_model(num_layers=3, vocab=VOCAB)
         return Target.from_model(model.to(where))
 
-    marked = ["-m", "gpu", "tests/models/test_compiled.py"] if cases.dry else ["-m", "gpu", "tests"]
-    cases.case("tests marked gpu", partial(tests, marked, args.minutes))
+    marked = ("tests/models/test_compiled.py",) if cases.dry else MARKED
+    cases.case("tests marked gpu", partial(tests, ["-m", "gpu", *marked], args.minutes))
     for name, (shape, document) in ATTENTIONS.items():
         for dtype in DEVIATION:
             if cases.dry and (shape[3] > 1000 or dtype == torch.float16):

@@ -14,12 +14,15 @@ need another OUT.
     python benchmarks/quality.py --out runs/quality --arms seconds         # at equal seconds
     python benchmarks/quality.py --out runs/quality --arms data --families eagle3,small-lm
     python benchmarks/quality.py --out runs/quality --arms recipe           # whole recipes
+    python benchmarks/quality.py --out runs/quality --arms recipe --times 4  # with more data
     python benchmarks/quality.py --arms recipe --families eagle3 --set train.steps=320
 
 Families whose paired difference over prompts is below two standard errors from the best of a group
 are in its group: these weights are level. Seeds are averaged prompt by prompt; how far they are
 apart is in the files. --set trains whole recipes a second time with a field changed, and says what
-that changed, paired over prompts.
+that changed, paired over prompts. --times N gives whole recipes N times the data and the steps,
+and says what that changed where they were run without it, too. Where there is a GPU, families are
+trained and measured on it.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from specctl.cli.commands.bench_families import (
     recipes_of,
 )
 from specctl.drafters import family
-from specctl.recipes.load import load_recipe
+from specctl.recipes.load import build_recipe, load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -64,6 +67,7 @@ DATA = (250, 500, 1000, 2000)  # prompts of the learning curve
 LEADING = ("small-lm", "staged", "moa", "glide", "eagle3", "eagle")
 HEATS = {"greedy": 0.0, "sampled": 1.0}
 WHOLE = "recipe"  # the arm of whole recipes
+AMOUNTS = ("steps", "prompts", "text_tokens", "limit_tokens")
 SETTINGS = ("steps", "seconds", "data", "prompts", "tokens")
 HELD_UNMEASURED = "train.tau_every=1000000"
 
@@ -78,12 +82,14 @@ class Case:
     steps: int
     prompts: int
     sets: tuple[str, ...] = ()  # fields of the recipe that differ; ablations.py trains such cases
+    times: int = 1  # so many times the data and the steps of a whole recipe
 
     @property
     def name(self) -> str:
         size = f"-{self.prompts}" if self.arm == "data" else ""
         changed = "".join(f"-{word.removeprefix('drafter.options.')}" for word in self.sets)
-        return f"{self.family}{changed}-{self.arm}{size}-{self.seed}"
+        more = f"-x{self.times}" if self.times > 1 else ""
+        return f"{self.family}{changed}-{self.arm}{size}{more}-{self.seed}"
 
 
 def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
@@ -128,9 +134,20 @@ def recipe_of(case: Case, out: Path) -> Recipe:
     """The family's own recipe, or its share of equal tokens."""
     seed = f"train.seed={case.seed}"
     if case.arm == WHOLE:
-        return load_recipe(recipes_of(case.family)[0], (seed, *case.sets))
+        return scaled(load_recipe(recipes_of(case.family)[0], (seed, *case.sets)), case.times)
     sets = (seed, f"data.prompts={case.prompts}", "train.rows=4", HELD_UNMEASURED, *case.sets)
     return family_recipe(case.family, TrainingBudget(case.family, TINY, case.steps, sets, out))
+
+
+def scaled(recipe: Recipe, times: int) -> Recipe:
+    """With so many times the data and the steps, in every stage."""
+
+    def more(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: more(name, below) for name, below in value.items()}
+        return times * value if key in AMOUNTS and value is not None else value
+
+    return build_recipe(more("", recipe.to_json()), recipe.name).with_origin(recipe.origin)
 
 
 def rows_of(case: Case, out: Path) -> Path:
@@ -155,8 +172,8 @@ def cases(args: argparse.Namespace, arm: str) -> Iterator[Case]:
             for name in names:
                 for sets in dict.fromkeys(((), tuple(args.set))):
                     recipe = load_recipe(recipes_of(name)[0], sets)
-                    steps, prompts = recipe.train.steps, recipe.data.prompts
-                    yield Case(name, WHOLE, seed, steps, prompts, sets)
+                    sizes = args.times * recipe.train.steps, args.times * recipe.data.prompts
+                    yield Case(name, WHOLE, seed, *sizes, sets, args.times)
     if arm == "data":
         leading = [name for name in names if name in LEADING]
         for size in DATA:  # as many passes over each: the size of the first arm is not run again
@@ -220,12 +237,22 @@ def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {"seeds": len(rows), "seconds": mean(row["seconds"] for row in rows)}
 
 
-def table(rows: Sequence[dict[str, Any]], arm: str) -> str:
+def changed_by(row: dict[str, Any]) -> tuple[tuple[str, ...], int]:
+    """Fields that differ from the recipe's, and how many times its data it had."""
+    return tuple(row.get("sets", ())), row.get("times", 1)
+
+
+def rows_in(rows: Sequence[dict[str, Any]], arm: str, times: int) -> list[dict[str, Any]]:
+    """Those of an arm, without the ones that --set changed."""
+    wanted = (), times if arm == WHOLE else 1
+    return [row for row in rows if row["arm"] == arm and changed_by(row) == wanted]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown of one arm, best first by the greedy tau of what is served."""
     by_case: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["arm"] == arm and not row.get("sets"):
-            by_case.setdefault((row["family"], row["prompts"]), []).append(row)
+        by_case.setdefault((row["family"], row["prompts"]), []).append(row)
     lines = ["| group | family | numbers | prompts, steps, CPU s, seeds | alpha 1 2 3 "
              "| chain, greedy | chain, T = 1 | served, greedy | served, T = 1 |",
              "|" + "---|" * 9]  # fmt: skip
@@ -241,14 +268,16 @@ def table(rows: Sequence[dict[str, Any]], arm: str) -> str:
     return "\n".join(lines)
 
 
-def changes(rows: Sequence[dict[str, Any]], sets: Sequence[str]) -> Iterator[str]:
-    """What these fields change in whole recipes, paired over prompts, seeds averaged."""
+def changes(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> Iterator[str]:
+    """What --set and --times change in whole recipes, paired over prompts, seeds averaged."""
     whole = [row for row in rows if row["arm"] == WHOLE]
-    for name in dict.fromkeys(row["family"] for row in whole if tuple(row["sets"]) == tuple(sets)):
+    sets = tuple(args.set)
+    before, after = ((), args.times if sets else 1), (sets, args.times)
+    said = " ".join(sets) or f"{args.times} times the data"
+    for name in dict.fromkeys(row["family"] for row in whole if changed_by(row) == after != before):
         own = [row for row in whole if row["family"] == name]
         both = [
-            {row["seed"]: row for row in own if tuple(row["sets"]) == want}
-            for want in ((), tuple(sets))
+            {row["seed"]: row for row in own if changed_by(row) == want} for want in (before, after)
         ]
         seeds = both[0].keys() & both[1].keys()  # one of them may have failed
         if not seeds:
@@ -258,17 +287,16 @@ def changes(rows: Sequence[dict[str, Any]], sets: Sequence[str]) -> Iterator[str
             if isinstance(value, dict):
                 pairs = zip(changed[key]["tau"], value["tau"], strict=True)
                 apart = _text([a - b for a, b in pairs])
-                yield f"{name}, {' '.join(sets)}, {key}: {apart}"
+                yield f"{name}, {said}, {key}: {apart}"
 
 
-def draw(rows: Sequence[dict[str, Any]], arm: str, path: Path) -> None:
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Tau of every family with bars of two standard errors: served and as a chain, both heats."""
     from matplotlib.figure import Figure
 
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["arm"] == arm and not row.get("sets"):
-            found.setdefault(row["family"], []).append(row)
+        found.setdefault(row["family"], []).append(row)
     order = sorted(map(pooled, found.values()), key=lambda row: mean(row["served greedy"]["tau"]))
     figure = Figure(figsize=(7.5, 1.2 + 0.27 * len(order)), layout="constrained")
     axes = figure.subplots(1, len(HEATS), sharey=True)
@@ -329,6 +357,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="of whole recipes: trained with and without")  # fmt: skip
+    parser.add_argument("--times", type=int, default=1, help="of whole recipes: data and steps")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--workers", type=int, default=1)
@@ -354,13 +383,14 @@ def main() -> None:
     ]
     rows = list(finished(args.out).values())
     if args.plot is not None:
-        draw(rows, args.arms.split(",")[0], args.plot)
+        draw(rows_in(rows, args.arms.split(",")[0], args.times), args.plot)
     if args.json:
         print(json.dumps(rows))
     else:
         for arm in args.arms.split(","):
-            print(f"\n{arm}:\n\n{curves(rows, args) if arm == 'data' else table(rows, arm)}")
-        print(*changes(rows, args.set) if args.set else (), sep="\n")
+            one = rows_in(rows, arm, args.times)
+            print(f"\n{arm}:\n\n{curves(rows, args) if arm == 'data' else table(one)}")
+        print(*changes(rows, args), sep="\n")
     if failed:
         raise SystemExit(f"not in these tables, since they failed: {', '.join(failed)}")
 
@@ -412,7 +442,8 @@ def prepare(case: Case, rows: Path, out: Path) -> None:
         return
     first = replace(case, family="medusa", seed=0, steps=1, sets=())
     if case.arm == WHOLE:
-        first = replace(first, sets=("train.steps=1", f"data.prompts={case.prompts}"))
+        prompts = case.prompts // case.times
+        first = replace(first, sets=("train.steps=1", f"data.prompts={prompts}"))
     train_and_package(SilentReporter(), recipe_of(first, out), rows, command=sys.argv)
 
 

@@ -26,7 +26,7 @@ needs_int8 = pytest.mark.skipif(no_int8() is not None, reason=f"int8: {no_int8()
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def target(request: pytest.FixtureRequest) -> Target:
-    return specctl.load_target("tiny", dtype=request.param)
+    return specctl.load_target("tiny", dtype=request.param, device="cpu")
 
 
 @needs_int8
@@ -53,7 +53,8 @@ def test_whole_sequences_are_read_as_rounds_are_and_near_what_was_published(
     with torch.no_grad():
         dense = target.lm.dense(ids, position, masks).logits_BTV
         assert torch.equal(dense, target.lm.forward(ids, position, masks, kv).logits_BTV)
-        published = specctl.load_target("tiny").lm.dense(ids, position, masks).logits_BTV
+        plain = specctl.load_target("tiny", device="cpu").lm
+        published = plain.dense(ids, position, masks).logits_BTV
     before, after = published.log_softmax(-1), dense.log_softmax(-1)
     kl = (before.exp() * (before - after)).sum(-1).mean()
     least, most = {"int8": (1e-6, 2e-3), "int4": (5e-3, 5e-2)}[target.dtype_name]
@@ -63,7 +64,7 @@ def test_whole_sequences_are_read_as_rounds_are_and_near_what_was_published(
 @needs_int8
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stored_matrices_are_freed_and_the_rest_stays(bits: int) -> None:
-    target = specctl.load_target("tiny")
+    target = specctl.load_target("tiny", device="cpu")
     module, body = target.lm.module, target.lm.module.model
     before = {name: weakref.ref(weight) for name, weight in module.named_parameters()}
     target = few_bits.in_few_bits(target, bits)
@@ -95,7 +96,7 @@ def test_drafters_that_read_the_target_still_draft(target: Target, name: str) ->
 @needs_int8
 def test_keys_and_values_are_those_that_a_forward_leaves_in_the_cache(target: Target) -> None:
     name = target.dtype_name
-    for lm in (target.lm, specctl.load_target("tiny", dtype=name, inflate="100m").lm):
+    for lm in (target.lm, specctl.load_target("tiny", dtype=name, inflate="100m", device="cpu").lm):
         ids, start = torch.tensor([[5, 9, 2, 7]]), torch.tensor([0])
         position, masks, kv = torch.arange(4)[None], lm.chain_masks(start, 4, 4), lm.new_kv(1, 4)
         kv.begin((0,), start, start, 4, 4, 0)
@@ -129,8 +130,8 @@ def test_where_it_is_no_gain_it_is_refused(monkeypatch: pytest.MonkeyPatch, bits
     given: dict[str, Any]
     for given in ({"compile": True}, {"device_map": "auto"}):
         with pytest.raises(SpecctlError, match=f"{bits} bits"):
-            specctl.load_target("tiny", dtype=f"int{bits}", **given)
+            specctl.load_target("tiny", dtype=f"int{bits}", device="cpu", **given)
     monkeypatch.setattr(few_bits, "no_int8", lambda: "a CPU without AVX2")
     with pytest.raises(IncompatibleError, match=f"{bits} bits") as refused:
-        specctl.load_target("tiny", dtype=f"int{bits}")
+        specctl.load_target("tiny", dtype=f"int{bits}", device="cpu")
     assert refused.value.found == "a CPU without AVX2"

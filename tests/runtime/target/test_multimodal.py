@@ -59,7 +59,7 @@ def loaded(request: Any, tokenizer: Any, tmp_path_factory: Any) -> tuple[Any, Ta
     folder, full = tmp_path_factory.mktemp("multi"), whole_model(request.param)
     full.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return full, load_target(str(folder), dtype="float32")
+    return full, load_target(str(folder), dtype="float32", device="cpu")
 
 
 def test_the_text_side_gives_the_logits_of_the_whole_model(loaded: tuple[Any, Target]) -> None:
@@ -92,7 +92,7 @@ def test_a_multimodal_model_with_a_causal_class_of_its_own_is_left_to_transforme
     full = whole_model("gemma3")
     full.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    target = load_target(str(tmp_path), dtype="float32")
+    target = load_target(str(tmp_path), dtype="float32", device="cpu")
     ids_BS = torch.arange(8, 24)[None]
     masks = target.lm.document_masks(torch.zeros_like(ids_BS))
     with torch.no_grad():

@@ -51,11 +51,11 @@ def quantised(folder: Path, how: dict[str, Any]) -> None:
 def test_eight_bits_without_a_kernel_are_widened_and_counted_as_what_they_become(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = load_target(str(whole)).lm
+    before = load_target(str(whole), device="cpu").lm
     quantised(whole, FP8)
     seen: list[int] = []
     monkeypatch.setattr(checkpoint, "check_memory", lambda need, *rest: seen.append(need))
-    target = load_target(str(whole))
+    target = load_target(str(whole), device="cpu")
     resident = sum(p.numel() * p.itemsize for p in target.lm.module.parameters())
     assert seen == [resident]
     ids = torch.arange(12)[None]
@@ -73,7 +73,7 @@ def test_a_widened_checkpoint_that_does_not_fit_is_refused(
     files = sum(p.stat().st_size for p in whole.glob("*.safetensors"))
     monkeypatch.setattr("specctl.runtime.target.device.available_bytes", lambda device: files)
     with pytest.raises(ResourceError, match="does not fit"):
-        load_target(str(whole))
+        load_target(str(whole), device="cpu")
 
 
 def test_a_format_whose_library_is_missing_is_named_before_weights_are_read(
@@ -82,7 +82,7 @@ def test_a_format_whose_library_is_missing_is_named_before_weights_are_read(
     monkeypatch.setattr(quantizer_awq, "is_gptqmodel_available", lambda: False)
     quantised(whole, {"quant_method": "awq", "bits": 4, "group_size": 32})
     with pytest.raises(IncompatibleError, match="gptqmodel"):
-        load_target(str(whole))
+        load_target(str(whole), device="cpu")
 
 
 @pytest.mark.parametrize(

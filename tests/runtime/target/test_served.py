@@ -42,7 +42,7 @@ def test_it_is_the_same_target_by_name_from_a_sharded_checkpoint(
 ) -> None:
     model = make_model(num_layers=2, vocab=6144, tie_word_embeddings=tied)
     folder = str(sharded(tmp_path / "model", model))
-    whole, served = load_target(folder), load_served(folder)
+    whole, served = load_target(folder, device="cpu"), load_served(folder, device="cpu")
     assert served.fingerprint == whole.fingerprint
     assert served.tokenizer_fingerprint == whole.tokenizer_fingerprint
     assert served.template_digest == whole.template_digest
@@ -69,7 +69,7 @@ def test_experts_that_are_stored_one_by_one_have_the_same_fingerprint(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     folder = str(sharded(tmp_path / "model", model))
-    whole, served = load_target(folder), load_served(folder)
+    whole, served = load_target(folder, device="cpu"), load_served(folder, device="cpu")
     assert served.fingerprint == whole.fingerprint
     assert torch.equal(served.borrowed().head_VD, whole.borrowed().head_VD)
 
