@@ -99,7 +99,8 @@ class FeatureState(StepState):
         if not space.records:
             self._calls.patience = None
         self._waits = False  # this round's chain is yet to be recorded, its pieces never
-        self._prepare()
+        self._version: object = None  # of the weights, which are prepared when a text begins
+        self._native: NativeStep | None = None
 
     # -- what a drafter computes ------------------------------------------------------------------
 
@@ -163,9 +164,8 @@ class FeatureState(StepState):
         self.fuse_weights()
         self._calls.forget()
         self._version, stack = self._weights_version(), self.stack()
-        self._native: NativeStep | None = None
-        if stack is not None:
-            self._native = native_step(stack, 8 if drafts_in_int8(stack) else None)
+        bits = 8 if stack is not None and drafts_in_int8(stack) else None
+        self._native = None if stack is None else native_step(stack, bits)
 
     def compiled(
         self,

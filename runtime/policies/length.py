@@ -17,7 +17,7 @@ from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies.base import RestSpan
 
 HORIZON = 64  # rounds in which the reading of what was missed must pay
-RESTED, GLANCE = 16, 8  # after so many rounds without drafts, thinks about every 8th
+RESTED, GLANCE = 4, 8  # after so many rounds without drafts, thinks about every 8th
 
 
 @dataclass(slots=True)
@@ -73,11 +73,13 @@ class LengthChooser:
         return best
 
     def rest(self) -> RestSpan | None:
-        """While drafting is off nothing is learned: rounds until it is thought about again."""
+        """While drafting is off nothing is learned: rounds until it is thought about again, the next
+        probe at the latest, unless that is due and cannot be afforded."""
         if self._asked or self._since < RESTED:
             return None
-        rounds = min(GLANCE - 1, self._wait - self._since - 1)
-        return RestSpan(rounds) if rounds > 0 else None
+        until = self._wait - self._since - 1
+        rounds = min(GLANCE - 1, until) if until >= 0 else GLANCE - 1
+        return RestSpan(rounds) if rounds else None
 
     def wakes(self, view: RoundView) -> bool:
         return False

@@ -123,13 +123,16 @@ def test_a_rest_that_fails_costs_the_drafts_alone(target: Any) -> None:
     assert said, "it is said"
 
 
-def test_a_length_chooser_that_is_off_thinks_about_every_eighth_round(target: Any) -> None:
+@pytest.mark.parametrize("probe_first", [64, RESTED])  # far away; due, but more than it may lose
+def test_a_length_chooser_that_is_off_thinks_about_every_eighth_round(
+    target: Any, probe_first: int
+) -> None:
     dear = CostTable({0: 0.1, 2: 5.0}, {0: 1.0, 2: 5.0}, "", "", 1)
-    made = LengthChooser(dear, alpha=0.05, probe_first=64)
+    made = LengthChooser(dear, alpha=0.05, probe_first=probe_first)
     asked = []
     real = LengthChooser.length
     counting = type("Counting", (LengthChooser,), {})
-    counted = counting(dear, alpha=0.05, probe_first=64)
+    counted = counting(dear, alpha=0.05, probe_first=probe_first)
     counting.length = lambda self, batch: (asked.append(self._since), real(self, batch))[1]
     engine = engine_of(target, counted)
     engine.submit(0, request(50))
