@@ -37,8 +37,9 @@ def built_server(folder: Path) -> str:
     server = folder / "build" / "bin" / "llama-server"
     if not server.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-        subprocess.run([*words, "-d", str(folder), SOURCES], check=True)
+        words = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        name = SOURCES.split("=")[0]
+        subprocess.run([*words, "--no-binary", name, "-d", str(folder), SOURCES], check=True)
         with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
         sources = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
