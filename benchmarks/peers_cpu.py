@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from unittest.mock import patch
 
 import torch
 from environments import made
-from llama_common import built_server, complete, post, serving
+from llama_common import NoServer, built_server, complete, post, serving
 from vllm_common import NoEngine
 from vllm_common import serving as serving_vllm
 
@@ -112,16 +113,21 @@ class LlamaCpp:
         return run
 
     def ways(self, draft: Path | None, rounded: Path) -> dict[str, Way]:
-        """`rounded`: the target itself, in 4 bits."""
+        """`rounded`: the target itself, in 4 bits. A server that does not start is left out: one
+        built for a CPU with AMX ended at 4-bit weights ("illegal instruction")."""
         length = str(self.args.length)
-        found = {
-            "llama.cpp, plain": self.way(),
-            "llama.cpp, prompt lookup": self.way(lookup=LOOKUP),
-            "llama.cpp, 4 bits": self.way(draft=(str(rounded), length)),
-        }
+        wanted: dict[str, dict[str, Any]] = {
+            "plain": {}, "prompt lookup": {"lookup": LOOKUP},
+            "4 bits": {"draft": (str(rounded), length)},
+        }  # fmt: skip
         if draft is not None:
-            given = (str(next(draft.glob("*.gguf"))), length)
-            found["llama.cpp, draft model"] = self.way(draft=given)
+            wanted["draft model"] = {"draft": (str(next(draft.glob("*.gguf"))), length)}
+        found = {}
+        for name, given in wanted.items():
+            try:
+                found[f"llama.cpp, {name}"] = self.way(**given)
+            except NoServer as error:
+                print(f"llama.cpp, {name}: {error}", file=sys.stderr)
         return found
 
 

@@ -73,8 +73,8 @@ class LengthChooser:
         return best
 
     def rest(self) -> RestSpan | None:
-        """While drafting is off nothing is learned: rounds until it is thought about again, the next
-        probe at the latest, unless that is due and cannot be afforded."""
+        """While drafting is off nothing is learned: rounds until it is thought about again, at the
+        next probe at the latest, unless that is due and cannot be afforded."""
         if self._asked or self._since < RESTED:
             return None
         until = self._wait - self._since - 1
