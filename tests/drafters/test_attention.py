@@ -81,6 +81,19 @@ def test_other_queries_see_their_run_of_keys_and_a_second_set() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
+def test_weights_too_small_for_a_cpu_are_none_and_change_nothing() -> None:
+    """Scores 90 and 2,000 below the best, whose exp is denormal and 0; a key that nobody sees."""
+    best = torch.tensor([0.0, -90.0, -2000.0, 1.0])[None, None, :, None]
+    query = torch.ones(1, 1, 3, 1, requires_grad=True)
+    key, value = best.clone().requires_grad_(), torch.ones(1, 1, 4, 1, requires_grad=True)
+    seen = Seen(torch.zeros(1, 3, dtype=torch.long), torch.full((1, 3), 2))
+    out = attend_seen(query, [KeySet(key, value, seen)])
+    out.sum().backward()
+    assert out.tolist() == [[[1.0]] * 3]
+    assert value.grad is not None
+    assert value.grad.flatten().tolist() == [3.0, 0.0, 0.0, 0.0]
+
+
 def test_flex_attention_finds_what_slices_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own, uncompiled, in float64: blocks that all, some or none of the queries look
     into, and queries that see nothing; beside a second set whose softmax it shares. On a CPU its
