@@ -64,9 +64,8 @@ def distributions(
 
 
 class _KL(torch.autograd.Function):
-    """sum_v r (log r - log q), of which log r is given: the gradient of log q is -r. Most of what a
-    loss over a large vocabulary takes is reading and writing, so every pass that can be is left
-    out: a fifth of the time of what autograd would record."""
+    """sum_v r (log r - log q), of which log r is given: the gradient of log q is -r. A loss over a
+    large vocabulary mostly reads and writes; the passes that autograd would add are a fifth."""
 
     @staticmethod
     def forward(ctx: Any, log_r_QK: Tensor, log_q_QK: Tensor) -> Tensor:
@@ -77,10 +76,11 @@ class _KL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[None, Tensor]:
         (r_QK,) = ctx.saved_tensors
-        return None, r_QK.mul_(-outer[0][:, None])
+        return None, r_QK.mul_(-outer[0][..., None])
 
 
 def kl(of: RowDistributions) -> Tensor:
+    assert not of.log_r_QK.requires_grad, "the target's side has no gradient"
     found: Tensor = _KL.apply(of.log_r_QK, of.log_q_QK)  # type: ignore[no-untyped-call]
     return found
 

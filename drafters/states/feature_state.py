@@ -160,6 +160,8 @@ class FeatureState(StepState):
         recorded there."""
         return False
 
+    @torch.inference_mode(mode=False)  # others may compute gradients with the same copies
+    @torch.no_grad()
     def _prepare(self) -> None:
         self.fuse_weights()
         self._calls.forget()
