@@ -242,7 +242,8 @@ class LlamaModel(nn.Module):
             return self._collect(is_fused=False)
         version = sum(p._version for p in packs.parameters)
         if packs.weights is None or packs.version != version:
-            packs.parameters = tuple(self.parameters())
+            # those made in inference mode do not count their changes
+            packs.parameters = tuple(p for p in self.parameters() if not p.is_inference())
             packs.version = sum(p._version for p in packs.parameters)
             packs.weights = self._collect(is_fused=self._has_room())
         return packs.weights

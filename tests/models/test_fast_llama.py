@@ -81,6 +81,18 @@ def test_fused_copies_follow_every_change_of_the_weights(change: str) -> None:
         assert difference(whole(lm, ids), whole(other, ids)) < 1e-6
 
 
+def test_weights_made_in_inference_mode_are_read() -> None:
+    """They do not say whether they have changed; casting them makes new ones."""
+    ids = random_ids(1, 6)
+    with torch.inference_mode():
+        lm = small_lm()
+        assert difference(whole(lm, ids), whole(lm, ids)) == 0
+        assert (
+            difference(whole(FastLlama(lm.module.double(), lm.spec), ids), whole(small_lm(), ids))
+            < 1e-5
+        )
+
+
 def test_fused_copies_follow_a_cast() -> None:
     lm, ids = small_lm(), random_ids(1, 6)
     with torch.no_grad():
