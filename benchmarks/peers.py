@@ -24,8 +24,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -119,9 +120,12 @@ def train_ours(target: Target, recipe: Recipe, data: TokenData, folder: Path) ->
         folder.mkdir(parents=True, exist_ok=True)
         linked.symlink_to(data.folder.resolve(), target_is_directory=True)
     command = ("python", "benchmarks/peers.py")
-    run = train_and_package(SilentReporter(), recipe, folder, command=command, target=target)
-    about = {"seconds": [run.seconds / run.steps], "version": "this tree",
-             "torch": torch.__version__}  # fmt: skip
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"log_every": 1})})
+    train_and_package(SilentReporter(), recipe, folder, command=command, target=target)
+    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    until = [0.0, *(line["seconds"] for line in log if "seconds" in line)]
+    seconds = [later - earlier for earlier, later in pairwise(until)]
+    about = {"seconds": seconds, "version": "this tree", "torch": torch.__version__}
     write_json(folder / "about.json", about)
 
 
@@ -284,7 +288,7 @@ def trained(
     prompts = [p.ids for p in heldout_prompts(target, args.prompts)]
     counts = measured(target, drafter, prompts, args.tokens)
     found = {"arm": arm, "seed": seed, "version": about["version"], "torch": about["torch"],
-             "seconds_per_step": mean(about["seconds"]), "logits_differ": proof,
+             "seconds_per_step": median(about["seconds"]), "logits_differ": proof,
              "counts": counts}  # fmt: skip
     write_json(result, found)
     print(f"{arm}, seed {seed}: " + ", ".join(f"{k} {tau(np.array(v)):.3f}" for k, v in

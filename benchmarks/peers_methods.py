@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -210,7 +210,7 @@ def trained(
     prompts = prompts[args.prompts :] if search else prompts[: args.prompts]
     counts = measured(target, drafter, prompts, args.tokens)
     found = {"arm": arm, "seed": seed, "rate": rate, "version": about["version"],
-             "torch": about["torch"], "seconds_per_step": mean(about["seconds"]),
+             "torch": about["torch"], "seconds_per_step": median(about["seconds"]),
              "logits_differ": proof, "counts": counts}  # fmt: skip
     write_json(result, found)
     text = ", ".join(f"{k} {tau(np.array(v)):.3f}" for k, v in counts.items())

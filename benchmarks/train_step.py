@@ -75,6 +75,11 @@ def work(args: argparse.Namespace) -> None:
         from specctl.train.features.reading import reading_target
 
         target = reading_target(target)
+    if importlib.util.find_spec("specctl.core.kept_memory"):  # nor this
+        from specctl.core.kept_memory import kept_memory
+
+        kept = kept_memory(torch.device("cpu"))
+        kept.__enter__()
     print("ready", flush=True)
     for _ in sys.stdin:
         gradient.zero()

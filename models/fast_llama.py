@@ -34,10 +34,12 @@ from specctl.core.sub_layers import SubLayers
 from specctl.models.compiled import PATIENCE, CompiledLM
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import (
+    MaskPiece,
     Weight,
     additive_mask,
     attend,
     linear,
+    mask_of_forward,
     rms_norm,
     small_kernels,
 )
@@ -216,9 +218,9 @@ class FastLlama(LanguageModel):
 
     def _scores_and_rope(
         self, mask: Tensor, position_BT: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    ) -> tuple[Tensor | list[MaskPiece], tuple[Tensor, Tensor]]:
         shape = self.module.shape
-        scores = additive_mask(mask, shape.num_heads // shape.num_kv_heads, dtype)
+        scores = mask_of_forward(mask, shape.num_heads // shape.num_kv_heads, dtype)
         return scores, self.module.rotary.at(position_BT, mask.shape[-1], dtype)
 
     def lm_head(self, x: Tensor) -> Tensor:
@@ -233,7 +235,7 @@ class FastLlama(LanguageModel):
         layer: LayerWeights,
         index: int,
         rope: tuple[Tensor, Tensor],
-        scores: Tensor,
+        scores: Tensor | list[MaskPiece],
         kv: SlotKV | None,
     ) -> Tensor:
         if kv is not None and (own := self._stores(x, layer, kv)) is not None:
@@ -324,7 +326,7 @@ class FastLlama(LanguageModel):
             found: Tensor = own.silu_mul(both)
             return found
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate) * up if both.requires_grad else F.silu(gate).mul_(up)
 
     def read_weights(self) -> object:
         return self._weights()

@@ -27,6 +27,7 @@ from torch import nn
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
 from specctl.core.files import write_json
+from specctl.core.kept_memory import kept_memory
 from specctl.recipes.low_rank import LoraPart
 from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
@@ -112,6 +113,7 @@ def train_draft(
     with ExitStack() as held:
         held.enter_context(stop.listening())
         accelerator = _accelerator(recipe.train, out)
+        held.enter_context(kept_memory(accelerator.device))
         ranks = Ranks.current(accelerator.device)
         talker = (reporter or SilentReporter()) if ranks.is_main else SilentReporter()
         with ranks.together():

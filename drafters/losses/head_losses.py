@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,10 @@ from specctl.drafters.losses.divergences import (
     distributions,
     kl,
 )
+from specctl.drafters.losses.fused_kl import fused_kl
 from specctl.drafters.losses.teacher import TeacherLogits, wide
 from specctl.drafters.option_checks import OneOf, Within
+from specctl.models.native.kl import is_read
 from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
 LOSSES: dict[str, Loss] = plugins("specctl.drafters.losses", "LOSS")
 KINDS = ("ce", *LOSSES)
 CACHED, AT_ONCE = 2**20, 2**26  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
+Teacher = TypeVar("Teacher", TeacherLogits, TeacherLogits | None)
 LEAST_ROWS = 128  # of a slice: fewer, and adding up the head's gradient costs more than it saves
 
 
@@ -88,8 +92,7 @@ class Comparison:
     ) -> Comparison:
         if vocab is None:
             return cls(options, teacher, None, None)
-        teacher = None if teacher is None else teacher.over(vocab.ids_K)
-        return cls(options, teacher, vocab.ids_K, vocab.to_draft())
+        return cls(options, _picked(teacher, options, vocab), vocab.ids_K, vocab.to_draft())
 
     def sums(
         self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
@@ -99,6 +102,10 @@ class Comparison:
             loss, count = _label_loss(draft_QK, label_Q, self.row_V)
             top1 = self._is_first(draft_QK, label_Q).sum()
             return torch.stack([loss, count, top1, torch.zeros_like(loss)])
+        if self.options.kind == "kl":
+            found = fused_kl(draft_QK, self.teacher, teacher_row_Q, self.ids_K, self.row_V)
+            if found is not None:
+                return found
         distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
             draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
@@ -202,7 +209,15 @@ def teacher_logits(
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
     found = TeacherLogits.of(teacher, teacher_rows(batch), options.temperature, size)
-    return found if vocab is None else found.over(vocab.ids_K)
+    return found if vocab is None else _picked(found, options, vocab)
+
+
+def _picked(teacher: Teacher, options: LossOptions, vocab: VocabMap) -> Teacher:
+    """With the columns of the draft vocabulary side by side. The compiled KL picks as it reads:
+    2,048 of 6,144 columns of 2,304 rows take 2 ms so, beforehand 33 (one core, AVX512)."""
+    if teacher is None or (options.kind == "kl" and is_read(teacher.logits_RV)):
+        return teacher
+    return teacher.over(vocab.ids_K)
 
 
 def _label_loss(draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import HeadRows
+from specctl.models.native.kl import TargetRows, log_z_and_best
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,10 @@ class TeacherLogits:
         best_R = torch.zeros(len(logits_RV), dtype=torch.long, device=logits_RV.device)
         log_z_R: Tensor | None = None
         for rows in torch.split(row_Q, chunk):
-            part_QV = teacher._scores(rows)
+            log_z_Q, best_R[rows] = teacher._whole(rows)
             if log_z_R is None:
-                log_z_R = part_QV.new_zeros(len(logits_RV))
-            log_z_R[rows], best_R[rows] = part_QV.logsumexp(-1), _best(part_QV)
+                log_z_R = log_z_Q.new_zeros(len(logits_RV))
+            log_z_R[rows] = log_z_Q
         return cls(logits_RV, temperature, log_z_R, best_R)
 
     def over(self, ids_K: Tensor) -> TeacherLogits:
@@ -58,6 +59,20 @@ class TeacherLogits:
         whole = self.logits_RV
         picked = whole[:, ids_K] if isinstance(whole, Tensor) else whole.over(ids_K)
         return replace(self, logits_RK=picked)
+
+    def rows(self, row_Q: Tensor, ids_K: Tensor | None) -> TargetRows:
+        """Raw scores of rows in float32 or better, copied only where they must be, and what is
+        known of them; ids_K as in `distribution`."""
+        scores = self.logits_RV if self.logits_RK is None else self.logits_RK
+        ids_K = ids_K if self.logits_RK is None else None
+        known = [None if x is None else x[row_Q] for x in (self.log_z_R, self.best_R)]
+        if (
+            not isinstance(scores, Tensor)
+            or scores.dtype.itemsize < 4
+            or not scores.is_contiguous()
+        ):
+            scores, row_Q = wide(scores[row_Q]), torch.arange(len(row_Q), device=row_Q.device)
+        return TargetRows(scores, row_Q, self.temperature, ids_K, *known)
 
     @torch.no_grad()
     def distribution(self, row_Q: Tensor, ids_K: Tensor | None) -> TeacherRows:
@@ -70,6 +85,14 @@ class TeacherLogits:
             log_z_Q, best_Q = self.log_z_R[row_Q], self.best_R[row_Q]
             scores_QK = self._scores(row_Q, ids_K)
         return TeacherRows(scores_QK.sub_(log_z_Q[:, None]), best_Q)
+
+    def _whole(self, row_Q: Tensor) -> tuple[Tensor, Tensor]:
+        """[Q]: log-normalisers and most probable ids."""
+        found = log_z_and_best(self.rows(row_Q, None))
+        if found is not None:
+            return found
+        scores_QV = self._scores(row_Q)
+        return scores_QV.logsumexp(-1), _best(scores_QV)
 
     def _scores(self, row_Q: Tensor, ids_K: Tensor | None = None) -> Tensor:
         """A copy of raw logits, in float32 or better, over the temperature."""

@@ -2,5 +2,6 @@
 
 `step.cpp` is compiled where it runs, by the machine's own compiler and for its own instructions,
 once (`library.py`); `step.py` calls it. Where there is no compiler, or the tensors are of another
-kind, the forward of `fast_llama.py` in PyTorch does the same.
+kind, the forward of `fast_llama.py` in PyTorch does the same. `kl.py` calls what training compares
+logits with.
 """

@@ -32,6 +32,7 @@ SOURCES = (
     SOURCE.with_name("attention.h"),
     SOURCE.with_name("draw.h"),
     SOURCE.with_name("cut.h"),
+    SOURCE.with_name("kl.h"),
 )
 SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
@@ -123,6 +124,30 @@ class CutCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in "BXV"),
         ("of", ctypes.POINTER(RowCut)),
         *((name, ctypes.c_void_p) for name in ("score", "aside")),
+    ]
+
+
+class ScoreRows(ctypes.Structure):
+    """Rows of a target's scores of which the log-normaliser and the best id are wanted."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("Q", "V", "threads")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("score", "row", "log_z", "best")),
+    ]
+
+
+class Compared(ctypes.Structure):
+    """A draft's logits beside a target's: what a loss is taken of, and where it goes."""
+
+    ADDRESSES = (
+        "draft", "score", "row", "ids", "log_z", "best", "draft_row", "gradient", "aside",
+        "figures",
+    )  # fmt: skip
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("Q", "K", "V", "threads")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ADDRESSES),
     ]
 
 
@@ -232,6 +257,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
     found.space_needed.restype = ctypes.c_int64
     found.draw.argtypes = (ctypes.POINTER(DrawCall),)
     found.cut.argtypes, found.cut.restype = (ctypes.POINTER(CutCall),), None
+    found.read_scores.argtypes, found.read_scores.restype = (ctypes.POINTER(ScoreRows),), None
+    found.compare.argtypes, found.compare.restype = (ctypes.POINTER(Compared),), None
     step = (ctypes.POINTER(ModelAddresses), ctypes.POINTER(StepCall))
     for kind in KINDS:
         for name, given in (("step", step), ("chain", (*step, ctypes.POINTER(ChainCall)))):

@@ -63,6 +63,7 @@ inline void with_constant(int n, F f) {
 
 #include "cut.h"
 #include "many.h"
+#include "kl.h"
 
 namespace {
 

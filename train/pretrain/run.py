@@ -35,6 +35,7 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, DraftState, Space
 from specctl.core.errors import DivergedError, FileError
 from specctl.core.files import write_json
+from specctl.core.kept_memory import kept_memory
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.data.supply import Order, Text
@@ -327,7 +328,7 @@ def pretrain(
     job = _job(recipe, out, model, PhaseText(data, recipe, schedule, out), stop, reporter)
     job = replace(job, measure=measure, between=between)
     progress = _begin(job, resume)
-    with stop.listening():
+    with stop.listening(), kept_memory(torch.device("cpu")):
         stop.is_deferred = True
         try:
             train(job, progress)
