@@ -28,11 +28,13 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from environments import made
+from peer_hosts.turns import turn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,6 +50,7 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target
+from specctl.train import loop
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.pack import PackedRows
 from specctl.train.data.prepare import prepare
@@ -121,7 +124,14 @@ def train_ours(target: Target, recipe: Recipe, data: TokenData, folder: Path) ->
         linked.symlink_to(data.folder.resolve(), target_is_directory=True)
     command = ("python", "benchmarks/peers.py")
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"log_every": 1})})
-    train_and_package(SilentReporter(), recipe, folder, command=command, target=target)
+    take_step = loop.take_step
+
+    def in_turn(*given: Any) -> None:
+        with turn():
+            take_step(*given)
+
+    with patch.object(loop, "take_step", in_turn):
+        train_and_package(SilentReporter(), recipe, folder, command=command, target=target)
     log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     until = [0.0, *(line["seconds"] for line in log if "seconds" in line)]
     seconds = [later - earlier for earlier, later in pairwise(until)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from turns import turn
 
 
 def read_job():
@@ -46,16 +47,17 @@ def train(named, loss_of, job, ids_NBS):
     found, seconds = optimizers(named, job), []
     trained = [p for _, p in named if p.requires_grad]
     for step, rate in enumerate(job["rates"]):
-        began = time.perf_counter()
-        loss = loss_of(ids_NBS[step])
-        torch.nn.utils.clip_grad_norm_(trained, job["clip"])
-        for optimizer in found:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-        for parameter in trained:
-            parameter.grad = None
-        seconds.append(time.perf_counter() - began)
+        with turn():
+            began = time.perf_counter()
+            loss = loss_of(ids_NBS[step])
+            torch.nn.utils.clip_grad_norm_(trained, job["clip"])
+            for optimizer in found:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+            for parameter in trained:
+                parameter.grad = None
+            seconds.append(time.perf_counter() - began)
         print(json.dumps({"step": step + 1, "loss": float(loss), "seconds": seconds[-1]}),
               flush=True)  # fmt: skip
     return seconds

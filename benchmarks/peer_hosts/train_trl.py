@@ -15,6 +15,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoTokenizer, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+from turns import turn
 
 job, data = read_job()
 ids_NBS, out = data["ids_NBS"].long(), Path(job["out"])
@@ -31,10 +32,13 @@ is_gkd, seconds = job["method"] == "gkd", []
 
 class Clock(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
+        self.turn = turn()
+        self.turn.__enter__()
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
         seconds.append(time.perf_counter() - self.began)
+        self.turn.__exit__(None, None, None)
 
 
 def batch_of(rows):
