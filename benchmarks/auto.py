@@ -3,7 +3,9 @@
 Plain decoding and auto run the same prompts in turn, prompt by prompt and in both orders, in one
 process, so that a machine that slows down slows both, `--repeats` times. A row gives the ratio of
 the sums of their wall-clock times and of their processor times (`time.process_time`, which other
-processes hardly lengthen), medians over the repeats, with the spread of the latter; the share of
+processes hardly lengthen), medians over the repeats, with the spread of the latter, and its mean
+over pairs of texts with the standard error; with --control the same mean of plain decoding against
+plain decoding, which tells what the machine's noise makes of no difference at all; the share of
 rounds that were off, and what the host spent choosing per such round, as a share of a plain step;
 that is measured in a run of its own, since clocks take time as well. The
 claim: every ratio of processor times is at least 0.97, and the host share is below 3 % where
@@ -17,11 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict, dataclass, field
+from statistics import mean, median, stdev
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +52,8 @@ class Row:
     ratio: float
     processor_ratio: float
     processor_spread: tuple[float, float]
+    mean: tuple[float, float]
+    control: tuple[float, float] | None
     tau: float
     off: float
     rested: float
@@ -62,14 +67,23 @@ class Spent:
 
     wall: float = 0.0
     processor: float = 0.0
+    each: list[float] = field(default_factory=list)  # processor seconds of a text
 
     def add(self, began: tuple[float, float]) -> None:
         self.wall += time.perf_counter() - began[0]
-        self.processor += time.process_time() - began[1]
+        self.each.append(time.process_time() - began[1])
+        self.processor += self.each[-1]
 
 
 def now() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
+
+
+def mean_ratio(pairs: Sequence[tuple[Spent, Spent]]) -> tuple[float, float]:
+    """Geometric mean of the texts' ratios, and its standard error."""
+    logs = [math.log(a / b) for one, two in pairs for a, b in zip(one.each, two.each, strict=True)]
+    ratio = math.exp(mean(logs))
+    return round(ratio, 3), round(ratio * stdev(logs) / math.sqrt(len(logs)), 3)
 
 
 class Timed(Switch):
@@ -112,6 +126,7 @@ def row(
     policy: Switch,
     timed: Timed,
     repeats: int,
+    control: bool,
 ) -> Row:
     drafter = load_drafter("auto", target)
 
@@ -127,14 +142,14 @@ def row(
         unplayed += found.stats.to_json()["controller"]["arms"].get(OFF, {"rounds": 0})["rounds"]
     host = Timed.spent / max(unplayed, 1)
     plain(prompts[0]), auto(prompts[0])
-    every = [{"plain": Spent(), "auto": Spent()} for _ in range(repeats)]
+    ways = {"plain": plain, "auto": auto} | ({"again": plain} if control else {})
+    every = [{name: Spent() for name in ways} for _ in range(repeats)]
     rounds = tokens = off = rested = 0
     steps, same = [], True
     for index, prompt in enumerate(list(prompts) * repeats):
         spent = every[index // len(prompts)]
-        ways = [("plain", plain), ("auto", auto)]
-        made = {}
-        for name, way in ways if (index + index // len(prompts)) % 2 == 0 else reversed(ways):
+        made, turn = {}, (index + index // len(prompts)) % len(ways)
+        for name, way in [*ways.items()][turn:] + [*ways.items()][:turn]:
             began = now()
             made[name] = way(prompt)
             spent[name].add(began)
@@ -156,6 +171,8 @@ def row(
         round(median(wall), 3),
         round(median(processor), 3),
         (round(min(processor), 3), round(max(processor), 3)),
+        mean_ratio([(spent["plain"], spent["auto"]) for spent in every]),
+        mean_ratio([(spent["plain"], spent["again"]) for spent in every]) if control else None,
         round(tokens / rounds, 2),
         round(off / rounds, 3),
         round(rested / rounds, 3),
@@ -180,7 +197,9 @@ def measure(target: Target, args: argparse.Namespace) -> list[Row]:
         timed = Timed(**{name: getattr(priced, name) for name in fields})
         for name in args.workloads.split(","):
             prompts = WORKLOADS[name](target, args.prompts)
-            rows.append(row(target, name, prompts, sampling, priced, timed, args.repeats))
+            rows.append(
+                row(target, name, prompts, sampling, priced, timed, args.repeats, args.control)
+            )
             if not args.json:
                 print(rows[-1], flush=True)
     return rows
@@ -195,6 +214,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--inflate", default=None)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--control", action="store_true", help="plain against plain, too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true", help="exit with 8 if the claim fails")
     args = parser.parse_args()

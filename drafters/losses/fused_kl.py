@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from specctl.drafters.losses.teacher import TeacherLogits, wide
-from specctl.models.native.kl import TargetRows, compared
+from specctl.models.native.kl import TargetRows, compared, is_compiled_for
 
 
 def fused_kl(
@@ -24,6 +24,8 @@ def fused_kl(
 ) -> Tensor | None:
     """[4]: KL summed over the rows that can be learned, their number, top1, alpha of raw draft
     logits at the teacher's temperature. Only the first has a gradient."""
+    if not is_compiled_for(draft_QK, teacher.source):
+        return None
     of = teacher.rows(row_Q, ids_K)
     found: Tensor | None = _FusedKL.apply(  # type: ignore[no-untyped-call]
         wide(draft_QK), of, draft_row_V

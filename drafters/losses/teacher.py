@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import HeadRows
-from specctl.models.native.kl import TargetRows, log_z_and_best
+from specctl.models.native.kl import TargetRows, is_compiled_for, is_read, log_z_and_best
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,20 @@ class TeacherLogits:
         picked = whole[:, ids_K] if isinstance(whole, Tensor) else whole.over(ids_K)
         return replace(self, logits_RK=picked)
 
+    @property
+    def source(self) -> Tensor:
+        """What the scores are, or are computed from."""
+        return self.logits_RV if isinstance(self.logits_RV, Tensor) else self.logits_RV.state_RD
+
     def rows(self, row_Q: Tensor, ids_K: Tensor | None) -> TargetRows:
         """Raw scores of rows in float32 or better, copied only where they must be, and what is
         known of them; ids_K as in `distribution`."""
         scores = self.logits_RV if self.logits_RK is None else self.logits_RK
         ids_K = ids_K if self.logits_RK is None else None
         known = [None if x is None else x[row_Q] for x in (self.log_z_R, self.best_R)]
-        if (
-            not isinstance(scores, Tensor)
-            or scores.dtype.itemsize < 4
-            or not scores.is_contiguous()
-        ):
+        if not is_read(scores):
             scores, row_Q = wide(scores[row_Q]), torch.arange(len(row_Q), device=row_Q.device)
+        assert isinstance(scores, Tensor)
         return TargetRows(scores, row_Q, self.temperature, ids_K, *known)
 
     @torch.no_grad()
@@ -88,7 +90,8 @@ class TeacherLogits:
 
     def _whole(self, row_Q: Tensor) -> tuple[Tensor, Tensor]:
         """[Q]: log-normalisers and most probable ids."""
-        found = log_z_and_best(self.rows(row_Q, None))
+        is_compiled = is_compiled_for(self.source)
+        found = log_z_and_best(self.rows(row_Q, None)) if is_compiled else None
         if found is not None:
             return found
         scores_QV = self._scores(row_Q)

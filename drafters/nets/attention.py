@@ -30,9 +30,7 @@ from specctl.core.row_part import RowPart
 from specctl.drafters.nets import flex
 
 SLICE_SCORES = 2**24  # of one slice of queries, over all heads
-SLICE_QUERIES = (
-    96  # at most: neighbours see about the same keys, and a CPU's cache holds the scores
-)
+SLICE_QUERIES = 96  # at most: neighbours see about the same keys, a CPU's cache holds the scores
 HALF = (torch.bfloat16, torch.float16)
 LEAST = -78.0  # weights below e^-78 of the largest are 0
 _cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

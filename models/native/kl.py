@@ -33,6 +33,7 @@ def log_z_and_best(of: TargetRows) -> tuple[Tensor, Tensor] | None:
     """Float32 and int64 [Q]: log sum_v e^(score / temperature) of rows and their best ids."""
     if (functions := _functions(of.score_RV)) is None:
         return None
+    _check("row", of.row_Q, len(of.score_RV))
     Q, row_Q = len(of.row_Q), of.row_Q.contiguous()
     log_z_Q, best_Q = torch.empty(Q), torch.empty(Q, dtype=torch.long)
     call = ScoreRows(
@@ -53,13 +54,23 @@ def compared(
     draft_QK = draft_QK.detach().contiguous()
     if (functions := _functions(draft_QK, of.score_RV)) is None:
         return None
-    (Q, K), threads = draft_QK.shape, torch.get_num_threads()
+    (Q, K), threads, (R, V) = draft_QK.shape, torch.get_num_threads(), of.score_RV.shape
+    _check("row", of.row_Q, R)
+    if of.ids_K is not None:
+        _check("id", of.ids_K, V)
+    if (V if of.ids_K is None else len(of.ids_K)) != K:
+        raise IndexError(f"{K} logits of a draft, {V} scores of a target and as many ids")
+    if draft_row_V is not None:
+        _check("draft row", draft_row_V, K, least=-1)
+        _check(
+            "best id", torch.tensor([V - 1]) if of.best_Q is None else of.best_Q, len(draft_row_V)
+        )
     figures_Q4 = torch.empty(Q, 4, dtype=torch.float64)
     gradient_QK, aside = torch.empty_like(draft_QK), torch.empty(threads, K)
     given = (of.row_Q, of.ids_K, of.log_z_Q, of.best_Q, draft_row_V)
     read = [None if x is None else x.contiguous() for x in given]
     call = Compared(
-        *(Q, K, of.score_RV.shape[1], threads, 1.0 / of.temperature),
+        *(Q, K, V, threads, 1.0 / of.temperature),
         *(draft_QK.data_ptr(), of.score_RV.data_ptr()),
         *(None if x is None else x.data_ptr() for x in read),
         *(x.data_ptr() for x in (gradient_QK, aside, figures_Q4)),
@@ -68,15 +79,27 @@ def compared(
     return figures_Q4.sum(0).float(), gradient_QK
 
 
+def _check(what: str, index: Tensor, size: int, least: int = 0) -> None:
+    """What the compiled function would read without a look."""
+    if len(index):
+        low, high = (int(x) for x in index.aminmax())
+        if not least <= low <= high < size:
+            raise IndexError(f"{what} {low} to {high}: there are {size}")
+
+
+def is_compiled_for(*given: Tensor) -> bool:
+    """Whether these calls compare what is made of such tensors: numbers in a CPU's memory."""
+    are_there = all(type(x) is Tensor and x.device.type == "cpu" for x in given)
+    is_double = any(x.dtype == torch.float64 for x in given)
+    return are_there and not is_double and library().functions is not None
+
+
 def is_read(scores: object) -> bool:
-    """Whether these calls read such scores where they lie."""
+    """Whether they read such scores where they lie."""
     return isinstance(scores, Tensor) and _functions(scores) is not None
 
 
 def _functions(*logits: Tensor) -> ctypes.CDLL | None:
     """The compiled functions, for float32 numbers that lie one after another."""
-    for x in logits:
-        is_plain = type(x) is Tensor and x.is_contiguous() and x.device.type == "cpu"
-        if not is_plain or x.dtype != torch.float32:
-            return None
-    return library().functions
+    are_in_line = all(x.is_contiguous() and x.dtype == torch.float32 for x in logits)
+    return library().functions if are_in_line and is_compiled_for(*logits) else None
