@@ -1,6 +1,6 @@
 """The target's distributions as a loss asks for them: log p at the draft's ids, and the most
 probable id.
-Letters: K draft vocabulary, Q picked rows, R flat rows, V target vocabulary.
+Letters: D hidden width, K draft vocabulary, Q picked rows, R flat rows, V target vocabulary.
 """
 
 from __future__ import annotations
