@@ -326,7 +326,7 @@ class FastLlama(LanguageModel):
             found: Tensor = own.silu_mul(both)
             return found
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up if both.requires_grad else F.silu(gate).mul_(up)
+        return F.silu(gate) * up
 
     def read_weights(self) -> object:
         return self._weights()

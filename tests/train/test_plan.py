@@ -67,8 +67,8 @@ def test_more_steps_take_longer_and_larger_batches_more_memory() -> None:
         return plan(load_recipe("eagle3", sets=sets), SPEC, **SPEED)
 
     assert of("train.steps=2000").seconds_range[0] > of("train.steps=200").seconds_range[0]
-    wide = of("train.rows=32")
-    assert wide.memory_bytes > of("train.rows=4").memory_bytes
+    wide = of("train.rows=2", "drafter.options.ttt_steps=2")
+    assert wide.memory_bytes > of("train.rows=1", "drafter.options.ttt_steps=2").memory_bytes
     assert json.loads(json.dumps(wide.to_json()))["memory_bytes"] == wide.memory_bytes
     many = "train.steps=4000"
     assert of("train.keep=9", many).disk_bytes > of("train.keep=2", many).disk_bytes
