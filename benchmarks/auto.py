@@ -82,8 +82,10 @@ def now() -> tuple[float, float]:
 def mean_ratio(pairs: Sequence[tuple[Spent, Spent]]) -> tuple[float, float]:
     """Geometric mean of the texts' ratios, and its standard error."""
     logs = [math.log(a / b) for one, two in pairs for a, b in zip(one.each, two.each, strict=True)]
-    ratio = math.exp(mean(logs))
-    return round(ratio, 3), round(ratio * stdev(logs) / math.sqrt(len(logs)), 3)
+    ratio, error = math.exp(mean(logs)), math.nan
+    if len(logs) > 1:
+        error = ratio * stdev(logs) / math.sqrt(len(logs))
+    return round(ratio, 3), round(error, 3)
 
 
 class Timed(Switch):
