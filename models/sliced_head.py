@@ -4,15 +4,14 @@ Logits over a large vocabulary dwarf everything else in training. Here a slice o
 the head, its loss is taken and, where the head is one matrix, differentiated at once: what stays is
 the gradient of states and matrix, as in fused linear cross-entropy (arXiv 2410.10989). Nothing is
 computed twice, and the order of the sums is fixed. Any other head is recomputed in the backward
-pass.
+pass. Where tensors have only shapes, of slices of one size the first and the last are computed, and
+the others only leave behind what those leave: what is alive at most is the same.
 Letters: D hidden width, F figures, K draft vocabulary, Q picked rows, R flat rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from specctl.core.only_shapes import has_only_shapes
+
 Head = Callable[[Tensor], Tensor]
 Rows = tuple[Tensor, ...]  # row numbers first, then whatever else `Part` wants, all of one length
 Part = Callable[..., Tensor]  # (draft_QK, *rows) -> [F]: the loss first, then figures
-ONLY_SHAPES = ContextVar("ONLY_SHAPES", default=False)
-
-
-@contextmanager
-def only_shapes() -> Iterator[None]:
-    """Inside, tensors have no content: of slices of one size only the first and the last are
-    computed, and the others only leave behind what those leave. What is alive at most is the same.
-    """
-    token = ONLY_SHAPES.set(True)
-    try:
-        yield
-    finally:
-        ONLY_SHAPES.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +106,7 @@ class _Differentiated(torch.autograd.Function):
 
 def _left_out(slices: Sequence[Rows]) -> frozenset[int]:
     """The slices that are like one before and one after them, where only shapes count."""
-    if not ONLY_SHAPES.get():
+    if not has_only_shapes():
         return frozenset()
     sizes = [len(rows[0]) for rows in slices]
     first = {size: i for i, size in reversed([*enumerate(sizes)])}

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from specctl.core.batch import TrainBatch
+from specctl.core.only_shapes import has_only_shapes
 from specctl.core.row_part import RowPart
 from specctl.drafters.nets import flex
 
@@ -70,7 +71,8 @@ class Seen:
         first_BS = torch.where(begins_BS, at_BS, 0).cummax(1).values
         begin = begins_BS.flatten().nonzero().flatten()
         ends = torch.cat([begin, begin.new_full((1,), B * S)]).to(torch.int32)
-        spans = [Span(a // S, a % S, (b - 1) % S + 1) for a, b in pairwise(ends.tolist())]
+        places = _fullest(B, S) if has_only_shapes() else ends.tolist()
+        spans = [Span(a // S, a % S, (b - 1) % S + 1) for a, b in pairwise(places)]
         return cls(first_BS, at_BS, tuple(spans), ends)
 
     def gathered(self, key_BJLE: Tensor) -> Tensor:
@@ -320,6 +322,14 @@ def _text_backward(
             for whole, part in zip(by, parts, strict=True):
                 whole[rows, :, at] = part
     return by[0], _gathered(by[1], J), _gathered(by[2], J)
+
+
+def _fullest(rows: int, length: int) -> list[int]:
+    """Where documents begin, and the end of all, when nothing is known of them but shapes: those
+    that take most memory. Of packed rows copies are made, so each row has a second document, and
+    the longer the first one, the larger its copy."""
+    begin = {row * length + at for row in range(rows) for at in (0, length - 1)}
+    return [*sorted(begin), rows * length]
 
 
 def _calls(spans: Sequence[Span]) -> list[tuple[slice, slice]]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut
 from specctl.core.errors import IntegrityError, RecipeError
+from specctl.core.only_shapes import has_only_shapes
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.teacher import TeacherLogits, wide
@@ -65,7 +66,10 @@ class Router(nn.Module):
     @torch.no_grad()
     def arrange(self, head_KD: Tensor) -> None:
         """Group the rows of this head; the router starts at the groups' mean rows, or at zero where
-        the drafter's states have another width than the head."""
+        the drafter's states have another width than the head. Rows without content stay as they
+        are."""
+        if has_only_shapes():
+            return
         self.group_K.copy_(balanced_groups(head_KD, self.num_groups))
         if head_KD.shape[1] == self.weight.shape[1]:
             self.weight.copy_(_means(head_KD.float(), self.group_K, self.num_groups))

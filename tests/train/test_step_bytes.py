@@ -12,10 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.spec import ModelSpec
+from specctl.drafters import family as family_named
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import kept_scalar, rms_norm
 from specctl.models.native import kl
 from specctl.models.native.library import Library
+from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.made_for import made_for, target_of
 from specctl.recipes.stages import runs_of
@@ -137,6 +139,26 @@ def test_fake_tensors_take_what_real_ones_take(
         found = TracedStep(live, reader, fake, False, lambda: None).peaks(2, 64)
     for phase in ("the target reads", "the loss", "the gradient"):
         assert found[phase] == pytest.approx(wanted[phase], rel=0.05, abs=20_000)
+
+
+def family_of_recipe() -> dict[str, str]:
+    """A recipe of the embedded target for each family that it trains."""
+    found = dict[str, str]()
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        if target_of(name) == "tiny" and family_named(recipe.drafter.family).trainable:
+            found.setdefault(recipe.drafter.family, name)
+    return found
+
+
+@pytest.mark.parametrize("recipe_name", sorted(family_of_recipe().values()))
+def test_a_step_of_every_family_is_traced(recipe_name: str) -> None:
+    """To its end, without content: CORAL's groups of rows and Falcon's documents read some."""
+    recipe = load_recipe(recipe_name, ["train.seq_len=32"])
+    shape = target_shape(recipe.target)
+    found = step_bytes(recipe, shape.config, shape.spec, "float32", False, rows=1)
+    assert found.untraced == ""
+    assert min(found.phases.values(), default=1) >= 0
 
 
 def test_what_does_not_fit_is_named_with_the_least_change_that_would_do() -> None:

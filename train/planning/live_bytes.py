@@ -4,7 +4,8 @@
 shape, a dtype and a storage of a size, and no content. Every storage that an operator makes counts
 from then until nothing refers to it any more, autograd's graph included, so the highest sum is what
 an allocator would have to hold. What depends on content takes the largest answer: each place of a
-mask is set, each choice of rows takes all of them; a row is one document.
+mask is set, each choice of rows takes all of them; of how text is packed into rows, see
+`Seen.text`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from specctl.core.only_shapes import only_shapes
 from specctl.models.kernels import kept_scalar
-from specctl.models.sliced_head import only_shapes
 
 aten = torch.ops.aten
 

@@ -270,9 +270,12 @@ class TracedStep:
 
 
 def _batch(rows: int, seq_len: int) -> TrainBatch:
+    """Packed rows: the last token of each is a document of its own (`Seen.text` of shapes)."""
     ids_BS = torch.zeros(rows, seq_len, dtype=torch.long)
+    document_BS = torch.zeros_like(ids_BS)
     position_BS = torch.arange(seq_len).expand(rows, seq_len).contiguous()
-    return TrainBatch(ids_BS, torch.ones_like(ids_BS, dtype=torch.bool), ids_BS, position_BS)
+    document_BS[:, -1:], position_BS[:, -1:] = 1, 0
+    return TrainBatch(ids_BS, torch.ones_like(ids_BS, dtype=torch.bool), document_BS, position_BS)
 
 
 def _feature_bytes(batch: TrainBatch) -> int:
