@@ -36,7 +36,6 @@ from specctl.drafters.losses.head_losses import (
     weighted_sum,
     with_stretch,
 )
-from specctl.drafters.nets.attention import seen_text
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
@@ -50,6 +49,7 @@ from specctl.drafters.nets.routed import (
     served_head,
     with_router,
 )
+from specctl.drafters.nets.seen import seen_text
 from specctl.drafters.nets.taps import taps_of
 from specctl.drafters.option_checks import Count, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed

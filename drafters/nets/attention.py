@@ -1,15 +1,12 @@
 """Exact attention over long rows in memory that grows with their length, not with its square.
 
-Every mask of training is one run of keys per query: a row of text sees its document up to itself, a
-block the text up to its anchor and then itself. Such a mask is `Seen`, two numbers a query. Several
-sets of keys are attended to one after the other and joined by their log-sum-exps; the backward pass
-asks every set again with the joined output and log-sum-exp, which gives the gradient of one softmax
-over all of them (as in ring attention, arXiv 2310.01889). Saved for it are query, keys, values,
-output and log-sum-exp. Rows of text go through a flash kernel, document by document; other queries
-on a GPU through FlexAttention (`flex.py`), elsewhere through slices of queries against the keys
-that any of them sees.
-Letters: B rows, E head width, H query heads, J key/value heads, L positions, S sequence, T fed
-tokens.
+Every query of training sees one run of keys (`seen.py`). Several sets of keys are attended to one
+after the other and joined by their log-sum-exps; the backward pass asks every set again with the
+joined output and log-sum-exp, which gives the gradient of one softmax over all of them (as in ring
+attention, arXiv 2310.01889). Saved for it are query, keys, values, output and log-sum-exp. Rows of
+text go through a flash kernel, document by document; other queries on a GPU through FlexAttention
+(`flex.py`), elsewhere through slices of queries against the keys that any of them sees.
+Letters: B rows, E head width, H query heads, J key/value heads, L positions, T fed tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,10 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from specctl.core.batch import TrainBatch
-from specctl.core.only_shapes import has_only_shapes
-from specctl.core.row_part import RowPart
 from specctl.drafters.nets import flex
+from specctl.drafters.nets.seen import KeySet, Seen, Span
 
 SLICE_SCORES = 2**24  # of one slice of queries, over all heads
 SLICE_QUERIES = 96  # at most: neighbours see about the same keys, a CPU's cache holds the scores
@@ -38,110 +32,6 @@ _cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _cuda: Any = torch.ops.aten._flash_attention_forward
 _cuda_backward: Any = torch.ops.aten._flash_attention_backward
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One document: where it stands in which row, [start, stop)."""
-
-    row: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Every query sees the keys from `first_BT` to `last_BT`, both counted. `spans`: the documents,
-    in order, where queries and keys are the rows of one text; `ends`: where each begins in the
-    rows behind one another, and the end of all, int32."""
-
-    first_BT: Tensor
-    last_BT: Tensor
-    spans: tuple[Span, ...] | None = None
-    ends: Tensor | None = None
-
-    @classmethod
-    def text(cls, document_BS: Tensor) -> Seen:
-        """Rows of packed text: causal inside one document; padding (-1) sees only itself."""
-        B, S = document_BS.shape
-        at_BS = torch.arange(S, device=document_BS.device).expand(B, S)
-        begins_BS = document_BS < 0
-        begins_BS[:, 0] = True
-        begins_BS[:, 1:] |= document_BS[:, 1:] != document_BS[:, :-1]
-        first_BS = torch.where(begins_BS, at_BS, 0).cummax(1).values
-        begin = begins_BS.flatten().nonzero().flatten()
-        ends = torch.cat([begin, begin.new_full((1,), B * S)]).to(torch.int32)
-        places = _fullest(B, S) if has_only_shapes() else ends.tolist()
-        spans = [Span(a // S, a % S, (b - 1) % S + 1) for a, b in pairwise(places)]
-        return cls(first_BS, at_BS, tuple(spans), ends)
-
-    def gathered(self, key_BJLE: Tensor) -> Tensor:
-        """Keys or values of whole rows, which are here."""
-        return key_BJLE
-
-    def sets(self, key_BJLE: Tensor, value_BJLE: Tensor) -> list[KeySet]:
-        """Whole rows as one set."""
-        return [KeySet(key_BJLE, value_BJLE, self)]
-
-    def rows(self, row_BT: Tensor) -> Seen:
-        """Queries that see what these rows of the text see."""
-        return Seen(self.first_BT.gather(1, row_BT), self.last_BT.gather(1, row_BT))
-
-    def mask(self, num_keys: int) -> Tensor:
-        """[B, 1, T, L]: the same, bool."""
-        at_L = torch.arange(num_keys, device=self.first_BT.device)
-        low_BT1, high_BT1 = self.first_BT[:, :, None], self.last_BT[:, :, None]
-        return ((at_L >= low_BT1) & (at_L <= high_BT1))[:, None]
-
-
-@dataclass(frozen=True, slots=True)
-class SeenPart:
-    """What the queries of a stretch of every row see of the text: those keys of the stretch itself,
-    and of the positions before it, which other processes have. Keys and values of whole rows are
-    gathered; the stretch goes through a flash kernel, and the two sets are joined."""
-
-    part: RowPart
-    length: int
-    own: Seen
-    before: Seen
-
-    @classmethod
-    def text(cls, document_BS: Tensor, part: RowPart) -> SeenPart:
-        """Rows of packed text, as `Seen.text` has them."""
-        whole, length = Seen.text(document_BS), document_BS.shape[1]
-        start = part.bounds(length)[0]
-        first_BT = part.of(whole.first_BT)
-        before = Seen(first_BT, torch.full_like(first_BT, start - 1))
-        return cls(part, length, Seen.text(part.of(document_BS)), before)
-
-    def gathered(self, own_BJTE: Tensor) -> Tensor:
-        """Keys or values of whole rows."""
-        return self.part.gathered(own_BJTE, self.length, dim=2)
-
-    def sets(self, key_BJLE: Tensor, value_BJLE: Tensor) -> list[KeySet]:
-        """The sets that make up whole rows."""
-        start, stop = self.part.bounds(self.length)
-        sets = [KeySet(key_BJLE[:, :, start:stop], value_BJLE[:, :, start:stop], self.own)]
-        if start:
-            sets.append(KeySet(key_BJLE[:, :, :start], value_BJLE[:, :, :start], self.before))
-        return sets
-
-
-def seen_text(batch: TrainBatch) -> Seen | SeenPart:
-    """What the positions that are computed here see of their rows."""
-    if batch.part is None:
-        return Seen.text(batch.document_BS)
-    return SeenPart.text(batch.document_BS, batch.part)
-
-
-@dataclass(frozen=True, slots=True)
-class KeySet:
-    """Keys and values [B, J, L, E], and which of them a query sees; None: entry t alone by query
-    t."""
-
-    key: Tensor
-    value: Tensor
-    seen: Seen | None
 
 
 def attend_seen(query_BHTE: Tensor, sets: Sequence[KeySet]) -> Tensor:
@@ -322,14 +212,6 @@ def _text_backward(
             for whole, part in zip(by, parts, strict=True):
                 whole[rows, :, at] = part
     return by[0], _gathered(by[1], J), _gathered(by[2], J)
-
-
-def _fullest(rows: int, length: int) -> list[int]:
-    """Where documents begin, and the end of all, when nothing is known of them but shapes: those
-    that take most memory. Of packed rows copies are made, so each row has a second document, and
-    the longer the first one, the larger its copy."""
-    begin = {row * length + at for row in range(rows) for at in (0, length - 1)}
-    return [*sorted(begin), rows * length]
 
 
 def _calls(spans: Sequence[Span]) -> list[tuple[slice, slice]]:

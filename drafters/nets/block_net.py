@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import KeySet, Seen, SeenPart, attend_seen, seen_text
+from specctl.drafters.nets.attention import attend_seen
 from specctl.drafters.nets.blocks import (
     Attending,
     DecoderLayer,
@@ -28,6 +28,7 @@ from specctl.drafters.nets.blocks import (
 )
 from specctl.drafters.nets.prefix import PrefixNet
 from specctl.drafters.nets.recompute import run
+from specctl.drafters.nets.seen import KeySet, Seen, SeenPart, seen_text
 
 
 @dataclass(frozen=True, slots=True)

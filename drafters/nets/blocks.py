@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import KeySet, Seen, SeenPart, attend_seen
+from specctl.drafters.nets.attention import attend_seen
 from specctl.drafters.nets.routed import Router
+from specctl.drafters.nets.seen import KeySet, Seen, SeenPart
 from specctl.models import kernels
 
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> attended

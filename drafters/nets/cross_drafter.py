@@ -25,7 +25,6 @@ from specctl.core.drafter import DraftState, Space
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors
-from specctl.drafters.nets.attention import Seen
 from specctl.drafters.nets.blocks import (
     DecoderLayer,
     LayerShape,
@@ -36,6 +35,7 @@ from specctl.drafters.nets.blocks import (
 )
 from specctl.drafters.nets.head_drafter import HeadDrafter
 from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.nets.seen import Seen
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.path_state import Nodes, PathState

@@ -39,7 +39,6 @@ from specctl.drafters.losses.head_losses import (
     with_stretch,
 )
 from specctl.drafters.losses.teacher import TeacherLogits
-from specctl.drafters.nets.attention import seen_text
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
@@ -52,6 +51,7 @@ from specctl.drafters.nets.routed import (
     served_head,
     with_router,
 )
+from specctl.drafters.nets.seen import seen_text
 from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed

@@ -18,7 +18,6 @@ from specctl.core.drafter import Outcome, RoundView, Space
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import Seen, SeenPart, seen_text
 from specctl.drafters.nets.blocks import (
     Attending,
     DecoderLayer,
@@ -27,6 +26,7 @@ from specctl.drafters.nets.blocks import (
     rotary,
 )
 from specctl.drafters.nets.recompute import is_large, run
+from specctl.drafters.nets.seen import Seen, SeenPart, seen_text
 
 Gather = Callable[[Mapping[int, Tensor]], Tensor]  # taps -> states [..., I]
 Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, I], next ids [B, T]) -> [B, T, D]

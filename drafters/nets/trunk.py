@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.nets.attention import Seen, SeenPart
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attend_chains, rotary
+from specctl.drafters.nets.seen import Seen, SeenPart
 
 
 class TrunkNet(nn.Module):

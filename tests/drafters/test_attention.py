@@ -13,7 +13,8 @@ from torch.nn.attention import flex_attention
 from specctl.core.batch import TrainBatch
 from specctl.core.masks import document_mask
 from specctl.drafters.nets import attention, flex, recompute
-from specctl.drafters.nets.attention import KeySet, Seen, attend_seen
+from specctl.drafters.nets.attention import attend_seen
+from specctl.drafters.nets.seen import KeySet, Seen
 from specctl_testing.drafters.saved_bytes import saved_bytes
 
 PACKED = [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1, -1]]
