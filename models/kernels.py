@@ -176,7 +176,8 @@ def attend(
             attend(query_BHTE[:, :, at], key_BJLE[:, :, to], value_BJLE[:, :, to], scores, scale)
             for at, to, scores in mask
         ]
-        return torch.cat(parts, dim=2)
+        by_token = [part.transpose(1, 2) for part in parts]  # as whoever joins the heads reads it
+        return torch.cat(by_token, dim=1).transpose(1, 2)
     B, H, T, E = query_BHTE.shape
     heads = key_BJLE.shape[1]
     if query_BHTE.device.type == "cuda" and not _is_planned_once(query_BHTE, key_BJLE):

@@ -100,8 +100,10 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if g is None else g.mul_(outer[0][0].to(g.dtype)) for g in ctx.saved_tensors]
-        return (*scaled, None, None)
+        weight, grads = outer[0][0], ctx.saved_tensors
+        if weight.device.type != "cpu" or float(weight) != 1.0:
+            grads = [None if g is None else g.mul_(weight.to(g.dtype)) for g in grads]
+        return (*grads, None, None)
 
 
 def _left_out(slices: Sequence[Rows]) -> frozenset[int]:

@@ -31,6 +31,7 @@ from specctl.train.distributed.pieces import like_parameter, local, whole, with_
 MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5: steep at 0, and not quite flat at 1
 ITERATIONS = 5
+WIDE = 3, 2  # iterations at once of a matrix twice as wide as high, in float32
 
 
 class Muon(torch.optim.Optimizer):
@@ -65,13 +66,31 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """About U V^T of the matrix U S V^T: its singular values end between .7 and 1.2. Newton-Schulz,
     five times x <- a x + b (x x^T) x + c (x x^T)^2 x, in bfloat16 on an accelerator."""
-    a, b, c = COEFFICIENTS
-    kind = torch.promote_types(matrix.dtype, torch.float32)
-    x = matrix.to(kind if matrix.device.type == "cpu" else torch.bfloat16)
+    is_cpu = matrix.device.type == "cpu"
+    x = matrix.to(torch.promote_types(matrix.dtype, torch.float32) if is_cpu else torch.bfloat16)
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(ITERATIONS):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    is_wide = x.shape[1] >= 2 * x.shape[0]
+    for count in WIDE if is_cpu and is_wide else (1,) * ITERATIONS:
+        x = _iterated(x, count)
     return x.T if is_tall else x
+
+
+def _iterated(x: Tensor, count: int) -> Tensor:
+    """So many iterations. Several at once: with g = x x^T and p = a + b g + c g^2, x becomes p x and
+    g becomes p g p, so that the small g is iterated and the wide x moved once, by the product of
+    all p. All five of them so would lose small singular values: g holds their squares."""
+    a, b, c = COEFFICIENTS
+    square = x @ x.T
+    factor = torch.addmm(square, square, square, beta=b, alpha=c)
+    if count == 1:
+        return torch.addmm(x, factor, x, beta=a)
+    factor.diagonal().add_(a)
+    product = factor
+    for _ in range(count - 1):
+        square = factor @ square @ factor
+        factor = torch.addmm(square, square, square, beta=b, alpha=c)
+        factor.diagonal().add_(a)
+        product = factor @ product
+    return product @ x

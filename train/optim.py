@@ -65,7 +65,7 @@ def build_optimizers(
             lr=rate,
             betas=(0.9, 0.95),
             weight_decay=decay,
-            fused=all(param.is_cuda for param in (*rest, *wide, *behind)),
+            fused=all(p.device.type in ("cpu", "cuda") for p in (*rest, *wide, *behind)),
         )
     return found
 
