@@ -78,8 +78,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _iterated(x: Tensor, count: int) -> Tensor:
-    """So many iterations. Several at once: with g = x x^T and p = a + b g + c g^2, x becomes p x and
-    g becomes p g p, so that the small g is iterated and the wide x moved once, by the product of
+    """So many iterations. Several at once: with g = x x^T and p = a + b g + c g^2, x becomes p x,
+    and g becomes p g p; so the small g is iterated, and the wide x moved once, by the product of
     all p. All five of them so would lose small singular values: g holds their squares."""
     a, b, c = COEFFICIENTS
     square = x @ x.T
