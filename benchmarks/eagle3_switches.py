@@ -162,7 +162,8 @@ def trained(bench: Bench, case: dict[str, Any], steps: int) -> Eagle3:
         gradient.zero()
         out = drafter.loss(batch)
         out.sum.backward()  # type: ignore[no-untyped-call]
-        gradient.clip(gradient.divide(out.count.detach().clamp(min=1e-9)), settings.clip)
+        count = max(float(out.count), 1e-9)
+        gradient.divide(count, gradient.norm(count), settings.clip)
         set_learning_rate(optimizers, learning_rate(step, settings))
         for optimizer in optimizers.values():
             optimizer.step()

@@ -119,8 +119,10 @@ class Step:
         marks.append(mark())
         out.sum.backward()  # type: ignore[no-untyped-call]
         marks.append(mark())
-        norm = self.gradient.divide(out.count.clamp(min=1e-9))
+        count = max(float(out.count), 1e-9)
+        norm = self.gradient.norm(count)
         assert norm == norm, "the gradient is not finite"
+        self.gradient.divide(count, norm)
         for optimizer in self.optimizers.values():
             optimizer.step()
         marks.append(mark())

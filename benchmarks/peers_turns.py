@@ -26,6 +26,7 @@ ONE_RATE = ("--search", "1", "--prompts", "1", "--rates")
 # method -> its script and words, our arm and the other's
 METHODS = {
     "eagle3": (("peers.py", "--prompts", "2"), "specctl", "speculators"),
+    "eagle3-modelopt": (("peers.py", "--prompts", "2"), "specctl", "modelopt, target's rows"),
     "dflash": (("peers_methods.py", "--method", "dflash", *ONE_RATE, "8e-3"),
                "specctl", "speculators"),
     "distill": (("peers_methods.py", "--method", "distill", "--rows", "4", *ONE_RATE, "3e-3"),

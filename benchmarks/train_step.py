@@ -92,7 +92,11 @@ def work(args: argparse.Namespace) -> None:
         marks.append(time.perf_counter())
         out.sum.backward()  # type: ignore[no-untyped-call]
         marks.append(time.perf_counter())
-        gradient.divide(out.count.clamp(min=1e-9))
+        if hasattr(gradient, "clip"):  # in older checkouts
+            gradient.divide(out.count.clamp(min=1e-9))
+        else:
+            count = max(float(out.count), 1e-9)
+            gradient.divide(count, gradient.norm(count))
         for optimizer in optimizers.values():
             optimizer.step()
         marks.append(time.perf_counter())

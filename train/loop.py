@@ -138,12 +138,13 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
         totals = totals.plus(out, batch)
     totals = totals.over(job.ranks)
     job.gradient.sum()
-    norm = job.gradient.divide(totals.count.clamp(min=1e-9))
+    count = max(float(totals.count), 1e-9)
+    norm = job.gradient.norm(count)
     figures = totals.to_floats()
     rate = job.schedule.rate(progress.step)
     is_good = math.isfinite(norm) and math.isfinite(figures["loss"][0])
     if is_good and figures["loss"][1] > 0:
-        job.gradient.clip(norm, settings.clip)
+        job.gradient.divide(count, norm, settings.clip)
         set_learning_rate(job.optimizers, rate)
         for optimizer in job.optimizers.values():
             optimizer.step()

@@ -123,7 +123,7 @@ def set_learning_rate(optimizers: Mapping[str, torch.optim.Optimizer], rate: flo
 class Gradient:
     """The gradient of all trainable parameters as one flat vector; every `.grad` is a view of it.
 
-    So one all-reduce sums it over ranks, one division makes it a mean, one norm guards the update.
+    So one all-reduce sums it over ranks, one norm guards the update, one product makes it a mean.
     Of sharded parameters it holds this rank's pieces, which FSDP has summed in the backward pass.
     One writer: the loop.
     """
@@ -152,14 +152,14 @@ class Gradient:
         if not self.is_sharded:
             self.ranks.sum_(self.flat_N)
 
-    def divide(self, count: Tensor) -> float:
-        """Divide the summed gradient by its count; returns its norm."""
-        self.flat_N.div_(count.to(self.flat_N.dtype))
+    def norm(self, count: float) -> float:
+        """Of the mean gradient: the sum over its count."""
         norm = self.flat_N.norm()
         if self.is_sharded:
             norm = self.ranks.sum_(norm.square()).sqrt()
-        return float(norm)
+        return float(norm) / count
 
-    def clip(self, norm: float, limit: float | None) -> None:
-        if limit is not None and norm > limit:
-            self.flat_N.mul_(limit / norm)
+    def divide(self, count: float, norm: float, limit: float | None = None) -> None:
+        """The sum becomes the mean, whose norm that is, shortened to `limit` where it is longer."""
+        share = 1.0 if limit is None or not norm > limit else limit / norm
+        self.flat_N.mul_(share / count)
