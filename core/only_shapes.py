@@ -11,7 +11,7 @@ _ONLY_SHAPES = ContextVar("_ONLY_SHAPES", default=False)
 
 @contextmanager
 def only_shapes() -> Iterator[None]:
-    """Inside, tensors have no content. What reads content takes the answer of most memory."""
+    """Inside, tensors have no content. What reads content says there what it does instead."""
     token = _ONLY_SHAPES.set(True)
     try:
         yield

@@ -1,11 +1,11 @@
 """THE training loop.
 
 A step: text that changes is written anew where due -> rows -> micro-batches -> drafter.loss (sums
-and counts) -> backward -> one sum over ranks, one division by the global count -> guard against NaN
--> clip -> update. Between steps: a short real decode measures tau now and then, the best checkpoint
-is the one with the highest measured tau (loss keeps falling after acceptance has peaked), state is
-saved, a request to stop is honoured. Pretraining a target is the same loop, with its held-out loss
-in the place of tau (train/pretrain).
+and counts) -> backward -> one sum over ranks -> norm, guard against NaN -> one division by the
+global count, which clips -> update. Between steps: a short real decode measures tau now and then,
+the best checkpoint is the one with the highest measured tau (loss keeps falling after acceptance
+has peaked), state is saved, a request to stop is honoured. Pretraining a target is the same loop,
+with its held-out loss in the place of tau (train/pretrain).
 Letters: N trainable numbers.
 """
 
@@ -138,9 +138,9 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
         totals = totals.plus(out, batch)
     totals = totals.over(job.ranks)
     job.gradient.sum()
-    count = max(float(totals.count), 1e-9)
-    norm = job.gradient.norm(count)
     figures = totals.to_floats()
+    count = max(figures["loss"][1], 1e-9)
+    norm = job.gradient.norm(count)
     rate = job.schedule.rate(progress.step)
     is_good = math.isfinite(norm) and math.isfinite(figures["loss"][0])
     if is_good and figures["loss"][1] > 0:

@@ -46,10 +46,6 @@ class Totals:
         table = ranks.sum_(torch.stack([self.pairs[name] for name in names]))
         return Totals(dict(zip(names, table, strict=True)))
 
-    @property
-    def count(self) -> Tensor:
-        return self.pairs["loss"][1]
-
     def to_floats(self) -> Window:
         """The pairs on the host."""
         names = list(self.pairs)

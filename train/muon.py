@@ -31,7 +31,7 @@ from specctl.train.distributed.pieces import like_parameter, local, whole, with_
 MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5: steep at 0, and not quite flat at 1
 ITERATIONS = 5
-WIDE = 3, 2  # iterations at once of a matrix twice as wide as high, in float32
+WIDE = 3, 2  # iterations at once of a matrix twice as wide as high, on a CPU
 
 
 class Muon(torch.optim.Optimizer):

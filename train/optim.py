@@ -65,9 +65,22 @@ def build_optimizers(
             lr=rate,
             betas=(0.9, 0.95),
             weight_decay=decay,
-            fused=all(p.device.type in ("cpu", "cuda") for p in (*rest, *wide, *behind)),
+            fused=all(_is_fused_for(p) for p in (*rest, *wide, *behind)),
         )
+        found["adamw"].register_step_post_hook(_counted)
     return found
+
+
+def _is_fused_for(parameter: Tensor) -> bool:
+    """PyTorch's fused update reads the numbers as they lie, beside a gradient that lies flat."""
+    return parameter.device.type in ("cpu", "cuda") and parameter.is_contiguous()
+
+
+def _counted(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """A fused update does not count as a write of its parameters, by which copies of them are known
+    to be old."""
+    moved = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    torch.autograd.graph.increment_version(moved)
 
 
 def learning_rate(step: int, settings: TrainPart) -> float:

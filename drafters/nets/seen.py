@@ -51,7 +51,7 @@ class Seen:
         first_BS = torch.where(begins_BS, at_BS, 0).cummax(1).values
         begin = begins_BS.flatten().nonzero().flatten()
         ends = torch.cat([begin, begin.new_full((1,), B * S)]).to(torch.int32)
-        places = _fullest(B, S) if has_only_shapes() else ends.tolist()
+        places = fullest(B, S) if has_only_shapes() else ends.tolist()
         spans = [Span(a // S, a % S, (b - 1) % S + 1) for a, b in pairwise(places)]
         return cls(first_BS, at_BS, tuple(spans), ends)
 
@@ -124,9 +124,9 @@ class KeySet:
     seen: Seen | None
 
 
-def _fullest(rows: int, length: int) -> list[int]:
+def fullest(rows: int, length: int) -> list[int]:
     """Where documents begin, and the end of all, when nothing is known of them but shapes: those
-    that take most memory. Of packed rows copies are made, so each row has a second document, and
-    the longer the first one, the larger its copy."""
+    that take most memory of attention. Of packed rows copies are made, so each row has a second
+    document, and the longer the first one, the larger its copy."""
     begin = {row * length + at for row in range(rows) for at in (0, length - 1)}
     return [*sorted(begin), rows * length]

@@ -11,6 +11,7 @@ Y carry.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specctl.core.only_shapes import has_only_shapes
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending
-from specctl.drafters.nets.seen import Seen
+from specctl.drafters.nets.seen import Seen, fullest
 from specctl.drafters.nets.trunk import TrunkNet
 
 
@@ -40,8 +41,8 @@ class TextLstm(nn.LSTM):
         is_start_BS[:, 1:] = document_BS[:, 1:] != document_BS[:, :-1]
         start_R = is_start_BS.flatten().nonzero()[:, 0]
         lengths = torch.diff(start_R, append=start_R.new_tensor([document_BS.numel()])).tolist()
-        if has_only_shapes():  # a document a row
-            lengths = [document_BS.shape[1]] * document_BS.shape[0]
+        if has_only_shapes():
+            lengths = [stop - start for start, stop in pairwise(fullest(*document_BS.shape))]
         texts = torch.split(x_BSI.flatten(0, 1), lengths)
         learns = self.training and torch.is_grad_enabled()
         self.dropout = self.drop if learns and self.num_layers > 1 else 0.0

@@ -252,6 +252,21 @@ def test_matrices_over_a_vocabulary_learn_at_their_own_share_of_the_rate() -> No
         assert rates[id(parameter)] == pytest.approx(0.1 if "embed_tokens" in name else 0.4), name
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_an_update_counts_as_a_write_of_every_parameter(optimizer: str) -> None:
+    """Copies of weights are renewed by that count; PyTorch's fused update has none."""
+    recipe = load_recipe("distill", [f"train.optimizer={optimizer}"])
+    weights = build_drafter(recipe, SPEC, None).trainable()
+    Gradient(weights).flat_N.fill_(0.1)
+    before = {name: p._version for name, p in weights.items()}
+    old = {name: p.detach().clone() for name, p in weights.items()}
+    for each in build_optimizers(weights, recipe.train, frozenset({SPEC.vocab_size})).values():
+        each.step()
+    for name, parameter in weights.items():
+        assert not torch.equal(parameter, old[name]), name
+        assert parameter._version > before[name], name
+
+
 def test_a_flat_gradient_is_clipped_to_its_limit() -> None:
     weights = {"a": torch.nn.Parameter(torch.zeros(3)), "b": torch.nn.Parameter(torch.zeros(2, 2))}
     gradient = Gradient(weights)
