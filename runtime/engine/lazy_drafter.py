@@ -91,6 +91,7 @@ class LazyDrafter(RoundDrafter):
         self._device = torch.device("cpu")
         self._rest: RestSpan | None = None
         self._resting: tuple[int, ...] = ()  # slots of its rows
+        self._places: dict[int, int] = {}  # of those slots
         self._is_asked = self._is_resting = False  # in this round
 
     def __len__(self) -> int:
@@ -230,6 +231,7 @@ class LazyDrafter(RoundDrafter):
         self.inner.learn(seen, seconds)
         if is_asked and not outcome.tree.num_nodes and self.is_lazy:
             self._rest, self._resting = self.inner.rest(), outcome.view.slots
+            self._places = {} if self._rest is None else _places(self._resting)
 
     def _speculating(self, slots: Sequence[int]) -> list[int]:
         return [b for b, slot in enumerate(slots) if self.inner.speculates(slot)]
@@ -244,9 +246,12 @@ class LazyDrafter(RoundDrafter):
         if not (is_heard or outcome.taps or any(outcome.finished)):
             self._rounds.append(UNHEARD)
             return
+        if self._is_resting and not is_heard and not any(outcome.finished):
+            self._rounds.append(MissedRound(self._places, outcome.taps))  # every backlog has grown
+            return
         slots, topk, logp = outcome.view.slots, outcome.topk_BTC, outcome.topk_logp_BTC
         taps = outcome.taps if not outcome.tree.num_nodes else _roots(outcome.taps)
-        new = MissedRound({slot: b for b, slot in enumerate(slots)}, taps)
+        new = MissedRound(_places(slots), taps)
         live = [self._progress[slot] for slot in slots if self.inner.speculates(slot)]
         backlogs = [p.backlog - p.num_without_taps for p in live if p.row.finished is None]
         self._rounds.append(new)
@@ -379,6 +384,11 @@ def ranked(logits_RV: Tensor, needs: Needs) -> tuple[Tensor, Tensor | None]:
 def _tap_at_roots(tap: int, missed: MissedRound) -> Tensor:
     """[B, D]"""
     return missed.taps[tap][:, 0]
+
+
+def _places(slots: Sequence[int]) -> dict[int, int]:
+    """The row of each slot."""
+    return {slot: b for b, slot in enumerate(slots)}
 
 
 def _roots(taps: Mapping[int, Tensor]) -> dict[int, Tensor]:
