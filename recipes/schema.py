@@ -218,6 +218,14 @@ class TrainPart(Section):
         description="share of the rate at which embedding and LM head learn; below 1 for a draft "
         "that starts with the target's",
     )
+    attention_rate: Annotated[float, Field(gt=0.0, le=16.0)] = Field(
+        default=1.0,
+        description="multiple of the rate at which matrices of attention learn; above 1 for one "
+        "that starts at random, which sees all text alike for long",
+    )
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.95, description="share of a step's direction that muon keeps for the next"
+    )
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     precision: Literal["no", "bf16"] = "no"
@@ -281,6 +289,8 @@ class TrainPart(Section):
     def _shares_fit(self) -> Self:
         if self.schedule == "wsd" and self.warmup + self.decay > 1.0:
             raise ValueError("warmup + decay must not exceed 1 with schedule wsd")
+        if self.momentum != 0.95 and self.optimizer != "muon":
+            raise ValueError(f"momentum is ignored with optimizer {self.optimizer}; remove it")
         compares = self.select in ("highest", "lowest")
         for key in ("reference", "reference_steps"):
             if getattr(self, key) is not None and not compares:

@@ -2,10 +2,12 @@
 
 https://kellerjordan.github.io/posts/muon/. With G_t the gradient of a matrix [M, N]:
 
-    B_t = .95 B_(t-1) + .05 G_t,   O_t = NS5(.05 G_t + .95 B_t),   W_t = (1 - r d) W_(t-1) - r s O_t
+    B_t = m B_(t-1) + (1 - m) G_t,  O_t = NS5((1 - m) G_t + m B_t)
+    W_t = (1 - r d) W_(t-1) - r s O_t
 
-where r is the learning rate, d the weight decay and s = .2 sqrt(max(M, N)), which gives a step the
-size of an AdamW step (arXiv 2502.16982, equation 4).
+where m is the momentum (.95 there, less for runs of few steps), r the learning rate, d the weight
+decay and s = .2 sqrt(max(M, N)), which gives a step the size of an AdamW step (arXiv 2502.16982,
+equation 4).
 
 Of a matrix that is spread over processes, each keeps the momentum of its own rows, gathers the
 mixed gradient, orthogonalises it whole, and moves its own rows: one all-gather per matrix, no
@@ -20,11 +22,12 @@ without instructions for it, it is three times as slow as float32, and twelve up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from specctl.train.distributed.pieces import like_parameter, local, whole, with_piece
 
@@ -38,9 +41,18 @@ class Muon(torch.optim.Optimizer):
     """For matrices, whole ones or DTensors."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0
+        self,
+        parameters: ParamsT,
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = MOMENTUM,
     ) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("momentum", MOMENTUM)  # of a run begun before it was a setting
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -48,16 +60,16 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group["lr"], group["weight_decay"])
+                    self._move(parameter, group["lr"], group["weight_decay"], group["momentum"])
 
-    def _move(self, parameter: nn.Parameter, rate: float, decay: float) -> None:
+    def _move(self, parameter: nn.Parameter, rate: float, decay: float, momentum: float) -> None:
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         own, buffer = local(gradient), local(state["momentum_buffer"])
-        buffer.lerp_(own, 1.0 - MOMENTUM)
-        mixed = whole(with_piece(own.lerp(buffer, MOMENTUM), parameter))
+        buffer.lerp_(own, 1.0 - momentum)
+        mixed = whole(with_piece(own.lerp(buffer, momentum), parameter))
         step = like_parameter(orthogonal(mixed).to(mixed.dtype), parameter)
         size = 0.2 * math.sqrt(max(parameter.shape))
         local(parameter).mul_(1.0 - rate * decay).add_(local(step), alpha=-rate * size)

@@ -8,9 +8,10 @@ serves both.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,11 @@ def is_hidden_matrix(parameter: Tensor, vocab_sizes: frozenset[int]) -> bool:
     return parameter.ndim == 2 and not vocab_sizes.intersection(parameter.shape)
 
 
+def is_attention(name: str) -> bool:
+    """Whether a matrix of that name makes queries, keys or values, or reads what was attended."""
+    return re.search(r"attn|attention|\b[qkvo]_proj\b", name) is not None
+
+
 def build_optimizers(
     trainable: Mapping[str, nn.Parameter],
     settings: TrainPart,
@@ -36,19 +42,22 @@ def build_optimizers(
 ) -> dict[str, torch.optim.Optimizer]:
     """Optimizers over exactly the given parameters, by name: `muon` (if asked for) and `adamw`. The
     parameters named in `slow` learn at that share of the rate, by AdamW, and so do matrices over a
-    vocabulary at the share `vocab_rate`."""
+    vocabulary at the share `vocab_rate`; those of attention learn at `attention_rate` times it."""
     if not trainable:
         raise RecipeError(
             "nothing to train: the drafter has no trainable parameter",
             do="choose a trainable family; training-free families are used as they are",
             where="drafter.family",
         )
+    fast = {n: p for n, p in trainable.items() if n not in slow}
+    hidden = {n: p for n, p in fast.items() if is_hidden_matrix(p, vocab_sizes)}
+    looking = [p for n, p in hidden.items() if settings.attention_rate != 1.0 and is_attention(n)]
+    apart = {id(p) for p in looking}
     matrices: list[nn.Parameter] = []
     if settings.optimizer == "muon":
-        fast = {n: p for n, p in trainable.items() if n not in slow}
-        matrices = [p for p in fast.values() if is_hidden_matrix(p, vocab_sizes)]
+        matrices = [p for p in hidden.values() if id(p) not in apart]
     behind = [trainable[name] for name in slow]
-    chosen = {id(p) for p in (*matrices, *behind)}
+    chosen = apart | {id(p) for p in (*matrices, *behind)}
     rest = [p for p in trainable.values() if id(p) not in chosen]
     wide = list[nn.Parameter]()  # with a rate of their own
     if settings.vocab_rate != 1.0:
@@ -56,19 +65,28 @@ def build_optimizers(
         rest = [p for p in rest if p.ndim != 2 or is_hidden_matrix(p, vocab_sizes)]
     rate, decay = settings.learning_rate, settings.weight_decay
     found: dict[str, torch.optim.Optimizer] = {}
-    if matrices:
-        found["muon"] = Muon(matrices, lr=rate, weight_decay=decay)
-    groups = [(rest, 1.0), (wide, settings.vocab_rate), (behind, share)]
-    if rest or wide or behind:
+    attention = (looking, settings.attention_rate)
+    by_adamw = [(rest, 1.0), (wide, settings.vocab_rate), (behind, share)]
+    if settings.optimizer == "muon":
+        if groups := _groups([(matrices, 1.0), attention]):
+            found["muon"] = Muon(groups, lr=rate, weight_decay=decay, momentum=settings.momentum)
+    else:
+        by_adamw.append(attention)
+    if groups := _groups(by_adamw):
         found["adamw"] = torch.optim.AdamW(
-            [{"params": params, "share": part} for params, part in groups if params],
+            groups,
             lr=rate,
             betas=(0.9, 0.95),
             weight_decay=decay,
-            fused=all(_is_fused_for(p) for p in (*rest, *wide, *behind)),
+            fused=all(_is_fused_for(p) for params, _ in by_adamw for p in params),
         )
         found["adamw"].register_step_post_hook(_counted)
     return found
+
+
+def _groups(parts: Sequence[tuple[list[nn.Parameter], float]]) -> list[dict[str, Any]]:
+    """Groups of parameters, each with its share of the rate."""
+    return [{"params": params, "share": share} for params, share in parts if params]
 
 
 def _is_fused_for(parameter: Tensor) -> bool:
