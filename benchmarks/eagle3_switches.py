@@ -61,11 +61,15 @@ CASES: dict[str, dict[str, Any]] = {
     "the recipe, norm_before_residual": {**RECIPE, "norm_before_residual": True},
     "the recipe, decay 1": {**RECIPE, "decay": 1.0},
     "the recipe, learning rate 1.4e-2": {**RECIPE, "learning_rate": 1.4e-2},
+    "the recipe, attention at twice the rate": {**RECIPE, "attention_rate": 2.0},
+    "the recipe, attention at the rate": {**RECIPE, "attention_rate": 1.0},
+    "the recipe, momentum .85": {**RECIPE, "momentum": 0.85},
     "the recipe, LM head learns": {**NORMS},
     "the recipe, LM head learns at .1 of the rate": {**NORMS, "vocab_rate": 0.1},
     "the recipe, loss lk_hybrid": {**RECIPE, "loss": "lk_hybrid"},
 }
-TRAINING = ("learning_rate", "vocab_rate")  # keys of a case that are fields of the recipe's `train`
+# Keys of a case that are fields of the recipe's `train`.
+TRAINING = ("learning_rate", "vocab_rate", "attention_rate", "momentum")
 OURS = ("identity", "scaled", "slow", *TRAINING)  # keys of a case that are no options of the family
 
 

@@ -155,7 +155,8 @@ def train_peer(
     job = {
         "target": str(args.out / "target"), "batches": str(folder / "batches.safetensors"),
         "out": str(folder), "seed": settings.seed, "head": head, "clip": settings.clip,
-        "weight_decay": settings.weight_decay,
+        "weight_decay": settings.weight_decay, "momentum": settings.momentum,
+        "attention_rate": settings.attention_rate,
         "rates": [learning_rate(step, settings) for step in range(settings.steps)],
         "shape": {"taps": args.taps, "ttt_steps": OPTIONS.ttt_steps, "rope_theta": 10_000.0,
                   "intermediate": OPTIONS.intermediate},

@@ -115,7 +115,8 @@ def train_peer(
     job = {
         "target": str(args.out / "target"), "batches": str(folder / "batches.safetensors"),
         "out": str(folder), "seed": settings.seed, "clip": settings.clip, "shape": shape,
-        "weight_decay": settings.weight_decay, "method": about.get("method"),
+        "weight_decay": settings.weight_decay, "momentum": settings.momentum,
+        "attention_rate": settings.attention_rate, "method": about.get("method"),
         "rates": [learning_rate(step, settings) for step in range(settings.steps)],
         "learning_rate": settings.learning_rate,
     }  # fmt: skip

@@ -224,7 +224,7 @@ class TrainPart(Section):
         "that starts at random, which sees all text alike for long",
     )
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        default=0.95, description="share of a step's direction that muon keeps for the next"
+        default=0.95, description="of muon: the share of a direction that is kept for the next step"
     )
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip: Annotated[float, Field(gt=0.0)] = 1.0
@@ -289,8 +289,6 @@ class TrainPart(Section):
     def _shares_fit(self) -> Self:
         if self.schedule == "wsd" and self.warmup + self.decay > 1.0:
             raise ValueError("warmup + decay must not exceed 1 with schedule wsd")
-        if self.momentum != 0.95 and self.optimizer != "muon":
-            raise ValueError(f"momentum is ignored with optimizer {self.optimizer}; remove it")
         compares = self.select in ("highest", "lowest")
         for key in ("reference", "reference_steps"):
             if getattr(self, key) is not None and not compares:

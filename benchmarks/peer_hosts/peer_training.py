@@ -2,7 +2,8 @@
 
 No import of specctl: these files run in the environment of the trainer. The job is one JSON object
 in argv[1]: `target` and `batches` (what to read), `out` (what to write), `seed`, `rates` (learning
-rate of every step), `clip`, `weight_decay`, `shape` (sizes of the head).
+rate of every step), `clip`, `weight_decay`, `momentum` and `attention_rate` (of Muon), `shape`
+(sizes of the head).
 Letters: B rows, K draft vocabulary, N batches, S sequence.
 """
 
@@ -30,12 +31,17 @@ def load_target(folder):
 
 
 def optimizers(named, job):
-    """Muon on matrices that touch no vocabulary, AdamW on the rest, as ours."""
+    """Muon on matrices that touch no vocabulary, AdamW on the rest, as ours: those of attention
+    learn at a multiple of the rate."""
     trained = {name: p for name, p in named if p.requires_grad}
-    matrices = [p for name, p in trained.items() if p.ndim == 2 and "lm_head" not in name]
+    hidden = {n: p for n, p in trained.items() if p.ndim == 2 and "lm_head" not in n}
+    attention = [p for name, p in hidden.items() if "attn" in name]
+    others = [p for name, p in hidden.items() if "attn" not in name]
+    matrices = [{"params": others}, {"params": attention, "share": job["attention_rate"]}]
     rest = [p for name, p in trained.items() if p.ndim != 2 or "lm_head" in name]
     decay = job["weight_decay"]
-    found = [torch.optim.Muon(matrices, lr=1.0, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
+    how = {"weight_decay": decay, "momentum": job["momentum"], "adjust_lr_fn": "match_rms_adamw"}
+    found = [torch.optim.Muon(matrices, lr=1.0, **how)]
     if rest:
         found.append(torch.optim.AdamW(rest, lr=1.0, betas=(0.9, 0.95), weight_decay=decay))
     return found
@@ -53,7 +59,7 @@ def train(named, loss_of, job, ids_NBS):
             torch.nn.utils.clip_grad_norm_(trained, job["clip"])
             for optimizer in found:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate * group.get("share", 1.0)
                 optimizer.step()
             for parameter in trained:
                 parameter.grad = None

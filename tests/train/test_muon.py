@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from specctl.train.muon import ITERATIONS, WIDE, Muon, orthogonal
+from specctl.train.muon import ITERATIONS, MOMENTUM, WIDE, Muon, orthogonal
 
 
 def test_updates_are_those_of_pytorch_but_for_the_rounding_of_bfloat16() -> None:
     torch.manual_seed(0)
-    for shape in ((24, 8), (8, 24), (16, 16)):
+    for shape, momentum in (((24, 8), 0.95), ((8, 24), 0.95), ((16, 16), 0.8)):
         ours = nn.Parameter(torch.randn(shape))
         theirs = nn.Parameter(ours.detach().clone())
+        how: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "momentum": momentum}
         pair = (
-            Muon([ours], lr=0.1, weight_decay=0.2),
-            torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"),
+            Muon([ours], **how),
+            torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **how),
         )
         for _ in range(3):
             ours.grad = torch.randn(shape)
@@ -29,6 +32,16 @@ def test_updates_are_those_of_pytorch_but_for_the_rounding_of_bfloat16() -> None
         torch.testing.assert_close(
             pair[0].state[ours]["momentum_buffer"], pair[1].state[theirs]["momentum_buffer"]
         )
+
+
+def test_a_run_from_before_momentum_was_a_setting_goes_on() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    old = Muon([weight], lr=0.1, momentum=0.5)
+    state = old.state_dict()
+    for group in state["param_groups"]:
+        del group["momentum"]
+    old.load_state_dict(state)
+    assert [group["momentum"] for group in old.param_groups] == [MOMENTUM]
 
 
 def test_directions_stay_and_singular_values_become_alike() -> None:

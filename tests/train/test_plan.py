@@ -253,6 +253,32 @@ def test_matrices_over_a_vocabulary_learn_at_their_own_share_of_the_rate() -> No
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_matrices_of_attention_learn_at_a_multiple_of_the_rate(optimizer: str) -> None:
+    sets = [f"train.optimizer={optimizer}", "train.attention_rate=3"]
+    for name in ("eagle3", "glide", "distill"):
+        recipe = load_recipe(name, sets=[*sets, "vocab.size=null", "train.vocab_rate=1"])
+        named = build_drafter(recipe, SPEC, None).trainable()
+        found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
+        assert set(found) == {optimizer, "adamw"}
+        set_learning_rate(found, 0.2)
+        rates = {id(p): group["lr"] for each in found.values() for group in each.param_groups
+                 for p in group["params"]}  # fmt: skip
+        assert set(rates) == {id(p) for p in named.values()}
+        of_attention = {n for n in named if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj",
+                                                                 "o_proj")}  # fmt: skip
+        assert len(of_attention) >= 4
+        for each, parameter in named.items():
+            assert rates[id(parameter)] == pytest.approx(0.6 if each in of_attention else 0.2), each
+
+
+def test_the_momentum_of_a_recipe_is_muons() -> None:
+    recipe = load_recipe("eagle3", sets=["train.momentum=0.5"])
+    named = build_drafter(recipe, SPEC, None).trainable()
+    found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
+    assert {group["momentum"] for group in found["muon"].param_groups} == {0.5}
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_an_update_counts_as_a_write_of_every_parameter(optimizer: str) -> None:
     """Copies of weights are renewed by that count; PyTorch's fused update has none."""
     recipe = load_recipe("distill", [f"train.optimizer={optimizer}"])
