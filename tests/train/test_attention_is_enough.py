@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def test_an_attention_is_enough_where_the_layers_left_out_attend(
     """The target's third layer, which the drafter leaves out, is an attention, or an MLP: that one
     is missed."""
     target = make_target(num_layers=3, vocab=VOCAB)
-    layer = target.lm.module.model.layers[2]
+    model: Any = target.lm.module
+    layer = model.model.layers[2]
     with torch.no_grad():
         layer.mlp.down_proj.weight.mul_(0.0 if left == "attention" else 4.0)
         layer.self_attn.o_proj.weight.mul_(0.0 if left == "mlp" else 4.0)
