@@ -43,7 +43,9 @@ DEPTH = 5
 TEMPERATURES = {"greedy": 0.0, "T = 0.8": 0.8}
 NORMS = {"fc_norm": True, "norm_output": True}
 RECIPE = {**NORMS, "lm_head": "frozen"}
-AS_IDENTITY = {"identity": True}  # o_proj, down_proj zero, fc the highest tap and little more
+BEFORE = {"attention_rate": 1.0, "momentum": 0.95}  # of the recipe when the first tables were made
+# o_proj and down_proj are zero, fc is the highest tap and little more.
+AS_IDENTITY = {**BEFORE, "identity": True}
 FIRST = "EAGLE-3, the layer starts as the identity"
 CASES: dict[str, dict[str, Any]] = {
     FIRST: AS_IDENTITY,
@@ -55,19 +57,15 @@ CASES: dict[str, dict[str, Any]] = {
     "LM head frozen": {**AS_IDENTITY, "lm_head": "frozen"},
     "steps weigh alike (decay 1)": {**AS_IDENTITY, "decay": 1.0},
     "EAGLE-3.1, LM head frozen": {**AS_IDENTITY, **NORMS, "lm_head": "frozen"},
-    "EAGLE-3.1, LM head frozen, random start": {**NORMS, "lm_head": "frozen"},
-    "EAGLE-3, random start": {},
+    "EAGLE-3.1, LM head frozen, random start": {**BEFORE, **NORMS, "lm_head": "frozen"},
+    "EAGLE-3, random start": BEFORE,
     "the recipe": RECIPE,
     "the recipe, norm_before_residual": {**RECIPE, "norm_before_residual": True},
     "the recipe, decay 1": {**RECIPE, "decay": 1.0},
     "the recipe, learning rate 1.4e-2": {**RECIPE, "learning_rate": 1.4e-2},
     "the recipe, attention at the rate": {**RECIPE, "attention_rate": 1.0},
     "the recipe, momentum .95": {**RECIPE, "momentum": 0.95},
-    "the recipe, attention at the rate, momentum .95": {
-        **RECIPE,
-        "attention_rate": 1.0,
-        "momentum": 0.95,
-    },
+    "the recipe, attention at the rate, momentum .95": {**RECIPE, **BEFORE},
     "the recipe, LM head learns": {**NORMS},
     "the recipe, LM head learns at .1 of the rate": {**NORMS, "vocab_rate": 0.1},
     "the recipe, loss lk_hybrid": {**RECIPE, "loss": "lk_hybrid"},
@@ -193,6 +191,7 @@ def main() -> None:
     args = parser.parse_args()
     kept = args.out / f"switches-{args.steps}.json"
     about = {key: getattr(args, key) for key in ("steps", "prompts", "skip", "tokens")}
+    about["train"] = recipe_of(args, 0).train.model_dump(mode="json")
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"about": about}
     if found["about"] != about:
         raise SystemExit(f"{kept} is of {found['about']}; give another --out")

@@ -276,27 +276,32 @@ def interval(ours: Any, theirs: Any) -> tuple[float, float, float]:
 def trained(
     args: argparse.Namespace, arm: str, seed: int, target: Target, data: TokenData, vocab: Any
 ) -> dict[str, Any]:
-    """An arm of one seed: trained, read in, measured, and kept as result.json."""
+    """An arm of one seed: trained, read in, measured; the counts are kept beside it."""
     plain = arm.replace(",", "").replace("'", "").replace(" ", "-")
     rate = "" if args.rate is None else f"-{args.rate:g}"
     folder = args.out / f"{plain}{rate}-{seed}"
-    result = folder / "result.json"
+    result = folder / f"result-{args.skip}-{args.prompts}.json"
+    recipe = recipe_of(args, seed, ARMS[arm].get("set", ()) if isinstance(ARMS[arm], dict) else ())
+    asked, kept = recipe.train.model_dump(mode="json"), folder / "train.json"
+    is_trained = (folder / "about.json").exists()
+    if is_trained and not (kept.exists() and json.loads(kept.read_text()) == asked):
+        raise SystemExit(f"{folder} was trained with other settings; give another --out")
     if result.exists():
         return dict(json.loads(result.read_text()))
-    recipe = recipe_of(args, seed, ARMS[arm].get("set", ()) if isinstance(ARMS[arm], dict) else ())
-    if not (folder / "about.json").exists():
+    if not is_trained:
         print(f"{arm}, seed {seed}: training", file=sys.stderr, flush=True)
         if isinstance(ARMS[arm], dict):
             train_ours(target, recipe, data, folder)
         else:
             train_peer(args, arm, recipe, data, vocab.ids_K, folder)
+        write_json(kept, asked)
     about = json.loads((folder / "about.json").read_text())
     if isinstance(ARMS[arm], dict):
         drafter, proof = load_drafter(folder / "package", target), 0.0
     else:
         drafter = imported(folder, arm, target, vocab, tuple(args.taps))
         proof = proved(drafter, folder, target)
-    prompts = [p.ids for p in heldout_prompts(target, args.prompts)]
+    prompts = [p.ids for p in heldout_prompts(target, args.skip + args.prompts)[args.skip :]]
     counts = measured(target, drafter, prompts, args.tokens)
     found = {"arm": arm, "seed": seed, "version": about["version"], "torch": about["torch"],
              "seconds_per_step": median(about["seconds"]), "logits_differ": proof,
@@ -345,6 +350,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rate", type=float, default=None, help="of every trainer; the recipe's")
     parser.add_argument("--prompts", type=int, default=72)
+    parser.add_argument("--skip", type=int, default=0, help="held-out prompts left out before them")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--python", action="append", default=[], help="TRAINER=ENV/bin/python")

@@ -47,6 +47,7 @@ OTHER: dict[str, Any] = {
     "drafter.family": "eagle3", "drafter.options": {"heads": 2}, "drafter.init": "target",
     "train.schedule": "cosine", "train.optimizer": "adamw", "train.precision": "bf16",
     "train.warmup": 0.1, "train.decay": 0.1, "train.weight_decay": 0.1, "train.learning_rate": 2e-3,
+    "train.vocab_rate": 0.5, "train.momentum": 0.5,
     "vocab.size": 16, "vocab.min_coverage": 0.5, "vocab.selector": "fr-spec",
 }  # fmt: skip
 

@@ -220,8 +220,7 @@ class TrainPart(Section):
     )
     attention_rate: Annotated[float, Field(gt=0.0, le=16.0)] = Field(
         default=1.0,
-        description="multiple of the rate at which matrices of attention learn; above 1 for one "
-        "that starts at random, which sees all text alike for long",
+        description="multiple of the rate at which matrices of attention learn",
     )
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         default=0.95, description="of muon: the share of a direction that is kept for the next step"

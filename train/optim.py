@@ -29,7 +29,7 @@ def is_hidden_matrix(parameter: Tensor, vocab_sizes: frozenset[int]) -> bool:
 
 
 def is_attention(name: str) -> bool:
-    """Whether a matrix of that name makes queries, keys or values, or reads what was attended."""
+    """Whether a matrix belongs to an attention, by the names that layers of transformers have."""
     return re.search(r"attn|attention|\b[qkvo]_proj\b", name) is not None
 
 
@@ -51,13 +51,12 @@ def build_optimizers(
         )
     fast = {n: p for n, p in trainable.items() if n not in slow}
     hidden = {n: p for n, p in fast.items() if is_hidden_matrix(p, vocab_sizes)}
-    looking = [p for n, p in hidden.items() if settings.attention_rate != 1.0 and is_attention(n)]
-    apart = {id(p) for p in looking}
+    looking = [p for name, p in hidden.items() if is_attention(name)]
     matrices: list[nn.Parameter] = []
     if settings.optimizer == "muon":
-        matrices = [p for p in hidden.values() if id(p) not in apart]
+        matrices = [p for name, p in hidden.items() if not is_attention(name)]
     behind = [trainable[name] for name in slow]
-    chosen = apart | {id(p) for p in (*matrices, *behind)}
+    chosen = {id(p) for p in (*looking, *matrices, *behind)}
     rest = [p for p in trainable.values() if id(p) not in chosen]
     wide = list[nn.Parameter]()  # with a rate of their own
     if settings.vocab_rate != 1.0:

@@ -31,7 +31,7 @@ def load_target(folder):
 
 
 def optimizers(named, job):
-    """Muon on matrices that touch no vocabulary, AdamW on the rest, as ours: those of attention
+    """Muon on matrices that touch no vocabulary, AdamW on the rest, as ours; those of attention
     learn at a multiple of the rate."""
     trained = {name: p for name, p in named if p.requires_grad}
     hidden = {n: p for n, p in trained.items() if p.ndim == 2 and "lm_head" not in n}

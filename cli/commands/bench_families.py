@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 
 HOME = "tiny"  # the target whose recipes are compared
 SHARED = "eagle"  # the recipe whose data and batches every family is given
-OWN = ("steps", "learning_rate", "schedule", "warmup", "decay", "optimizer", "weight_decay")
+OWN = (
+    "steps", "learning_rate", "vocab_rate", "attention_rate", "schedule", "warmup", "decay",
+    "optimizer", "momentum", "weight_decay",
+)  # fmt: skip
 CHAIN = {"policy": "chain", "length": 5}
 TREE = "dynamic-tree"
 PROBE_TOKENS = 8

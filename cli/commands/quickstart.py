@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,7 +43,7 @@ TRIM_PROMPTS, TRIM_TOKENS = 12, 48
 COMPARE_PROMPTS, COMPARE_TOKENS = 12, 64
 RATE_REPEATS = 5
 TURNS = 3  # runs of each way; one run says little where other work slows the machine for seconds
-PAYS = 1.05  # a smaller gain is within the noise of a run
+PAYS = 1.05  # a smaller gain is within the noise
 
 
 def quickstart(
@@ -267,6 +267,7 @@ class Pair:
     target: str
     plain: Generated
     fast: Generated
+    identical: bool | None = None  # the texts of every turn; None where they are drawn
 
     @property
     def speedup(self) -> float:
@@ -279,9 +280,7 @@ class Pair:
         return f"{name} at the cost of {size.upper()}" if size else name
 
     @property
-    def identical(self) -> bool | None:
-        if self.setting != "greedy":
-            return None
+    def is_same_text(self) -> bool:
         pairs = zip(self.plain.outputs, self.fast.outputs, strict=True)
         return all(a.token_ids == b.token_ids for a, b in pairs)
 
@@ -328,6 +327,13 @@ def compare(
         "comparisons": [pair.to_json() for pair in pairs],
         "picture": None if drawn is None else str(drawn),
     }
+
+
+def middle_of(turns: Sequence[Pair]) -> Pair:
+    """That of the median speed-up; its texts are identical if those of all turns are."""
+    middle = sorted(turns, key=lambda pair: pair.speedup)[len(turns) // 2]
+    is_greedy = middle.setting == "greedy"
+    return replace(middle, identical=all(p.is_same_text for p in turns) if is_greedy else None)
 
 
 def verdict(pairs: Sequence[Pair]) -> str:
@@ -416,7 +422,7 @@ def _pairs(
             fast = _speculate(target, draft, prompts, sampling, costs)
             advance(1, f"{name} {setting} speculative")
             turns.append(Pair(setting, name, plain, fast))
-        yield sorted(turns, key=lambda pair: pair.speedup)[TURNS // 2]
+        yield middle_of(turns)
 
 
 def _speculate(

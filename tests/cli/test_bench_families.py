@@ -130,3 +130,11 @@ def test_a_flag_that_would_be_ignored_is_an_error(run: Any, flags: tuple[str, ..
 
 def test_sizes_are_written_in_four_letters() -> None:
     assert [short(n) for n in (950, 1500, 118_000, 2_340_000)] == ["950", "1.5k", "118k", "2.3m"]
+
+
+def test_how_fast_a_family_learns_stays_its_own() -> None:
+    for name in ("eagle3", "small-lm", "dflash"):
+        own = family_recipe(name, budget()).train
+        assert (own.attention_rate, own.momentum) == (2.0, 0.85), name
+    assert family_recipe("small-lm", budget()).train.vocab_rate == 0.1
+    assert family_recipe("medusa", budget()).train.attention_rate == 1.0

@@ -456,15 +456,22 @@ def test_quickstart_goes_from_nothing_to_a_table(
 
 
 def test_the_verdict_of_the_quickstart_speaks_of_gains_beyond_the_noise() -> None:
-    from specctl.cli.commands.quickstart import Pair, verdict
+    from specctl.cli.commands.quickstart import Pair, middle_of, verdict
 
-    def pair(name: str, setting: str, plain: float, fast: float) -> Pair:
-        def of(rate: float) -> Any:
+    def turn(name: str, setting: str, plain: float, fast: float, last: int = 2) -> Pair:
+        def of(rate: float, *ids: int) -> Any:
             stats = SimpleNamespace(tokens_per_second=rate)
-            return SimpleNamespace(stats=stats, outputs=[SimpleNamespace(token_ids=(1, 2))])
+            return SimpleNamespace(stats=stats, outputs=[SimpleNamespace(token_ids=ids)])
 
-        return Pair(setting, name, of(plain), of(fast))
+        return Pair(setting, name, of(plain, 1, 2), of(fast, 1, last))
 
+    def pair(*given: Any) -> Pair:
+        return middle_of([turn(*given)])
+
+    turns = [turn("tiny", "greedy", 100, rate) for rate in (300, 90, 120)]
+    assert (middle_of(turns).speedup, middle_of(turns).identical) == (1.2, True)
+    assert middle_of([*turns[:2], turn("tiny", "greedy", 100, 120, last=3)]).identical is False
+    assert middle_of([turn("tiny", "T=0.8", 100, 120, last=3)]).identical is None
     pairs = [pair("tiny", "greedy", 100, 102), pair("tiny", "T=0.8", 100, 300)]
     told = verdict([*pairs, pair("tiny as 300m", "greedy", 10, 29)])
     assert told.startswith(

@@ -61,8 +61,8 @@ def test_an_attention_is_enough_where_the_layers_left_out_attend(
     start, alone, both = (
         alpha(target, *how) for how in ((False, 0), (False, STEPS), (True, STEPS))
     )
+    assert alone > start + 0.1
     if left == "attention":
-        assert alone > start + 0.2
         assert both < alone + 0.03
     else:
         assert both > alone + 0.12

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specctl.train.muon import ITERATIONS, MOMENTUM, WIDE, Muon, orthogonal
+from specctl.train.muon import ITERATIONS, WIDE, Muon, orthogonal
 
 
 def test_updates_are_those_of_pytorch_but_for_the_rounding_of_bfloat16() -> None:
@@ -32,16 +32,6 @@ def test_updates_are_those_of_pytorch_but_for_the_rounding_of_bfloat16() -> None
         torch.testing.assert_close(
             pair[0].state[ours]["momentum_buffer"], pair[1].state[theirs]["momentum_buffer"]
         )
-
-
-def test_a_run_from_before_momentum_was_a_setting_goes_on() -> None:
-    weight = nn.Parameter(torch.ones(4, 4))
-    old = Muon([weight], lr=0.1, momentum=0.5)
-    state = old.state_dict()
-    for group in state["param_groups"]:
-        del group["momentum"]
-    old.load_state_dict(state)
-    assert [group["momentum"] for group in old.param_groups] == [MOMENTUM]
 
 
 def test_directions_stay_and_singular_values_become_alike() -> None:

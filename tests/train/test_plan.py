@@ -25,6 +25,7 @@ from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import (
     Gradient,
     build_optimizers,
+    is_attention,
     is_hidden_matrix,
     learning_rate,
     set_learning_rate,
@@ -34,6 +35,7 @@ from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, small, summar
 from specctl.train.planning.work import num_saves
 from specctl.train.plot import save_learning_curve
 from specctl.train.run import train_draft
+from specctl.train.saving.state import load_optimizer_state, optimizer_state
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)
 SPEED = {"flops_per_second": 1e10}
@@ -241,7 +243,9 @@ def test_muon_moves_hidden_matrices_and_adamw_all_the_rest() -> None:
 
 
 def test_matrices_over_a_vocabulary_learn_at_their_own_share_of_the_rate() -> None:
-    recipe = load_recipe("distill", sets=["vocab.size=null", "train.vocab_rate=0.25"])
+    recipe = load_recipe(
+        "distill", sets=["vocab.size=null", "train.vocab_rate=0.25", "train.attention_rate=1"]
+    )
     named = build_drafter(recipe, SPEC, None).trainable()
     found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
     set_learning_rate(found, 0.4)
@@ -269,6 +273,45 @@ def test_matrices_of_attention_learn_at_a_multiple_of_the_rate(optimizer: str) -
         assert len(of_attention) >= 4
         for each, parameter in named.items():
             assert rates[id(parameter)] == pytest.approx(0.6 if each in of_attention else 0.2), each
+
+
+@pytest.mark.parametrize(
+    ("name", "belongs"),
+    [
+        ("layers.0.self_attn.k_proj.weight", True),
+        ("cross.q_proj.weight", True),
+        ("transformer.h.3.attn.c_attn.weight", True),
+        ("gpt_neox.layers.1.attention.query_key_value.weight", True),
+        ("layers.0.mlp.up_proj.weight", False),
+        ("layers.0.mlp.down_proj.weight", False),
+        ("fc.weight", False),
+    ],
+)
+def test_attention_is_known_by_its_name(name: str, belongs: bool) -> None:
+    assert is_attention(name) == belongs
+
+
+def test_state_is_read_by_name_whatever_rates_and_momentum_are_now() -> None:
+    named = build_drafter(load_recipe("eagle3", []), SPEC, None).trainable()
+    sizes = frozenset({SPEC.vocab_size})
+    before, after = (
+        build_optimizers(named, load_recipe("eagle3", sets).train, sizes)
+        for sets in (
+            ["train.attention_rate=1", "train.momentum=0.5"],
+            ["train.attention_rate=4", "train.momentum=0.6"],
+        )
+    )
+    torch.manual_seed(0)
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    for each in before.values():
+        each.step()
+    load_optimizer_state(after, named, *optimizer_state(before, named))
+    for name, parameter in named.items():
+        for kind, optimizer in before.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                assert torch.equal(after[kind].state[parameter][key], value), (name, key)
+    assert {group["momentum"] for group in after["muon"].param_groups} == {0.6}
 
 
 def test_the_momentum_of_a_recipe_is_muons() -> None:
