@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import specctl
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
@@ -32,6 +28,7 @@ from specctl.train.data.supply import Order, Text, joined
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.stop import Interrupted
 from specctl_testing.train import small_runs as runs
+from specctl_testing.train.two_processes import run_twice
 
 SEQ_LEN, ROOM, VOCAB = 60, 30, 96
 
@@ -203,14 +200,7 @@ def test_two_processes_read_what_the_first_one_wrote(
 ) -> None:
     alone = on_policy(tmp_path / "alone", make_target)
     alone.refresh(0, 0)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = Path(__file__).with_name("on_policy_ranks.py")
-    source = Path(specctl.__path__[0]).parent
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
-    }
-    subprocess.run([*launch, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
+    run_twice(Path(__file__).with_name("on_policy_ranks.py"), str(tmp_path), timeout=300)
     digests = json.loads((tmp_path / "digests.json").read_text())
     assert digests == [runs.digest(alone.tensors())] * 2
 

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import torch
 import yaml
 
-import specctl.recipes
 from specctl.core.drafter import Drafter
 from specctl.core.errors import (
     Exit,
@@ -40,6 +37,7 @@ from specctl.train.saving.state import seed_everything
 from specctl.train.stop import Interrupted
 from specctl_testing.train import small_runs, toy
 from specctl_testing.train.small_runs import Talk
+from specctl_testing.train.two_processes import run_twice
 
 SMALL = {
     "data.text_tokens": 0, "data.prompts": 24, "data.new_tokens": 16, "data.prompt_tokens": 8,
@@ -346,17 +344,7 @@ def test_two_processes_train_as_one_and_fail_as_one(tmp_path: Path) -> None:
         tmp_path / "one", dropout=0.0, dtype=torch.float64, optimizer="adamw", accumulate=2, rows=4
     )
     train(job, TrainProgress())
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = Path(__file__).with_name("two_ranks.py")
-    source = Path(specctl.__path__[0]).parent
-    environment = os.environ | {
-        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [*launch, str(script), str(tmp_path)], env=environment, capture_output=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    run_twice(Path(__file__).with_name("two_ranks.py"), str(tmp_path), timeout=100)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["digests"][0] == report["digests"][1]
     curves = [

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import specctl
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.tensor_parallel import is_known
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.metrics import read_log
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl_testing.train import parallel_run, sharded_run, toy
+from specctl_testing.train.two_processes import run_twice
 
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-6  # float32 sums in another order, through 12 updates
@@ -47,21 +44,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(100)))
     sharded_run.run(out / "single", text, SHORT)
     parallel_run.write_target(out / "target")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [str(out), json.dumps(SAME), json.dumps([*SHORT, *SPREAD])]
-    source = str(Path(specctl.__path__[0]).parent)
-    environment = {
-        "PYTHONPATH": f"{source}{os.pathsep}{Path(__file__).parents[1]}",
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("sharded_ranks.py")), *words],
-        env=os.environ | environment,
-        capture_output=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    run_twice(Path(__file__).with_name("sharded_ranks.py"), *words, timeout=300)
     return out
 
 
