@@ -58,6 +58,18 @@ def sum_slices(state_RD: Tensor, head: Head, slices: Sequence[Rows], part: Part)
     return torch.stack(sums).sum(0)
 
 
+@torch.no_grad()
+def over_slices(state_RD: Tensor, head: Head, slices: Sequence[Rows], part: Part) -> Tensor:
+    """[F, Q]: what `part` finds row by row, [F, Q of the slice], of all rows."""
+    found, left_out = list[Tensor](), _left_out(slices)
+    for i, rows in enumerate(slices):
+        if i in left_out:
+            found.append(found[0].new_empty(len(found[0]), len(rows[0])))
+        else:
+            found.append(part(head(state_RD[rows[0]]), *rows))
+    return torch.cat(found, dim=1)
+
+
 class _Differentiated(torch.autograd.Function):
     """The sum and, while a slice's logits are alive, the gradient of its first entry."""
 

@@ -10,7 +10,7 @@ Letters: A anchors, B rows, Q picked rows, R flat rows (B S), S sequence, V targ
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ class AlignedRows:
     label_Q        target id to be predicted
     teacher_row_Q  flat index of the teacher row that holds the target's distribution for it
     teacher_RV     raw target logits, at hand or computed by rows, or None
+    weight_Q       how much each counts in a loss; None: all alike
     select         which of the rows a loss may sum, asked when it knows how far it is off
     part           the stretch of every row that these rows are of; None: all of it
     """
@@ -38,6 +39,7 @@ class AlignedRows:
     label_Q: Tensor
     teacher_row_Q: Tensor
     teacher_RV: Tensor | HeadRows | None
+    weight_Q: Tensor | None = field(default=None, kw_only=True)
     select: Select | None = None
     part: RowPart | None = None
 
@@ -46,7 +48,10 @@ class AlignedRows:
         row_Q, label_Q, teacher_row_Q = (
             x[keep_Q] for x in (self.row_Q, self.label_Q, self.teacher_row_Q)
         )
-        return replace(self, row_Q=row_Q, label_Q=label_Q, teacher_row_Q=teacher_row_Q)
+        weight_Q = None if self.weight_Q is None else self.weight_Q[keep_Q]
+        return replace(
+            self, row_Q=row_Q, label_Q=label_Q, teacher_row_Q=teacher_row_Q, weight_Q=weight_Q
+        )
 
 
 def shifted(values_BS: Tensor, steps: int, fill: int = 0) -> Tensor:

@@ -21,33 +21,56 @@ def fused_kl(
     row_Q: Tensor,
     ids_K: Tensor | None,
     draft_row_V: Tensor | None,
+    weight_Q: Tensor | None = None,
 ) -> Tensor | None:
-    """[4]: KL summed over the rows that can be learned, their number, top1, alpha of raw draft
-    logits at the teacher's temperature. Only the first has a gradient."""
+    """[4]: KL summed over the rows that can be learned, their number, both weighted, and top1 and
+    alpha of raw draft logits at the teacher's temperature. Only the first has a gradient."""
     if not is_compiled_for(draft_QK, teacher.source):
         return None
     of = teacher.rows(row_Q, ids_K)
     found: Tensor | None = _FusedKL.apply(  # type: ignore[no-untyped-call]
-        wide(draft_QK), of, draft_row_V
+        wide(draft_QK), of, draft_row_V, weight_Q
     )
     return found
+
+
+@torch.no_grad()
+def fused_rows(
+    draft_QK: Tensor,
+    teacher: TeacherLogits,
+    row_Q: Tensor,
+    ids_K: Tensor | None,
+    draft_row_V: Tensor | None,
+) -> Tensor | None:
+    """[4, Q]: the same row by row; KL is 0 of rows that cannot be learned."""
+    if not is_compiled_for(draft_QK, teacher.source):
+        return None
+    found = compared(wide(draft_QK), teacher.rows(row_Q, ids_K), draft_row_V)
+    return None if found is None else found[0].T.float()
 
 
 class _FusedKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, draft_QK: Tensor, of: TargetRows, draft_row_V: Tensor | None
+        ctx: Any,
+        draft_QK: Tensor,
+        of: TargetRows,
+        draft_row_V: Tensor | None,
+        weight_Q: Tensor | None,
     ) -> Tensor | None:
         found = compared(draft_QK, of, draft_row_V)
         if found is None:
             return None
-        figures_4, gradient_QK = found
+        figures_Q4, gradient_QK = found
+        if weight_Q is not None:
+            figures_Q4[:, :2] *= weight_Q[:, None]
+            gradient_QK *= weight_Q[:, None]
         ctx.save_for_backward(gradient_QK)
-        return figures_4
+        return figures_Q4.sum(0).float()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient_QK,) = ctx.saved_tensors
         weight = float(outer[0][0])
-        return gradient_QK if weight == 1.0 else gradient_QK * weight, None, None
+        return gradient_QK if weight == 1.0 else gradient_QK * weight, None, None, None

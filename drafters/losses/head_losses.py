@@ -28,17 +28,18 @@ from specctl.drafters.losses.divergences import (
     distributions,
     kl,
 )
-from specctl.drafters.losses.fused_kl import fused_kl
+from specctl.drafters.losses.fused_kl import fused_kl, fused_rows
 from specctl.drafters.losses.teacher import TeacherLogits, wide
 from specctl.drafters.option_checks import OneOf, Within
 from specctl.models.native.kl import is_read
-from specctl.models.sliced_head import Head, LinearHead, Rows, sum_slices
+from specctl.models.sliced_head import Head, LinearHead, Rows, over_slices, sum_slices
 
 __all__ = [
     "KINDS",
     "LinearHead",
     "LossOptions",
     "TeacherLogits",
+    "accepted",
     "feature_loss",
     "head_loss",
     "joined",
@@ -95,15 +96,21 @@ class Comparison:
         return cls(options, _picked(teacher, options, vocab), vocab.ids_K, vocab.to_draft())
 
     def sums(
-        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+        self,
+        draft_QK: Tensor,
+        row_Q: Tensor,
+        label_Q: Tensor,
+        teacher_row_Q: Tensor,
+        weight_Q: Tensor | None = None,
     ) -> Tensor:
-        """[4]: loss, its count, top1, alpha."""
+        """[4]: loss and its count, both weighted, top1, alpha."""
         if self.teacher is None:
-            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V, weight_Q)
             top1 = self._is_first(draft_QK, label_Q).sum()
             return torch.stack([loss, count, top1, torch.zeros_like(loss)])
         if self.options.kind == "kl":
-            found = fused_kl(draft_QK, self.teacher, teacher_row_Q, self.ids_K, self.row_V)
+            given = self.teacher, teacher_row_Q, self.ids_K, self.row_V
+            found = fused_kl(draft_QK, *given, weight_Q)
             if found is not None:
                 return found
         distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
@@ -111,11 +118,10 @@ class Comparison:
             draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
         if self.options.kind == "ce":
-            loss, count = _label_loss(draft_QK, label_Q, self.row_V)
+            loss, count = _label_loss(draft_QK, label_Q, self.row_V, weight_Q)
         else:
-            loss, count = _distribution_loss(
-                of, self._learnable(distribution.best_Q), self.options.kind
-            )
+            learnable_Q = self._learnable(distribution.best_Q)
+            loss, count = _distribution_loss(of, learnable_Q, self.options.kind, weight_Q)
         with torch.no_grad():
             top1 = self._is_first(draft_QK, distribution.best_Q).sum()
             alpha = acceptance(of).sum()
@@ -127,12 +133,29 @@ class Comparison:
     ) -> Tensor:
         """[4, Q], row by row: KL(p || q), whether the row can be learned, top1, alpha."""
         assert self.teacher is not None, "rows are selected by how far they are off the target"
+        if self.options.kind == "kl":
+            given = self.teacher, teacher_row_Q, self.ids_K, self.row_V
+            found = fused_rows(draft_QK, *given)
+            if found is not None:
+                return found
         distribution = self.teacher.distribution(teacher_row_Q, self.ids_K)
         of = distributions(
             draft_QK, distribution.log_p_QK, self.options.temperature, self.ids_K is None
         )
         top1_Q = self._is_first(draft_QK, distribution.best_Q)
         return torch.stack([kl(of), self._learnable(distribution.best_Q), top1_Q, acceptance(of)])
+
+    @torch.no_grad()
+    def chances(
+        self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
+    ) -> Tensor:
+        """[1, Q]: the chance that what is drafted passes: alpha; without a teacher the draft's
+        probability of the label, 0 where that was cut."""
+        if self.teacher is not None:
+            return self.rows(draft_QK, row_Q, label_Q, teacher_row_Q)[3:]
+        column_Q = label_Q if self.row_V is None else self.row_V[label_Q]
+        log_q_Q = -F.cross_entropy(wide(draft_QK), column_Q.clamp(min=0), reduction="none")
+        return torch.where(column_Q >= 0, log_q_Q.exp(), 0.0)[None]
 
     def _learnable(self, best_Q: Tensor) -> Tensor:
         """False where a distribution that is restricted to the draft ids has lost its best one."""
@@ -175,9 +198,10 @@ def head_loss(
         if teacher is None:
             del metrics["alpha"]
         return LossOut(total_4[0], total_4[1].detach(), metrics, aim.part)
-    with torch.no_grad():
-        found = [compare.rows(head(state_RD[s[0]]), *s) for s in _slices(aim, size)]
-    kl_Q, learnable_Q, top1_Q, alpha_Q = torch.cat(found, dim=1)
+    whole = replace(aim, weight_Q=None)
+    kl_Q, learnable_Q, top1_Q, alpha_Q = over_slices(
+        state_RD, head, _slices(whole, size), compare.rows
+    )
     keep_Q = learnable_Q > 0
     keep_Q[keep_Q.clone()] = aim.select(kl_Q[keep_Q])
     total_4 = sum_slices(state_RD, head, _slices(aim.only(keep_Q), size), compare.sums)
@@ -186,9 +210,24 @@ def head_loss(
     return LossOut(total_4[0], total_4[1].detach(), metrics, aim.part)
 
 
+def accepted(
+    state_RD: Tensor,
+    head: Head,
+    aim: AlignedRows,
+    vocab: VocabMap | None,
+    options: LossOptions,
+    teacher: TeacherLogits | None,
+) -> Tensor:
+    """[Q]: the chance that what is drafted from each row of `aim` passes, without a gradient."""
+    compare = Comparison.of(options, teacher, vocab)
+    size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
+    return over_slices(state_RD, head, _slices(aim, size), compare.chances)[0]
+
+
 def _slices(aim: AlignedRows, size: int) -> list[Rows]:
-    parts = (torch.split(rows, size) for rows in (aim.row_Q, aim.label_Q, aim.teacher_row_Q))
-    return list(zip(*parts, strict=True))
+    rows = [aim.row_Q, aim.label_Q, aim.teacher_row_Q]
+    rows += [] if aim.weight_Q is None else [aim.weight_Q]
+    return list(zip(*(torch.split(each, size) for each in rows), strict=True))
 
 
 def _width(teacher: TeacherLogits | None, vocab: VocabMap | None) -> int:
@@ -220,19 +259,25 @@ def _picked(teacher: Teacher, options: LossOptions, vocab: VocabMap) -> Teacher:
     return teacher.over(vocab.ids_K)
 
 
-def _label_loss(draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None) -> tuple[Tensor, Tensor]:
+def _label_loss(
+    draft_QK: Tensor, label_Q: Tensor, row_V: Tensor | None, weight_Q: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Sum and count of hard cross-entropy over the labels that were not cut."""
     row_Q = label_Q if row_V is None else row_V[label_Q]
+    if weight_Q is not None:
+        loss_Q = F.cross_entropy(wide(draft_QK), row_Q, ignore_index=-1, reduction="none")
+        return (loss_Q * weight_Q).sum(), (weight_Q * (row_Q >= 0)).sum().to(loss_Q.dtype)
     loss = F.cross_entropy(wide(draft_QK), row_Q, ignore_index=-1, reduction="sum")
     return loss, (row_Q >= 0).sum().to(loss.dtype)
 
 
 def _distribution_loss(
-    of: RowDistributions, learnable_Q: Tensor, kind: str
+    of: RowDistributions, learnable_Q: Tensor, kind: str, weight_Q: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Sum and count of a divergence over the rows that can be learned."""
     loss_Q = LOSSES[kind].of(of)
-    return (loss_Q * learnable_Q).sum(), learnable_Q.sum().to(loss_Q.dtype)
+    share_Q = learnable_Q if weight_Q is None else learnable_Q * weight_Q
+    return (loss_Q * share_Q).sum(), share_Q.sum().to(loss_Q.dtype)
 
 
 def feature_loss(state_RD: Tensor, aim: AlignedRows, target_RD: Tensor) -> LossOut:

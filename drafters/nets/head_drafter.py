@@ -35,6 +35,7 @@ from specctl.drafters.losses.head_losses import (
     weighted_sum,
     with_stretch,
 )
+from specctl.drafters.losses.pace import paced
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.prefix import PrefixNet, PrefixState
 from specctl.drafters.states.head_state import DraftFeatures, GroundedState, LastState
@@ -195,7 +196,8 @@ class HeadDrafter(BorrowingDrafter):
             yield self.ready(i, carry_BSY)
 
     def loss(self, batch: TrainBatch) -> LossOut:
-        """Sum over heads of decay^i times the loss of predicting 2 + i ahead."""
+        """Sum over heads of the loss of predicting 2 + i ahead, times decay^i or as D-PACE weighs
+        it."""
         options = self.options
         how = options.compared()
         teacher, weights, now = (
@@ -203,17 +205,20 @@ class HeadDrafter(BorrowingDrafter):
             self.head_weights(),
             self.heads_now(),
         )
-        anchor_BA, parts, states = self.anchors(batch), [], list[Tensor]()
+        anchor_BA, heads, parts = self.anchors(batch), list[HeadLearned](), []
         for i, ready_BSO in enumerate(self.unroll(batch, anchor_BA)):
-            if batch.part is not None:
-                states.append(ready_BSO)
-            if i not in now:
-                continue
             rows = self.aimed(i, batch, anchor_BA)
             head = LinearHead(weights[min(i, len(weights) - 1)])
-            ready_RO = ready_BSO.flatten(0, 1)
-            out = head_loss(ready_RO, head, rows, self.vocab, how, teacher)
-            out = self.beside(out, HeadLearned(i, ready_RO, rows, head, teacher), batch)
-            parts.append((options.decay**i, out))
-        total = with_stretch(weighted_sum(parts), states)
+            heads.append(HeadLearned(i, ready_BSO.flatten(0, 1), rows, head, teacher))
+        if options.d_pace is not None:
+            given = [(each.ready_RO, each.head, each.rows) for each in heads]
+            found = paced(given, self.vocab, how, teacher, options.d_pace)
+            heads = [replace(each, rows=rows) for each, rows in zip(heads, found, strict=True)]
+        for each in heads:
+            if each.index not in now:
+                continue
+            out = head_loss(each.ready_RO, each.head, each.rows, self.vocab, how, teacher)
+            share = options.decay**each.index if options.d_pace is None else 1.0
+            parts.append((share, self.beside(out, each, batch)))
+        total = with_stretch(weighted_sum(parts), [each.ready_RO for each in heads])
         return total if len(parts) == options.num_heads else replace(total, metrics={})

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter
@@ -55,6 +55,8 @@ class DepthOptions(CompareOptions):
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions(DepthOptions):
-    """The same for drafters that are trained `num_heads` tokens deep."""
+    """The same for drafters that are trained `num_heads` tokens deep. `d_pace`: each weighs by
+    D-PACE with this smoothing (0.5 in the paper; losses/pace.py) in place of decay^i."""
 
     num_heads: Count = 4
+    d_pace: Annotated[float, Within(0.01, 1)] | None = field(default=None, metadata=ADDED)

@@ -30,6 +30,7 @@ from specctl.drafters.losses.head_losses import (
     teacher_logits,
     weighted_sum,
 )
+from specctl.drafters.losses.pace import paced
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.self_drafter import SelfDrafter
@@ -106,19 +107,26 @@ class PlacesDrafter(SelfDrafter):
         return small
 
     def loss(self, batch: TrainBatch) -> LossOut:
-        """Sum over places of decay^i times the loss of predicting `reach` + i ahead."""
+        """Sum over places of the loss of predicting `reach` + i ahead, times decay^i or D-PACE's
+        weights."""
         options, lm = self.options, self.lm
         anchor_BA = self._anchors(batch)
         ready_BATD = self._read(batch, anchor_BA, lm)
-        how, parts = options.compared(), []
+        how, places, parts = options.compared(), [], []
         teacher, head = (
             teacher_logits(batch, how, self.vocab),
             LinearHead(self.head_weight().float()),
         )
         for i in range(options.num_heads):
             rows, ready_RD = self._aimed(batch, anchor_BA, i), ready_BATD[:, :, i].flatten(0, 1)
-            out = head_loss(ready_RD.float(), head, rows, self.vocab, how, teacher)
-            parts.append((options.decay**i, out))
+            places.append((ready_RD.float(), head, rows))
+        if options.d_pace is not None:
+            found = paced(places, self.vocab, how, teacher, options.d_pace)
+            places = [(*place[:2], rows) for place, rows in zip(places, found, strict=True)]
+        for i, (ready_RD, head, rows) in enumerate(places):
+            share = options.decay**i if options.d_pace is None else 1.0
+            out = head_loss(ready_RD, head, rows, self.vocab, how, teacher)
+            parts.append((share, out))
         return weighted_sum(parts)
 
     def _anchors(self, batch: TrainBatch) -> Tensor:

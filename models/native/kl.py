@@ -47,10 +47,10 @@ def log_z_and_best(of: TargetRows) -> tuple[Tensor, Tensor] | None:
 def compared(
     draft_QK: Tensor, of: TargetRows, draft_row_V: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Sums [4] over the rows and the gradient [Q, K] of the first by the draft's raw logits: KL
-    with p renormalised over the draft ids, rows it was taken of, rows whose best ids agree, alpha.
-    KL is not taken of rows whose best id has no draft row (`draft_row_V`, -1 there; None: all
-    have one)."""
+    """Float64 [Q, 4] and the gradient [Q, K] of the first by the draft's raw logits, row by row:
+    KL with p renormalised over the draft ids, whether it was taken, whether the best ids agree,
+    alpha. KL is not taken of rows whose best id has no draft row (`draft_row_V`, -1 there; None:
+    all have one)."""
     draft_QK = draft_QK.detach().contiguous()
     if (functions := _functions(draft_QK, of.score_RV)) is None:
         return None
@@ -76,7 +76,7 @@ def compared(
         *(x.data_ptr() for x in (gradient_QK, aside, figures_Q4)),
     )
     functions.compare(ctypes.byref(call))
-    return figures_Q4.sum(0).float(), gradient_QK
+    return figures_Q4, gradient_QK
 
 
 def _check(what: str, index: Tensor, size: int, least: int = 0) -> None:

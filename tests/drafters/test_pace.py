@@ -1,0 +1,109 @@
+"""D-PACE: weights are what the expected length of a draft gains, and losses take them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specctl.core.batch import TrainBatch
+from specctl.core.vocab import VocabMap
+from specctl.drafters.losses import fused_kl
+from specctl.drafters.losses.align import AlignedRows, aim
+from specctl.drafters.losses.head_losses import KINDS, LinearHead, LossOptions, accepted, head_loss
+from specctl.drafters.losses.pace import paced, paces
+from specctl.models.native import kl
+
+H, R, D, V = 3, 5, 8, 30
+
+
+def test_weights_are_the_derivative_of_the_expected_length() -> None:
+    """By log c, which is what a loss of -log c changes (eq. 8)."""
+    log_c_HR = torch.rand(H, R).log().requires_grad_()
+    length = log_c_HR.exp().cumprod(0).sum()
+    (wanted_HR,) = torch.autograd.grad(length, log_c_HR)
+    torch.testing.assert_close(paces(log_c_HR.detach().exp(), torch.ones(H, R)), wanted_HR)
+
+
+def test_places_behind_the_end_count_for_nothing() -> None:
+    """A draft of three places of which the last has no token is one of two."""
+    chance_HR, wanted_HR = torch.rand(H, R), torch.ones(H, R)
+    wanted_HR[2] = 0.0
+    chance_HR[2] = 1.0
+    found_HR = paces(chance_HR, wanted_HR)
+    torch.testing.assert_close(found_HR[:2], paces(chance_HR[:2], wanted_HR[:2]))
+    assert not found_HR[2].any()
+
+
+def places(teacher: bool, vocab: VocabMap | None) -> list[tuple[Tensor, LinearHead, AlignedRows]]:
+    """One document of sixteen tokens, three heads of one matrix."""
+    torch.manual_seed(3)
+    ids_BS, whole = torch.randint(0, V, (1, 16)), torch.ones(1, 16, dtype=torch.long)
+    batch = TrainBatch(ids_BS, whole.bool(), whole * 0, torch.arange(16)[None])
+    if teacher:
+        batch = replace(batch, teacher_BSV=3 * torch.randn(1, 16, V))
+    head = LinearHead(torch.randn(V if vocab is None else vocab.size, D))
+    return [(torch.randn(16, D, requires_grad=True), head, aim(batch, 2 + i)) for i in range(H)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_each_row_counts_by_its_weight(kind: str, is_trimmed: bool) -> None:
+    """Loss and gradient of weighted rows are the sum of those of the rows by themselves."""
+    vocab = VocabMap(torch.arange(0, V, 2), V) if is_trimmed else None
+    options = LossOptions(kind, chunk=4)
+    for state_RD, head, rows in places(kind != "ce", vocab):
+        weight_Q = torch.rand(len(rows.row_Q))
+        whole = head_loss(state_RD, head, replace(rows, weight_Q=weight_Q), vocab, options)
+        (gradient,) = torch.autograd.grad(whole.sum, state_RD)
+        total, count, wanted = 0.0, 0.0, torch.zeros_like(gradient)
+        for q, weight in enumerate(weight_Q.tolist()):
+            only = rows.only(torch.arange(len(weight_Q)) == q)
+            one = head_loss(state_RD, head, only, vocab, options)
+            total, count = (
+                total + weight * float(one.sum.detach()),
+                count + weight * float(one.count),
+            )
+            wanted += weight * torch.autograd.grad(one.sum, state_RD)[0]
+        assert float(whole.sum) == pytest.approx(total, rel=1e-5)
+        assert float(whole.count) == pytest.approx(count, rel=1e-5)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_the_chance_is_alpha_or_the_probability_of_the_text(is_trimmed: bool) -> None:
+    ids_K = torch.arange(0, V, 2) if is_trimmed else torch.arange(V)
+    vocab = VocabMap(ids_K, V) if is_trimmed else None
+    state_RD, head, rows = places(True, vocab)[0]
+    q_QV = torch.zeros(len(rows.row_Q), V)
+    q_QV[:, ids_K] = head(state_RD[rows.row_Q]).softmax(-1).detach()
+    assert isinstance(rows.teacher_RV, Tensor)
+    p_QV = rows.teacher_RV[rows.teacher_row_Q].softmax(-1)
+    found = accepted(state_RD, head, rows, vocab, LossOptions("kl", chunk=4), _teacher(rows))
+    torch.testing.assert_close(found, torch.minimum(p_QV, q_QV).sum(-1))
+    found = accepted(state_RD, head, rows, vocab, LossOptions("ce"), None)
+    torch.testing.assert_close(found, q_QV.gather(1, rows.label_Q[:, None])[:, 0])
+
+
+def test_compiled_and_plain_rows_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chances, loss and gradient with weights, by the compiled call and by PyTorch's operators."""
+    made = []
+    for is_compiled in (True, False):
+        if not is_compiled:
+            monkeypatch.setattr(fused_kl, "is_compiled_for", lambda *given: False)
+            monkeypatch.setattr(kl, "is_compiled_for", lambda *given: False)
+        drafted, options = places(True, None), LossOptions("kl")
+        rows = paced(drafted, None, options, _teacher(drafted[0][2]), 0.25)
+        out = head_loss(drafted[0][0], drafted[0][1], rows[0], None, options)
+        (gradient,) = torch.autograd.grad(out.sum, drafted[0][0])
+        made.append((rows[0].weight_Q, out.sum.detach(), out.count, gradient))
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def _teacher(rows: AlignedRows) -> object:
+    from specctl.drafters.losses.head_losses import TeacherLogits
+
+    return TeacherLogits(rows.teacher_RV, 1.0)
