@@ -8,7 +8,7 @@ paper c is the draft's probability of the text's token and the loss its cross-en
 teacher c is alpha here, which is that chance itself, and the loss any that `loss` names: on the
 embedded target KL so is ahead of cross-entropy (docs/benchmarks.md). Places that look behind a
 document's end count for nothing.
-Letters: H places, Q picked rows, R flat rows.
+Letters: P path, Q picked rows, R flat rows.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def paced(
     if not places:
         return []
     first_RD = places[0][0]
-    chance_HR = torch.ones(len(places), len(first_RD), device=first_RD.device)
-    wanted_HR = torch.zeros_like(chance_HR)
+    chance_PR = torch.ones(len(places), len(first_RD), device=first_RD.device)
+    wanted_PR = torch.zeros_like(chance_PR)
     for i, (state_RD, head, rows) in enumerate(places):
         chance_Q = accepted(state_RD, head, rows, vocab, options, teacher)
-        chance_HR[i, rows.row_Q] = ((1 - smoothing) * chance_Q + smoothing).to(chance_HR)
-        wanted_HR[i, rows.row_Q] = 1.0
-    weight_HR = paces(chance_HR, wanted_HR)
+        chance_PR[i, rows.row_Q] = ((1 - smoothing) * chance_Q + smoothing).to(chance_PR)
+        wanted_PR[i, rows.row_Q] = 1.0
+    weight_PR = paces(chance_PR, wanted_PR)
     return [
-        replace(rows, weight_Q=weight_HR[i, rows.row_Q]) for i, (_, _, rows) in enumerate(places)
+        replace(rows, weight_Q=weight_PR[i, rows.row_Q]) for i, (_, _, rows) in enumerate(places)
     ]
 
 
-def paces(chance_HR: Tensor, wanted_HR: Tensor) -> Tensor:
-    """[H, R]: eq. 8 of chances that are smoothed; 1 in `wanted_HR` where there is a token to
+def paces(chance_PR: Tensor, wanted_PR: Tensor) -> Tensor:
+    """[H, R]: eq. 8 of chances that are smoothed; 1 in `wanted_PR` where there is a token to
     predict."""
-    reached_HR = chance_HR.cumprod(0) * wanted_HR
-    return reached_HR.flip(0).cumsum(0).flip(0)
+    reached_PR = chance_PR.cumprod(0) * wanted_PR
+    return reached_PR.flip(0).cumsum(0).flip(0)

@@ -16,25 +16,25 @@ from specctl.drafters.losses.head_losses import KINDS, LinearHead, LossOptions, 
 from specctl.drafters.losses.pace import paced, paces
 from specctl.models.native import kl
 
-H, R, D, V = 3, 5, 8, 30
+P, R, D, V = 3, 5, 8, 30
 
 
 def test_weights_are_the_derivative_of_the_expected_length() -> None:
     """By log c, which is what a loss of -log c changes (eq. 8)."""
-    log_c_HR = torch.rand(H, R).log().requires_grad_()
-    length = log_c_HR.exp().cumprod(0).sum()
-    (wanted_HR,) = torch.autograd.grad(length, log_c_HR)
-    torch.testing.assert_close(paces(log_c_HR.detach().exp(), torch.ones(H, R)), wanted_HR)
+    log_c_PR = torch.rand(P, R).log().requires_grad_()
+    length = log_c_PR.exp().cumprod(0).sum()
+    (wanted_PR,) = torch.autograd.grad(length, log_c_PR)
+    torch.testing.assert_close(paces(log_c_PR.detach().exp(), torch.ones(P, R)), wanted_PR)
 
 
 def test_places_behind_the_end_count_for_nothing() -> None:
     """A draft of three places of which the last has no token is one of two."""
-    chance_HR, wanted_HR = torch.rand(H, R), torch.ones(H, R)
-    wanted_HR[2] = 0.0
-    chance_HR[2] = 1.0
-    found_HR = paces(chance_HR, wanted_HR)
-    torch.testing.assert_close(found_HR[:2], paces(chance_HR[:2], wanted_HR[:2]))
-    assert not found_HR[2].any()
+    chance_PR, wanted_PR = torch.rand(P, R), torch.ones(P, R)
+    wanted_PR[2] = 0.0
+    chance_PR[2] = 1.0
+    found_PR = paces(chance_PR, wanted_PR)
+    torch.testing.assert_close(found_PR[:2], paces(chance_PR[:2], wanted_PR[:2]))
+    assert not found_PR[2].any()
 
 
 def places(teacher: bool, vocab: VocabMap | None) -> list[tuple[Tensor, LinearHead, AlignedRows]]:
@@ -45,7 +45,7 @@ def places(teacher: bool, vocab: VocabMap | None) -> list[tuple[Tensor, LinearHe
     if teacher:
         batch = replace(batch, teacher_BSV=3 * torch.randn(1, 16, V))
     head = LinearHead(torch.randn(V if vocab is None else vocab.size, D))
-    return [(torch.randn(16, D, requires_grad=True), head, aim(batch, 2 + i)) for i in range(H)]
+    return [(torch.randn(16, D, requires_grad=True), head, aim(batch, 2 + i)) for i in range(P)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
