@@ -2,11 +2,12 @@
 
 dflash: recipe dflash beside speculators' trainer, both with Muon, the same schedule, taps, layers,
 anchors and draft vocabulary; initialisation, loss, mask and the draw of the anchors are each
-trainer's own. distill: recipe distill with the whole vocabulary beside TRL's GKDTrainer (forward
-KL, the target's text) and SFTTrainer, all from the same layers of the target; optimizer and
-schedule are each trainer's own. All read the same batches in the same order. Each arm has a search
-of its own over learning rates, one seed, on prompts used for nothing else; the best of them is
-then trained with every seed and drafts chains of 5 for the held-out prompts, greedy and at T = 0.8.
+trainer's own (its D-PACE is one of cross-entropy). distill: recipe distill with the whole
+vocabulary beside TRL's GKDTrainer (forward KL, the target's text) and SFTTrainer, all from the same
+layers of the target; optimizer and schedule are each trainer's own. All read the same batches in
+the same order. Each arm has a search of its own over learning rates, one seed, on prompts used for
+nothing else; the best of them is then trained with every seed and drafts chains of 5 for the held-
+out prompts, greedy and at T = 0.8.
 Differences to ours have a paired bootstrap over prompts. --set adds arms of ours that differ in
 keys of the recipe. Each trained drafter is kept, the same command goes on.
 
@@ -66,6 +67,8 @@ ARMS: dict[str, dict[str, Any]] = {
         OURS: {"rates": (2e-3, 4e-3, 8e-3)},
         "speculators": {"rates": (2e-3, 4e-3, 8e-3), "job": ("train_speculators_dflash.py",
                         *SPECULATORS[1:]), "mask_id": 2},
+        "speculators, D-PACE": {"rates": (2e-3, 4e-3, 8e-3), "job": (
+            "train_speculators_dflash.py", *SPECULATORS[1:]), "mask_id": 2, "d_pace": 0.5},
     },
     "distill": {
         OURS: {"rates": (1.5e-3, 3e-3, 6e-3), "set": ("vocab.size=null",)},
@@ -117,6 +120,7 @@ def train_peer(
         "out": str(folder), "seed": settings.seed, "clip": settings.clip, "shape": shape,
         "weight_decay": settings.weight_decay, "momentum": settings.momentum,
         "attention_rate": settings.attention_rate, "method": about.get("method"),
+        "d_pace": about.get("d_pace"),
         "rates": [learning_rate(step, settings) for step in range(settings.steps)],
         "learning_rate": settings.learning_rate,
     }  # fmt: skip

@@ -35,7 +35,11 @@ head = DFlashDraftModel.from_training_args(
     draft_attn_impl="sdpa",
 )  # fmt: skip
 head.float().train()
-how, kept, chosen, select = resolve_loss_config("kl_div", "eager"), [], [], core.select_anchors
+weighed = {"gamma": 4.0}
+if job["d_pace"] is not None:
+    weighed |= {"per_position_loss_weight": "dpace", "dpace_alpha": job["d_pace"]}
+how = resolve_loss_config("kl_div" if job["d_pace"] is None else "ce", "eager")
+kept, chosen, select = [], [], core.select_anchors
 target.model.norm.register_forward_pre_hook(lambda module, given: kept.append(given[0]))
 
 
@@ -59,7 +63,7 @@ def forward(features_BSX, ids_BS, last_BSD, row):
         hidden_states=features_BSX[row : row + 1], input_ids=ids_BS[row : row + 1],
         loss_mask=torch.ones(1, length), verifier_last_hidden_states=last_BSD[row : row + 1],
         document_ids=torch.zeros(1, length, dtype=torch.long), loss_config=how,
-        max_anchors=shape["anchors"], gamma=4.0,
+        max_anchors=shape["anchors"], **weighed,
     )  # fmt: skip
 
 

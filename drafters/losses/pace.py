@@ -8,7 +8,7 @@ paper c is the draft's probability of the text's token and the loss its cross-en
 teacher c is alpha here, which is that chance itself, and the loss any that `loss` names: on the
 embedded target KL so is ahead of cross-entropy (docs/benchmarks.md). Places that look behind a
 document's end count for nothing.
-Letters: P path, Q picked rows, R flat rows.
+Letters: D hidden width, P path, Q picked rows, R flat rows.
 """
 
 from __future__ import annotations
