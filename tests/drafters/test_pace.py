@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses import fused_kl
-from specctl.drafters.losses.align import AlignedRows, aim
+from specctl.drafters.losses.align import AlignedRows, ahead_mask, aim
 from specctl.drafters.losses.head_losses import KINDS, LinearHead, LossOptions, accepted, head_loss
 from specctl.drafters.losses.pace import paced, paces
 from specctl.models.native import kl
+from specctl_testing.drafters.head_cases import make_heads
 
 P, R, D, V = 3, 5, 8, 30
 
@@ -107,3 +109,23 @@ def _teacher(rows: AlignedRows) -> object:
     from specctl.drafters.losses.head_losses import TeacherLogits
 
     return TeacherLogits(rows.teacher_RV, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "anchors"),
+    [("medusa", {}), ("dflash", {"anchors": 99}), ("hidden-transfer", {"anchors": 99})],
+)
+def test_families_weigh_their_depths_by_it(
+    make_target: Any, make_batch: Any, family: str, anchors: dict[str, int]
+) -> None:
+    """Fully smoothed, every depth weighs as many tokens as can be predicted from it on: a draft of
+    n counts n (n + 1) / 2 times."""
+    target = make_target(num_layers=2, vocab=24)
+    drafter = make_heads(target, family, num_heads=3, d_pace=1.0, **anchors)
+    batch = make_batch(target, drafter)
+    wanted = torch.stack([ahead_mask(batch, 2 + i) for i in range(3)]).sum(0)
+    out = drafter.loss(batch)
+    assert float(out.count) == pytest.approx(float((wanted * (wanted + 1) / 2).sum()))
+    out.sum.backward()
+    grown = make_heads(target, family, num_heads=3, d_pace=0.25, **anchors)
+    assert float(grown.loss(batch).count) < float(out.count)
