@@ -2,14 +2,14 @@
 
 dflash: recipe dflash beside speculators' trainer, both with Muon, the same schedule, taps, layers,
 anchors and draft vocabulary; initialisation, loss, mask and the draw of the anchors are each
-trainer's own (its D-PACE is one of cross-entropy). distill: recipe distill with the whole
-vocabulary beside TRL's GKDTrainer (forward KL, the target's text) and SFTTrainer, all from the same
-layers of the target; optimizer and schedule are each trainer's own. All read the same batches in
-the same order. Each arm has a search of its own over learning rates, one seed, on prompts used for
-nothing else; the best of them is then trained with every seed and drafts chains of 5 for the held-
-out prompts, greedy and at T = 0.8.
-Differences to ours have a paired bootstrap over prompts. --set adds arms of ours that differ in
-keys of the recipe. Each trained drafter is kept, the same command goes on.
+trainer's own (speculators' default is D-PACE with cross-entropy). distill: recipe distill with the
+whole vocabulary beside TRL's GKDTrainer (forward KL, the target's text) and SFTTrainer, all from
+the same layers of the target; optimizer and schedule are each trainer's own. All read the same
+batches in the same order. Each arm has a search of its own over learning rates, one seed, on
+prompts used for nothing else; the best of them is then trained with every seed and drafts chains of
+5 for the held-out prompts, greedy and at T = 0.8. Differences to ours have a paired bootstrap over
+prompts. --set adds arms of ours that differ in keys of the recipe. Each trained drafter is kept,
+the same command goes on.
 
     python benchmarks/peers_methods.py --method dflash --out runs/peers-dflash --steps 80
     python benchmarks/peers_methods.py --method distill --out runs/peers-distill --steps 80
@@ -61,14 +61,15 @@ from specctl.train.vocab.draft_vocab import draft_vocab
 
 TRL = ("train_trl.py", "trl", [TORCH, "trl==1.16.0 transformers==5.23.0"], [])
 OURS = "specctl"
+SPECULATORS_DFLASH = ("train_speculators_dflash.py", *SPECULATORS[1:])
 # method -> arm -> rates searched, keys of our recipe (ours) or the trainer and what it is told
 ARMS: dict[str, dict[str, Any]] = {
     "dflash": {
         OURS: {"rates": (2e-3, 4e-3, 8e-3)},
-        "speculators": {"rates": (2e-3, 4e-3, 8e-3), "job": ("train_speculators_dflash.py",
-                        *SPECULATORS[1:]), "mask_id": 2},
-        "speculators, D-PACE": {"rates": (2e-3, 4e-3, 8e-3), "job": (
-            "train_speculators_dflash.py", *SPECULATORS[1:]), "mask_id": 2, "d_pace": 0.5},
+        "speculators": {"rates": (2e-3, 4e-3, 8e-3), "job": SPECULATORS_DFLASH, "mask_id": 2,
+                        "d_pace": 0.5},
+        "speculators, fixed decay": {"rates": (2e-3, 4e-3, 8e-3), "job": SPECULATORS_DFLASH,
+                                     "mask_id": 2},
     },
     "distill": {
         OURS: {"rates": (1.5e-3, 3e-3, 6e-3), "set": ("vocab.size=null",)},
@@ -200,9 +201,13 @@ def trained(
     plain = arm.replace(",", "").replace(" ", "-").replace("=", "-").replace("/", "-")
     folder = args.out / f"{plain}-{rate:g}-{seed}"
     result = folder / ("search.json" if search else "result.json")
-    if result.exists():
-        return dict(json.loads(result.read_text()))
     recipe = recipe_of(args, arm, rate, seed)
+    settings = recipe.model_dump(mode="json", include={"drafter", "train", "vocab"})
+    if result.exists():
+        before = dict(json.loads(result.read_text()))
+        if "job" not in ARMS[args.method][arm] and before.get("recipe") != settings:
+            raise SystemExit(f"{result} is of another recipe: take another --out")
+        return before
     if not (folder / "about.json").exists():
         print(f"{arm}, rate {rate:g}, seed {seed}: training", file=sys.stderr, flush=True)
         if "job" not in ARMS[args.method][arm]:
@@ -216,7 +221,7 @@ def trained(
     counts = measured(target, drafter, prompts, args.tokens)
     found = {"arm": arm, "seed": seed, "rate": rate, "version": about["version"],
              "torch": about["torch"], "seconds_per_step": median(about["seconds"]),
-             "logits_differ": proof, "counts": counts}  # fmt: skip
+             "logits_differ": proof, "counts": counts, "recipe": settings}  # fmt: skip
     write_json(result, found)
     text = ", ".join(f"{k} {tau(np.array(v)):.3f}" for k, v in counts.items())
     print(f"{arm}, rate {rate:g}, seed {seed}, {'search' if search else 'held out'}: {text}, "

@@ -28,7 +28,7 @@ tokens (of a group), V target vocabulary, X any axes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
 import torch
@@ -44,6 +44,7 @@ from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.drafters.losses.align import AlignedRows, ahead_mask, teacher_of
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, weighted_sum
+from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind
@@ -71,6 +72,7 @@ class KForcingOptions(PlacesOptions):
     code: Count = 128
     noise: Annotated[str, OneOf(("uniform", "constant"))] = "uniform"
     greedy_share: Annotated[float, Within(0, 1)] = 0.5
+    d_pace: None = field(default=None, metadata=ADDED)  # its stages weigh in their own way
     progressive: bool = True
     self_forcing: bool = True
 

@@ -65,7 +65,7 @@ class Options:
         known = limits(type(self))  # type: ignore[arg-type]  # to mypy no class is hashable
         for name, hint in _types(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
-            if value is None and NoneType in get_args(hint):
+            if value is None and NoneType in (hint, *get_args(hint)):
                 continue
             if (kind := _element(hint)) is not None:
                 object.__setattr__(self, name, tuple(kind(one) for one in value))

@@ -13,7 +13,7 @@ Letters: B rows, D hidden width, E head width, I input width, T fed tokens, X an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
@@ -24,7 +24,7 @@ from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import Attending, Eagle3Layer, LayerShape, RmsNorm
-from specctl.drafters.nets.options import HeadOptions
+from specctl.drafters.nets.options import ADDED, HeadOptions
 from specctl.drafters.option_checks import Count, Within
 
 FEWEST = 16  # drafts of a row of text that are never thinned out
@@ -43,6 +43,7 @@ class PEagleOptions(HeadOptions):
     anchors: Count = 128
     keep: float = 0.8
     keep_least: float = 0.2
+    d_pace: None = field(default=None, metadata=ADDED)  # depths that are thinned out say nothing
 
 
 class PairLayer(Eagle3Layer):

@@ -35,7 +35,9 @@ class LinearHead:
     bias_K: Tensor | None = None
 
     def __call__(self, state_QD: Tensor) -> Tensor:
-        return F.linear(state_QD, self.weight_KD, self.bias_K)
+        dtype = torch.promote_types(state_QD.dtype, self.weight_KD.dtype)
+        bias_K = None if self.bias_K is None else self.bias_K.to(dtype)
+        return F.linear(state_QD.to(dtype), self.weight_KD.to(dtype), bias_K)
 
 
 def sum_slices(state_RD: Tensor, head: Head, slices: Sequence[Rows], part: Part) -> Tensor:

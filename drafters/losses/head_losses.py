@@ -149,9 +149,9 @@ class Comparison:
     def chances(
         self, draft_QK: Tensor, row_Q: Tensor, label_Q: Tensor, teacher_row_Q: Tensor
     ) -> Tensor:
-        """[1, Q]: the chance that what is drafted passes: alpha; without a teacher the draft's
-        probability of the label, 0 where that was cut."""
-        if self.teacher is not None:
+        """[1, Q]: the chance that what is drafted passes: alpha; for `ce` and without a teacher the
+        draft's probability of the label, 0 where that was cut."""
+        if self.teacher is not None and self.options.kind != "ce":
             return self.rows(draft_QK, row_Q, label_Q, teacher_row_Q)[3:]
         column_Q = label_Q if self.row_V is None else self.row_V[label_Q]
         log_q_Q = -F.cross_entropy(wide(draft_QK), column_Q.clamp(min=0), reduction="none")
@@ -219,6 +219,8 @@ def accepted(
     teacher: TeacherLogits | None,
 ) -> Tensor:
     """[Q]: the chance that what is drafted from each row of `aim` passes, without a gradient."""
+    if teacher is None and aim.teacher_RV is not None:
+        teacher = TeacherLogits(aim.teacher_RV, options.temperature)
     compare = Comparison.of(options, teacher, vocab)
     size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
     return over_slices(state_RD, head, _slices(aim, size), compare.chances)[0]

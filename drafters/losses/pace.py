@@ -4,10 +4,10 @@ by it.
 Where place i passes with chance c_i, a draft is sum_m prod_{i <= m} c_i tokens long on average.
 The derivative by log c_j is w_j = sum_{m >= j} prod_{i <= m} c_i (eq. 8), of chances smoothed to
 (1 - a) c + a (eq. 7); the loss at place j weighs w_j, without a gradient of it (eq. 9). In the
-paper c is the draft's probability of the text's token and the loss its cross-entropy. Beside a
-teacher c is alpha here, which is that chance itself, and the loss any that `loss` names: on the
-embedded target KL so is ahead of cross-entropy (docs/benchmarks.md). Places that look behind a
-document's end count for nothing.
+paper c is the draft's probability of the text's token and the loss its cross-entropy, as with
+`loss: ce` here. With any other loss c is alpha, which is that chance itself: on the embedded target
+KL so is ahead of cross-entropy (docs/benchmarks.md). Places that look behind a document's end count
+for nothing, and a draft must be there at all the others.
 Letters: D hidden width, P path, Q picked rows, R flat rows.
 """
 
@@ -38,7 +38,8 @@ def paced(
     if not places:
         return []
     first_RD = places[0][0]
-    chance_PR = torch.ones(len(places), len(first_RD), device=first_RD.device)
+    shape = len(places), len(first_RD)
+    chance_PR = torch.ones(shape, dtype=torch.float32, device=first_RD.device)
     wanted_PR = torch.zeros_like(chance_PR)
     for i, (state_RD, head, rows) in enumerate(places):
         chance_Q = accepted(state_RD, head, rows, vocab, options, teacher)

@@ -12,7 +12,7 @@ flat rows, S sequence, T fed tokens, V target vocabulary, X any axes, Y carry.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -205,20 +205,30 @@ class HeadDrafter(BorrowingDrafter):
             self.head_weights(),
             self.heads_now(),
         )
-        anchor_BA, heads, parts = self.anchors(batch), list[HeadLearned](), []
-        for i, ready_BSO in enumerate(self.unroll(batch, anchor_BA)):
-            rows = self.aimed(i, batch, anchor_BA)
-            head = LinearHead(weights[min(i, len(weights) - 1)])
-            heads.append(HeadLearned(i, ready_BSO.flatten(0, 1), rows, head, teacher))
-        if options.d_pace is not None:
-            given = [(each.ready_RO, each.head, each.rows) for each in heads]
+        parts, states = [], list[Tensor]()
+        heads = self._heads(batch, weights, teacher)
+        if options.d_pace is not None:  # a head's weights depend on all heads
+            drafted = list(heads)
+            given = [(each.ready_RO, each.head, each.rows) for each in drafted]
             found = paced(given, self.vocab, how, teacher, options.d_pace)
-            heads = [replace(each, rows=rows) for each, rows in zip(heads, found, strict=True)]
+            heads = (replace(each, rows=rows) for each, rows in zip(drafted, found, strict=True))
         for each in heads:
+            if batch.part is not None:
+                states.append(each.ready_RO)
             if each.index not in now:
                 continue
             out = head_loss(each.ready_RO, each.head, each.rows, self.vocab, how, teacher)
             share = options.decay**each.index if options.d_pace is None else 1.0
             parts.append((share, self.beside(out, each, batch)))
-        total = with_stretch(weighted_sum(parts), [each.ready_RO for each in heads])
+        total = with_stretch(weighted_sum(parts), states)
         return total if len(parts) == options.num_heads else replace(total, metrics={})
+
+    def _heads(
+        self, batch: TrainBatch, weights: Sequence[Tensor], teacher: TeacherLogits | None
+    ) -> Iterator[HeadLearned]:
+        """One after another, so that the states of a head whose loss is taken can be let go."""
+        anchor_BA = self.anchors(batch)
+        for i, ready_BSO in enumerate(self.unroll(batch, anchor_BA)):
+            rows = self.aimed(i, batch, anchor_BA)
+            head = LinearHead(weights[min(i, len(weights) - 1)])
+            yield HeadLearned(i, ready_BSO.flatten(0, 1), rows, head, teacher)

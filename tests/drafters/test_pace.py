@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.vocab import VocabMap
+from specctl.drafters import families
 from specctl.drafters.losses import fused_kl
 from specctl.drafters.losses.align import AlignedRows, ahead_mask, aim
 from specctl.drafters.losses.head_losses import KINDS, LinearHead, LossOptions, accepted, head_loss
 from specctl.drafters.losses.pace import paced, paces
+from specctl.drafters.nets.options import read_options
 from specctl.models.native import kl
 from specctl_testing.drafters.head_cases import make_heads
 
@@ -89,16 +92,18 @@ def test_the_chance_is_alpha_or_the_probability_of_the_text(is_trimmed: bool) ->
     torch.testing.assert_close(found, q_QV.gather(1, rows.label_Q[:, None])[:, 0])
 
 
-def test_compiled_and_plain_rows_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_trimmed", [False, True])
+def test_compiled_and_plain_rows_agree(monkeypatch: pytest.MonkeyPatch, is_trimmed: bool) -> None:
     """Chances, loss and gradient with weights, by the compiled call and by PyTorch's operators."""
+    vocab = VocabMap(torch.arange(0, V, 2), V) if is_trimmed else None
     made = []
     for is_compiled in (True, False):
         if not is_compiled:
             monkeypatch.setattr(fused_kl, "is_compiled_for", lambda *given: False)
             monkeypatch.setattr(kl, "is_compiled_for", lambda *given: False)
-        drafted, options = places(True, None), LossOptions("kl")
-        rows = paced(drafted, None, options, _teacher(drafted[0][2]), 0.25)
-        out = head_loss(drafted[0][0], drafted[0][1], rows[0], None, options)
+        drafted, options = places(True, vocab), LossOptions("kl")
+        rows = paced(drafted, vocab, options, _teacher(drafted[0][2]), 0.25)
+        out = head_loss(drafted[0][0], drafted[0][1], rows[0], vocab, options)
         (gradient,) = torch.autograd.grad(out.sum, drafted[0][0])
         made.append((rows[0].weight_Q, out.sum.detach(), out.count, gradient))
     for one, other in zip(*made, strict=True):
@@ -129,3 +134,38 @@ def test_families_weigh_their_depths_by_it(
     out.sum.backward()
     grown = make_heads(target, family, num_heads=3, d_pace=0.25, **anchors)
     assert float(grown.loss(batch).count) < float(out.count)
+
+
+def test_selected_rows_keep_their_weights() -> None:
+    """A loss over a part of the rows weighs these as it would weigh them by themselves."""
+    state_RD, head, rows = places(True, None)[0]
+    rows = replace(rows, weight_Q=torch.rand(len(rows.row_Q)))
+    keep_Q = torch.arange(len(rows.row_Q)) % 2 == 0
+    chosen = replace(rows, select=lambda apart_Q: keep_Q)
+    found = head_loss(state_RD, head, chosen, None, LossOptions("kl", chunk=4))
+    wanted = head_loss(state_RD, head, rows.only(keep_Q), None, LossOptions("kl", chunk=4))
+    torch.testing.assert_close(found.sum, wanted.sum)
+    torch.testing.assert_close(found.count, wanted.count)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_an_option_that_a_family_would_ignore_is_refused(
+    make_target: Any, make_batch: Any, name: str
+) -> None:
+    """Whoever takes `d_pace` weighs by it."""
+    options = families()[name].options
+    if "d_pace" not in {each.name for each in fields(options)}:
+        return
+    if name in ("k-forcing", "p-eagle"):
+        with pytest.raises(ValidationError):
+            read_options(options, {"d_pace": 0.5})
+        return
+    target = make_target(num_layers=3, vocab=24)
+    found = []
+    for smoothing in (None, 1.0):
+        torch.manual_seed(0)
+        drafter = make_heads(target, name, num_heads=2, d_pace=smoothing)
+        batch = make_batch(target, drafter)
+        torch.manual_seed(0)
+        found.append(float(drafter.loss(batch).count))
+    assert found[0] != pytest.approx(found[1])
