@@ -180,6 +180,11 @@ class DraftState(ABC):
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
         """A POINT tree for every row; an empty tree is always allowed."""
 
+    @property
+    def ignores_text(self) -> bool:
+        """Whether `observe` does nothing with rounds of which the target told nothing."""
+        return type(self).observe is DraftState.observe
+
     def observe(self, outcome: Outcome) -> None:
         """Learn from the round: roll caches back to the accepted path, take new features. Not for
         states that read all they need of the next view."""

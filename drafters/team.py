@@ -139,6 +139,11 @@ class TeamState(DraftState):
         assert trees, "a team of stepwise drafters is grown by the policy switch"
         return first_of(trees)
 
+    @property
+    def ignores_text(self) -> bool:
+        pairs = zip(self.members, self.may_sleep, strict=True)
+        return all(sleeps or member.ignores_text for member, sleeps in pairs)
+
     def observe(self, outcome: Outcome) -> None:
         for member, sleeps, topk in zip(self.members, self.may_sleep, self._topk, strict=True):
             if outcome.topk_BTC is not None or not sleeps:

@@ -33,7 +33,7 @@ from specctl.core.drafter import Outcome, RoundSeconds
 from specctl.runtime.batching.base import BatchingEntry, RowView
 from specctl.runtime.batching.history import History
 from specctl.runtime.measure.cost_table import BatchCosts
-from specctl.runtime.measure.live_costs import Account, Ratios
+from specctl.runtime.measure.live_costs import HORIZON, Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
 
 
@@ -69,7 +69,6 @@ class Forecast:
 
 
 MEMORY = 0.9  # of the running times
-HORIZON = 64
 FEWEST = 4  # rows of a probe
 
 

@@ -29,7 +29,7 @@ from typing import Any
 from specctl.core.plugins import Plugin
 from specctl.runtime.controllers.base import Arm, Controller, Prices, Score
 from specctl.runtime.controllers.match import Repeat
-from specctl.runtime.measure.live_costs import Account
+from specctl.runtime.measure.live_costs import HORIZON, Account
 
 PRIOR = (0.03, 0.1, 0.25, 0.5, 0.8)  # chance that a first token survives, by context
 PRIOR_STEPWISE = 0.6  # of a drafter that is judged by what it plays, in any context
@@ -37,8 +37,7 @@ GOING_ON = 0.7  # chance that a further one does
 KEPT = 0.98  # per round, of what is known of it: what is not played is tried again one day
 TRIALS = 2.0  # plain rounds that such a drafter may lose meanwhile
 GLANCE = 4  # rounds of a rest between looks at the newest tokens
-LONG_GLANCE = 16  # the same where no repeat could be played
-LONG_REST = 64  # rounds behind which the arms are thought about again
+LONG_REST = 127  # rounds behind which the arms are thought about again
 LOOKING = 0.25  # of what drafts have gained, for drafts that are not played
 PRICED = 32  # rounds for which it is known what cannot pay
 LOOK = 0.5e-3  # seconds that a look takes the host, until one was measured
@@ -80,12 +79,8 @@ class Survival:
             return prior
         return (self.weight * prior + self.survived[depth]) / (self.weight + self.tested[depth])
 
-    def expected(self, length: int) -> float:
-        """E[min(L, length)], L the number of tokens that agree."""
-        return self.expected_up_to(length)[length]
-
     def expected_up_to(self, longest: int) -> list[float]:
-        """The same of every length, 0 and `longest` included."""
+        """E[min(L, k)] of every length k, 0 and `longest` included, L the tokens that agree."""
         totals, total, alive = [0.0], 0.0, 1.0
         for depth in range(longest):
             if alive >= 1e-3:
@@ -103,7 +98,7 @@ class Auto(Controller):
     so far, and up to `most_foretold` rounds that copying would have won; it holds at most
     `most_credit` rounds."""
 
-    needs_contexts = True
+    needs_contexts, is_listening, glance = True, False, GLANCE
 
     window: int = 16
     rest: int = 32
@@ -124,6 +119,7 @@ class Auto(Controller):
     of_text: list[Survival] = field(default_factory=list, init=False)  # by context
     hopeless: dict[int, float] = field(default_factory=dict, init=False)
     hopeful: dict[tuple[int, ...], list[int]] = field(default_factory=dict, init=False)
+    worthless: set[tuple[int, ...]] = field(default_factory=set, init=False)  # contexts of a rest
     hopeless_copy: float = field(default=1.0, init=False)  # the lowest of those of `copies`
     costs: list[float] = field(default_factory=list, init=False)  # of `arms`, in plain rounds
     copy_costs: list[float] = field(default_factory=list, init=False)  # of `copies`
@@ -133,6 +129,7 @@ class Auto(Controller):
     round: int = field(default=0, init=False)
     listened: int = field(default=0, init=False)  # rounds of this window
     deaf: int = field(default=0, init=False)  # rounds left without listening
+    has_listened: bool = field(default=False, init=False)  # else listeners have nothing to draft
     next_rest: int = field(default=0, init=False)
     num_rested: int = field(default=0, init=False)
     is_looking: bool = field(default=False, init=False)
@@ -167,26 +164,25 @@ class Auto(Controller):
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
         self._pass(1)
         playable = self._worth(contexts)
+        self.worthless.clear()
         self._listen([self.arms[i] for i in playable])
         self.is_resting = not (playable or self.is_listening)
-        self.off_for = self._rounds_off(contexts) if self.is_resting else 0
+        self.off_for = min(LONG_REST, self.deaf) if self.is_resting else 0
         if self.is_resting:
             self.num_rested += 1
         elif playable and self.prices.ratios.wants_plain(self._account(playable[0]).is_full):
             return (self.off,)
         return [*playable, self.off]
 
-    def _rounds_off(self, contexts: Sequence[int]) -> int:
-        """While nobody listens, until a context is met in which somebody is hopeful, or the text
-        has gone on as before."""
-        affords_copy = self._affords_copy()
-        self.glance = GLANCE if affords_copy else LONG_GLANCE
-        self.wakes_at = len(PRIOR)
-        while self.wakes_at > 0 and self._hopeful((self.wakes_at - 1,)):
-            self.wakes_at -= 1
-        if affords_copy and max(contexts, default=0) >= self.wakes_at:
-            return 0
-        return min(LONG_REST - 1, self.deaf)
+    def wakes(self, contexts: Sequence[int]) -> bool:
+        """Within a rest what was found of a context holds until the text goes on as before."""
+        found = tuple(contexts)
+        if found in self.worthless:
+            return False
+        if self._worth(contexts):
+            return True
+        self.worthless.add(found)
+        return False
 
     def rested(self, rounds: int) -> None:
         self._pass(rounds)
@@ -208,16 +204,16 @@ class Auto(Controller):
             return []
         for member in hopeful:
             self.accounts[member].rounds = self.round
-        rates, foretold = {}, max(self.foretold.balance, 0.0)
+        rates, foretold, reading = {}, max(self.foretold.balance, 0.0), self._reading()
         means: dict[int, list[float]] = {}
         for i, (arm, cost) in enumerate(zip(self.arms, self.costs, strict=True)):
-            if arm.member not in hopeful:
+            if arm.member not in hopeful or (arm.is_listener and not self.has_listened):
                 continue
-            loss = cost - 1.0 - (foretold if arm.is_copy else 0.0)
+            loss = cost + reading - 1.0 - (foretold if arm.is_copy else 0.0)
             if self.accounts[arm.member].affords(loss):
                 if arm.member not in means:
                     means[arm.member] = self._means(arm.member, contexts)
-                rate = (1.0 + means[arm.member][arm.length]) / cost
+                rate = (1.0 + means[arm.member][arm.length]) / (cost + reading / HORIZON)
                 if rate > 1.0 + self.margin:
                     rates[i] = rate
         return sorted(rates, key=lambda i: -rates[i])
@@ -230,11 +226,6 @@ class Auto(Controller):
             ]
         return self.hopeful[contexts]
 
-    def _affords_copy(self) -> bool:
-        """Whether a repeat in the next rounds could be played at all."""
-        credit = max(self.foretold.balance, 0.0)
-        return bool(self.copy_costs) and self.account.affords(min(self.copy_costs) - 1.0 - credit)
-
     def _set_hopeless(self) -> None:
         """What arms cost, for the coming rounds, and so the chances of a first token below which
         no arm of a member can pay, by member: a draft brings at most its length as often as its
@@ -242,7 +233,7 @@ class Auto(Controller):
         self.priced_until = self.round + PRICED
         plain = self.prices.seconds(0)
         self.hopeless, self.hopeless_copy = dict.fromkeys(self.accounts, 1.0), 1.0
-        self.costs = [self._cost(arm, plain) for arm in self.arms]
+        self.costs = [max(self.prices.of(arm) / plain, 1.0) for arm in self.arms]
         self.copy_costs = [
             cost for arm, cost in zip(self.arms, self.costs, strict=True) if arm.is_copy
         ]
@@ -254,9 +245,9 @@ class Auto(Controller):
                 if arm.is_copy:
                     self.hopeless_copy = min(self.hopeless_copy, least)
 
-    def _cost(self, arm: Arm, plain: float) -> float:
-        """In plain rounds."""
-        return max((self.prices.of(arm) + self.prices.wake) / plain, 1.0)
+    def _reading(self) -> float:
+        """What drafters have to read before the next draft, in plain rounds."""
+        return self.prices.wake / self.prices.seconds(0)
 
     def _first(self, member: int, contexts: Sequence[int]) -> float:
         """The chance that a first drafted token is right; the same as a mean of length 1."""
@@ -272,23 +263,27 @@ class Auto(Controller):
         """Listen and look for a window of rounds, now and then beside a player, then do not."""
         if playable and playable[0].is_listener:
             self.deaf, self.listened, self.next_rest = 0, 0, self.rest
+        self.is_listening = False
         if self.deaf > 0:
             self.deaf -= 1
         else:
             self.listened += 1
-            if self.listened > self.window or not self._affords_look():
-                self.listened, self.deaf = 0, self.next_rest
+            self.deaf = min(self._until_look(), self.longest_rest)
+            if self.listened > self.window:
+                self.listened, self.deaf = 0, max(self.deaf, self.next_rest)
                 self.next_rest = min(2 * self.next_rest, self.longest_rest)
-        self.is_listening = self.deaf == 0
+            self.is_listening = self.deaf == 0
+        self.has_listened = self.has_listened or self.is_listening
         self.is_looking = self.is_listening and (not playable or self.round % self.every == 0)
 
     def looks(self) -> bool:
         self.looked = self.is_looking
         return self.looked
 
-    def _affords_look(self) -> bool:
-        """A part of what drafts have gained pays for looking."""
-        return self.looking.affords(self.look_cost - LOOKING * max(self.account.balance, 0.0))
+    def _until_look(self) -> int:
+        """Rounds until a look can be afforded; a part of what drafts have gained pays for it."""
+        cost = self.look_cost - LOOKING * max(self.account.balance, 0.0)
+        return self.looking.until(cost)
 
     def reward(self, arm: int, tokens: float, seconds: float) -> None:
         if arm != self.off:
@@ -311,8 +306,9 @@ class Auto(Controller):
         """What copying would have brought in text that was generated is credit to try it."""
         survival = self.of_text[repeat.context]
         if not repeat.is_prompt and survival.chance(0) > self.hopeless_copy:
+            means = survival.expected_up_to(self.longest)
             rates = [
-                (1.0 + survival.expected(arm.length)) / cost
+                (1.0 + means[arm.length]) / cost
                 for arm, cost in zip(self.copies, self.copy_costs, strict=True)
             ]
             best = rates.index(max(rates))
@@ -322,6 +318,7 @@ class Auto(Controller):
         survival.add(repeat.matched, repeat.known)
         if repeat.matched:
             self._forget_hopeful(repeat.context)
+            self.worthless.clear()
 
     def scored(self, score: Score) -> None:
         self.survival[score.member, score.context].add(score.matched, score.known)

@@ -99,9 +99,24 @@ class Prices:
     ratios: Ratios = field(default_factory=lambda: Ratios(first_wait=1))
     branching: set[int] = field(default_factory=set)
     chains: set[int] = field(default_factory=set)
-    wake: float = 0.0  # before a draft, to read what was missed; lately
+    read: float = field(init=False)  # a position of what drafters have missed; as measured lately
+    missed: int = 0  # so many positions of this round's rows
     drafts: dict[int, Recent] = field(default_factory=dict)
     _known: dict[int, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.read = 0.0 if self.table is None else self.table.read
+
+    @property
+    def wake(self) -> float:
+        """Before a draft, to read what was missed."""
+        return self.read * self.missed
+
+    def woke(self, seconds: float) -> None:
+        """That took so long."""
+        if self.missed:
+            seen = seconds / self.missed
+            self.read = 0.5 * (self.read + seen) if self.read else seen
 
     def of(self, arm: Arm, depth: int | None = None) -> float:
         """Of a round with that arm; a chain may come out shorter than its length."""
@@ -150,7 +165,7 @@ class Controller(ABC):
     is_listening = True  # members that live on the target's top-k need not sleep
     is_resting = False  # nothing was asked of anybody in this round
     off_for = 0  # so many more rounds need not be ordered, where plain decoding was the choice,
-    glance, wakes_at = 0, 0  # unless a context of that length is met; read every `glance` rounds
+    glance = 0  # unless it `wakes`: asked every `glance` rounds, 0 = never
 
     def open(self, arms: Sequence[Arm], prices: Prices) -> None:
         """The arms of this engine, known when the first round begins."""
@@ -160,6 +175,11 @@ class Controller(ABC):
     @abstractmethod
     def order(self, contexts: Sequence[int]) -> Sequence[int]:
         """Arms to try, best first; `contexts` per row (empty if not asked for)."""
+
+    def wakes(self, contexts: Sequence[int]) -> bool:
+        """Within a rest: whether another arm than plain decoding would come first now."""
+        del contexts
+        return False
 
     def rested(self, rounds: int) -> None:
         """So many rounds of a rest are over."""

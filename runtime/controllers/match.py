@@ -1,11 +1,12 @@
 """How long a suffix of the text occurred before, and how far the text then went on as it had there.
 
-Suffixes of 1, 2, 4 and 8 tokens are looked up among all that ended earlier in the same text. A
-context is the number of these that were found, 0 to 4: 0 = the newest token is new.
+The newest place behind a token or a pair of tokens is looked up, and at the pair's place how many
+more tokens in front of it are the same. A context is the number of SUFFIXES (1, 2, 4 and 8 tokens)
+that were found, 0 to 4: 0 = the newest token is new.
 
-The tokens behind the newest occurrence are what a copying drafter would draft. Reading the text
-tells how many of them came, prompt included, so what copying is worth by context is known before
-anything was drafted, and while nothing is.
+The tokens behind that place are what a copying drafter would draft. Reading the text tells how many
+of them came, prompt included, so what copying is worth by context is known before anything was
+drafted, and while nothing is.
 """
 
 from __future__ import annotations
@@ -32,57 +33,75 @@ class Repeat:
 class OpenRepeat:
     """The tokens from `source` on are compared with those that come now."""
 
+    context: int
     source: int
     matched: int = 0
 
 
 @dataclass(slots=True)
 class MatchIndex:
-    """Suffixes of one text, each with the place behind its newest occurrence. Repeats are compared
-    one at a time in each context. One writer: the policy `switch`."""
+    """Tokens and pairs of one text, each with the place behind its newest occurrence. Repeats are
+    compared one at a time in each context. One writer: the policy `switch`."""
 
     num_read: int = 0
     newest: int = 0  # context of the last token read
-    behind: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in SUFFIXES])
-    codes: list[list[int]] = field(default_factory=lambda: [[] for _ in SUFFIXES])
-    compared: dict[int, OpenRepeat] = field(default_factory=dict)  # by context
+    num_drafted: int = 0  # tokens that were there when it was last drafted for
+    behind: dict[int, int] = field(default_factory=dict)
+    behind_pair: dict[tuple[int, int], int] = field(default_factory=dict)
+    compared: list[OpenRepeat] = field(default_factory=list)
     repeats: list[Repeat] = field(default_factory=list)  # decided since they were last taken
 
     def context(self, tokens: Sequence[int]) -> int:
-        """Read what is new, the prompt at first; then the context of the newest token."""
-        is_prompt = self.num_read == 0
-        for end in range(self.num_read, len(tokens)):
+        """Read what is new, the prompt at first; then the context of the newest token. This runs
+        beside every token of a text, drafted or not."""
+        first, behind, behind_pair = self.num_read, self.behind, self.behind_pair
+        is_prompt, before = first == 0, tokens[first - 1] if first else -1
+        for end in range(first, len(tokens)):
+            token = tokens[end]
             if self.compared:
-                self._compare(tokens, tokens[end], is_prompt)
-            self._read(tokens, end)
-        self.num_read = max(self.num_read, len(tokens))
+                self._compare(tokens, token, is_prompt)
+            pair = before, token
+            source = behind.get(token)
+            if source is None:
+                self.newest = 0
+            else:
+                found, self.newest = behind_pair.get(pair), 1
+                if found is not None:
+                    source, self.newest = found, self._length(tokens, end - 1, found - 2)
+                for each in self.compared:
+                    if each.context == self.newest:
+                        break
+                else:
+                    self.compared.append(OpenRepeat(self.newest, source))
+            behind[token] = behind_pair[pair] = end + 1
+            before = token
+        self.num_read = max(first, len(tokens))
         return self.newest
 
-    def _read(self, tokens: Sequence[int], end: int) -> None:
-        """A suffix is known by the code of its halves, a single token by itself."""
-        newest, source, code = 0, 0, tokens[end]
-        for level, n in enumerate(SUFFIXES):
-            behind, codes = self.behind[level], self.codes[level]
-            found, behind[code] = behind.get(code), end + 1
-            if found is not None and newest == level:
-                newest, source = level + 1, found
-            codes.append(code)
-            if end + 1 < 2 * n:
-                break
-            code = hash((codes[-1 - n], code))
-        self.newest = newest
-        if self.newest and self.newest not in self.compared:
-            self.compared[self.newest] = OpenRepeat(source)
+    @staticmethod
+    def _length(tokens: Sequence[int], new: int, old: int) -> int:
+        """The context of two pairs that are the same and begin at these places."""
+        context = 2
+        for size in SUFFIXES[2:]:
+            for _ in range(size // 2):
+                new, old = new - 1, old - 1
+                if old < 0 or tokens[old] != tokens[new]:
+                    return context
+            context += 1
+        return context
 
     def _compare(self, tokens: Sequence[int], token: int, is_prompt: bool) -> None:
-        for context, each in tuple(self.compared.items()):
+        going = []
+        for each in self.compared:
             is_same = tokens[each.source] == token
             if is_same:
                 each.source, each.matched = each.source + 1, each.matched + 1
-            if not is_same or each.matched == FURTHEST:
+            if is_same and each.matched < FURTHEST:
+                going.append(each)
+            else:
                 known = each.matched + (not is_same)
-                self.repeats.append(Repeat(context, each.matched, known, is_prompt))
-                del self.compared[context]
+                self.repeats.append(Repeat(each.context, each.matched, known, is_prompt))
+        self.compared = going
 
 
 @dataclass(slots=True)
@@ -100,12 +119,16 @@ class Matches:
             found.append(known[1].context(text))
         return found
 
-    @property
-    def has_repeat(self) -> bool:
-        """Whether more than a token has come as before since `repeats` was last asked."""
-        return any(
-            repeat.matched > 1 for _, index in self.indices.values() for repeat in index.repeats
-        )
+    def missed(self, slots: Sequence[int]) -> int:
+        """Tokens that came since these texts were drafted for."""
+        indices = [self.indices[slot][1] for slot in slots]
+        return sum(index.num_read - index.num_drafted for index in indices)
+
+    def drafted(self, slots: Sequence[int]) -> None:
+        """These texts are drafted for now."""
+        for slot in slots:
+            index = self.indices[slot][1]
+            index.num_drafted = index.num_read
 
     def repeats(self) -> Iterator[Repeat]:
         """What has been decided since this was last asked."""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 
 import torch
@@ -286,13 +287,26 @@ class LazyDrafter(RoundDrafter):
                 self._start(progress)
         if behind:
             self._rank()
+        state = self.state
+        ignores_unheard = not self.needs.taps and state is not None and state.ignores_text
         while behind := [p for p in behind if p.backlog and self.inner.speculates(p.row.slot)]:
             is_heard = self._is_heard(behind[0], 0)  # all or nothing of what is shown at once
             alike = [p for p in behind if self._is_heard(p, 0) == is_heard]
+            if not is_heard and ignores_unheard:
+                for progress in alike:
+                    progress.observed_len += self._num_unheard(progress)
+                continue
             missed = self._missed(alike)
             self.inner.catch_up(missed)
             for progress, new in zip(alike, missed.emitted, strict=True):
                 progress.observed_len += len(new)
+
+    def _num_unheard(self, progress: DraftProgress) -> int:
+        """Of its backlog's first positions those of which the top-k is not known."""
+        if not self.needs.topk:
+            return progress.backlog
+        rounds = islice(self._rounds, len(self._rounds) - progress.backlog, None)
+        return next((n for n, each in enumerate(rounds) if each.is_heard), progress.backlog)
 
     def _is_heard(self, progress: DraftProgress, at: int) -> bool:
         """Whether the top-k of that position of its backlog is known."""

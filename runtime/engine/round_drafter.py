@@ -120,6 +120,8 @@ class PolicyDrafter(RoundDrafter):
     def open(self, space: Space) -> None:
         self._state = self.drafter.open(space)
         self._started.clear()
+        if self._resting is not None:
+            self._resting.opened(self._state)
 
     def speculates(self, slot: int) -> bool:
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from specctl.runtime.target.target import Target
 
 DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 TREE_SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
+SELDOM = 4  # a switch drafts now and then: so many rounds apart, behind which it is slower
+READINGS = 5  # of a prompt, by a team
 RECORDING = 4  # rounds of an engine on a GPU that are slower: they are recorded
 
 
@@ -48,7 +51,9 @@ def measure_costs(
     trees of prompt tokens, what is measured is how dear verification is: with a drafter that is
     never silent. Of another tree that is fitted to the device, chains of its drafter: steps and
     nodes have their prices."""
-    is_wrong = isinstance(policy, PromptTree)  # the repeater mostly is: a round is a token
+    team, given = drafter, policy
+    is_wrong = isinstance(policy, PromptTree | Switch)  # the repeater mostly is: a round is a token
+    every = SELDOM if isinstance(policy, Switch) else 1
     if isinstance(policy, PromptTree):
         size = min(policy.nodes, TREE_SIZES[-1])
         drafter, policy = Repeater(drafter.options, target.spec), Direct(size, size)
@@ -62,7 +67,9 @@ def measure_costs(
     base = sampling if sampling is not None else Sampling()
     batch = min(batch, len(prompts))
     lengths = sorted({0, *(k for k in lengths if k <= policy.depth), policy.depth})
-    probes = {k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k) for k in lengths}
+    probes = {
+        k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k, every=every) for k in lengths
+    }
     half = max(4, rounds // 2)
     if target.device.type == "cuda":
         half += RECORDING
@@ -74,14 +81,27 @@ def measure_costs(
             )
             requests = [Request(tuple(p), wanted) for p in list(prompts)[:batch]]
             Engine(target, drafter, policy, "auto", num_slots=batch, chooser=probe).run(requests)
+    reads = [each for k, probe in probes.items() if k for each in probe.reads]
     return CostTable(
         {k: _usual(p.draft_seconds) for k, p in probes.items()},
         {k: _usual(p.verify_seconds) for k, p in probes.items()},
         str(target.device),
         target.dtype_name,
         batch,
-        _read_seconds([each for k, probe in probes.items() if k for each in probe.reads]),
+        _team_reads(target, team, prompts[0]) if isinstance(given, Switch) else _usual_read(reads),
     )
+
+
+def _team_reads(target: Target, team: Drafter, prompt: Sequence[int]) -> float:
+    """Seconds in which a team reads a position of a prompt, which says everything twice so that
+    what copies drafts."""
+    found = []
+    for _ in range(READINGS):
+        engine = Engine(target, team, Switch("cascade", length=1, nodes=1, lengths=(1,)))
+        engine.run([Request((*prompt, *prompt), Sampling(max_new_tokens=3, ignore_eos=True))])
+        assert isinstance(engine.policy, Switch)
+        found.append(engine.policy.prices.read)
+    return median(found)
 
 
 def measure_batch_costs(
@@ -192,7 +212,7 @@ def _counting(target: Target, rows: int, length: int) -> list[list[int]]:
     return found
 
 
-def _read_seconds(reads: Sequence[tuple[int, float]]) -> float:
+def _usual_read(reads: Sequence[tuple[int, float]]) -> float:
     """Per position, of so many that were read in that time each; 0 where nothing had to be read."""
     return _usual([seconds / missed for missed, seconds in reads]) if reads else 0.0
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import median_low
 
+HORIZON = 64  # rounds in which the reading of what was missed must pay
 NUM_RECENT = 9  # rounds of one size whose median counts: one slow moment is no price
 OWN_ROUNDS = 128  # rounds after which the price of a size is taken from other sizes again
 FIRST_WAIT, LAST_WAIT = 4, 128  # rounds that draft between plain ones
@@ -127,6 +129,11 @@ class Account:
     def affords(self, loss: float) -> bool:
         """Whether a round may be played that could lose so much."""
         return loss <= self.balance + self.allowance + self.overdraft * self.rounds
+
+    def until(self, loss: float) -> int:
+        """Rounds from now on until it affords that, if nothing is booked meanwhile."""
+        missing = loss - self.balance - self.allowance - self.overdraft * self.rounds
+        return max(0, ceil(missing / self.overdraft))
 
     @property
     def is_full(self) -> bool:

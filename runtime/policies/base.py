@@ -134,6 +134,9 @@ class Learner(Protocol):
 class Resting(Protocol):
     """A policy that does not draft in every round."""
 
+    def opened(self, state: DraftState) -> None:
+        """The drafter's memory is new; no round was asked for yet."""
+
     def rests(self, state: DraftState, view: RoundView) -> bool:
         """Asked before a round: whether nothing is to be drafted in it. Then `grow` is not called,
         and the rows cost their drafter nothing."""

@@ -12,11 +12,10 @@ from typing import ClassVar
 
 from specctl.core.drafter import Outcome, RoundSeconds, RoundView
 from specctl.runtime.measure.cost_table import CostTable
-from specctl.runtime.measure.live_costs import Account, Ratios
+from specctl.runtime.measure.live_costs import HORIZON, Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies.base import RestSpan
 
-HORIZON = 64  # rounds in which the reading of what was missed must pay
 RESTED, GLANCE = 4, 8  # after so many rounds without drafts, thinks about every 8th
 
 
@@ -164,19 +163,22 @@ class LengthChooser:
 
 @dataclass(slots=True)
 class FixedLength(LengthChooser):
-    """Always the same draft length, with per-round times kept, and how long it took to read so many
-    positions: the probe that fills a table. Rounds of a drafter that had less to say are left out;
-    a tree that branches is whole though its best paths are shorter than the length."""
+    """The same draft length in every `every`-th round, with the times of these kept, and how long
+    it took to read so many positions: the probe that fills a table. Rounds of a drafter that had
+    less to say are left out; a tree that branches is whole though its best paths are shorter than
+    the length."""
 
     first_is_free: ClassVar[bool] = False
 
     fixed: int = 0
+    every: int = 1
     draft_seconds: list[float] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
     reads: list[tuple[int, float]] = field(default_factory=list)
 
     def length(self, batch: int) -> int:
-        return self.fixed
+        self.rounds += 1
+        return 0 if self.rounds % self.every else self.fixed
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         if self.missed and seconds.wake:

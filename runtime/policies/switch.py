@@ -81,20 +81,29 @@ class Switch:
 
     # -- a round --------------------------------------------------------------------------------
 
+    def opened(self, state: DraftState) -> None:
+        state.is_listening = self.brain.is_listening
+
     def rests(self, state: DraftState, view: RoundView) -> bool:
         """The controller orders the arms of the coming round; the first may be plain decoding."""
         assert isinstance(state, TeamState), "arms are configurations of a team's members"
         if not self.is_open:
-            self._open(state)
+            self._open(state, view)
         self.contexts = []
         if self.brain.needs_contexts:
-            self.contexts = self.matches.contexts(view.slots, view.tokens)
-            for repeat in self.matches.repeats():
-                self.brain.repeated(repeat)
+            self.contexts = self._read(view)
         self.order, self.idle = self.brain.order(self.contexts), 0.0
         self.played, self.looks = self.order[0], self.brain.looks()
         state.is_listening = self.brain.is_listening
         return self.arms[self.played].is_off and not self.looks
+
+    def _read(self, view: RoundView) -> list[int]:
+        """The contexts of the newest tokens; the controller hears how the text went on."""
+        contexts = self.matches.contexts(view.slots, view.tokens)
+        self.prices.missed = self.matches.missed(view.slots)
+        for repeat in self.matches.repeats():
+            self.brain.repeated(repeat)
+        return contexts
 
     def grow(self, growth: GrowRequest) -> DraftTree:
         """The first of the arms that has a draft."""
@@ -143,9 +152,7 @@ class Switch:
         return RestSpan(self.brain.off_for, self.brain.glance) if is_off else None
 
     def wakes(self, view: RoundView) -> bool:
-        """Reading the text costs little, thinking costs more."""
-        contexts = self.matches.contexts(view.slots, view.tokens)
-        return max(contexts) >= self.brain.wakes_at or self.matches.has_repeat
+        return self.brain.wakes(self._read(view))
 
     def rested(self, rest: RestSpan) -> None:
         rounds = len(rest.seconds)
@@ -173,6 +180,9 @@ class Switch:
             self.brain.lost(lost)
         for score in self.shadows.ripe():
             self.brain.scored(score)
+        if arm.member is not None and self.contexts:
+            self.prices.woke(seconds.wake)
+            self.matches.drafted(outcome.view.slots)
         if any(outcome.finished):
             return  # cut rounds tell nothing about an arm
         played, verified = max(spent - self.idle - learned, 0.0), seconds.verify
@@ -183,7 +193,6 @@ class Switch:
         self.prices.observe(outcome.tree.num_nodes, verified)
         self.brain.reward(self.played, tokens / len(outcome.emitted), played + seconds.wake)
         if arm.member is not None:
-            self.prices.wake += 0.2 * (seconds.wake - self.prices.wake)
             self._score_played(arm.member, outcome)
 
     def _score_played(self, member: int, outcome: Outcome) -> None:
@@ -208,9 +217,9 @@ class Switch:
             prices = self.prices
             (prices.branching if tree.num_nodes > tree.depth else prices.chains).add(member)
 
-    def _open(self, state: TeamState) -> None:
+    def _open(self, state: TeamState, view: RoundView) -> None:
         """The arms, once the members are known."""
-        self.is_open = True
+        self.is_open, self.prices.missed = True, sum(map(len, view.tokens))
         arms = self.arms or (Arm(OFF), *self._default_arms(state))
         self.arms = tuple(_of_member(arm, state) for arm in arms)
         if not any(arm.is_off for arm in self.arms):

@@ -11,6 +11,7 @@ import torch
 
 from specctl.core.drafter import RoundView, Space
 from specctl.core.tree import NodeKind, chain_tree
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.team import Team, TeamOptions
 from specctl.drafters.token_recycling import TokenRecyclingState
 from specctl.runtime.controllers.auto import Auto, Survival
@@ -18,6 +19,7 @@ from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
 from specctl.runtime.controllers.match import Matches, Repeat
 from specctl.runtime.controllers.shadow import Shadows
 from specctl.runtime.engine import commit, lazy_drafter
+from specctl.runtime.engine.round_drafter import PolicyDrafter
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.measure.cost_table import CostTable
@@ -227,7 +229,7 @@ def test_survival_counts_only_depths_that_were_tested() -> None:
         kept.add(matched, known)
     assert kept.tested == [4.0, 3.0, 2.0]
     assert kept.survived == [3.0, 2.0, 1.0]
-    assert kept.expected(3) == pytest.approx(3 / 4 + 2 / 4 + 1 / 4)
+    assert kept.expected_up_to(3)[3] == pytest.approx(3 / 4 + 2 / 4 + 1 / 4)
 
 
 def test_the_expected_length_is_right_for_a_coin_of_known_bias() -> None:
@@ -237,7 +239,7 @@ def test_the_expected_length_is_right_for_a_coin_of_known_bias() -> None:
         while matched < 6 and coins.random() < 0.7:
             matched += 1
         kept.add(matched, min(matched + 1, 6))
-    assert kept.expected(4) == pytest.approx(sum(0.7**d for d in range(1, 5)), abs=0.06)
+    assert kept.expected_up_to(4)[4] == pytest.approx(sum(0.7**d for d in range(1, 5)), abs=0.06)
 
 
 def test_shadows_are_scored_as_the_text_grows() -> None:
@@ -339,3 +341,93 @@ def test_who_cannot_afford_a_look_rests() -> None:
     assert not auto.looks()
     assert auto.is_resting
     assert not auto.is_listening
+
+
+FAST = CostTable(dict.fromkeys((0, 16), 0.0), {0: 1e-3, 16: 2.6e-3}, "", "", 1)
+
+
+def test_nobody_listens_before_a_look_can_be_afforded() -> None:
+    """A look takes half a plain round there, of which the account gains 1 / 400 a round."""
+    auto, listened, rounds = Auto(), [], 0
+    auto.open(ARMS, Prices(FAST))
+    while rounds < 210:
+        auto.order([0])
+        rounds += 1
+        listened += [rounds] if auto.is_listening else []
+        if auto.off_for:
+            auto.rested(auto.off_for)
+            rounds += auto.off_for
+    assert min(listened) in range(199, 203)
+
+
+def test_what_lives_on_the_top_k_is_not_played_before_it_has_listened() -> None:
+    listener = Arm("recycled", 1, Direct(4, 4), is_listener=True)
+    auto = Auto()
+    auto.open((ARMS[0], listener), Prices(FAST))
+    for _ in range(20):
+        auto.scored(Score(1, 4, 4, 3))
+    assert not auto.has_listened
+    assert auto.arms[auto.order([3])[0]].is_off
+    auto.has_listened = True
+    assert auto.arms[auto.order([3])[0]] is listener
+
+
+def test_a_rest_ends_where_an_arm_is_worth_its_price_and_no_sooner() -> None:
+    auto = opened()
+    auto.deaf = 60
+    assert ARMS[auto.order([0])[0]].is_off
+    assert auto.off_for > 40
+    assert not auto.wakes([0])
+    assert not auto.wakes([1]), "may be right, and is not worth it"
+    assert auto.wakes([4])
+    for _ in range(3):
+        auto.repeated(Repeat(1, 8, 8))
+    assert auto.wakes([1]), "the text has gone on as it had before"
+
+
+def test_reading_what_was_missed_is_a_part_of_the_price() -> None:
+    auto = opened()
+    auto.deaf = 60
+    assert not ARMS[auto.order([4])[0]].is_off
+    auto.prices.read, auto.prices.missed = 0.05, 100  # five plain rounds
+    assert ARMS[auto.order([4])[0]].is_off, "the account cannot bear it"
+    auto.account.balance = 6.0
+    assert not ARMS[auto.order([4])[0]].is_off, "it pays in the rounds to come"
+    auto.prices.woke(2.0)
+    assert auto.prices.read == pytest.approx(0.5 * (0.05 + 0.02))
+
+
+def test_a_team_that_copies_is_shown_no_text_that_it_missed(tiny_target: Any) -> None:
+    """Members of the text alone read it themselves; the others heard nothing meanwhile."""
+    sampling = Sampling(temperature=0.8, max_new_tokens=96, ignore_eos=True, seed=3)
+    shown = []
+    space = Space(1, 64, 8, tiny_target.device, tiny_target.dtype)
+    assert Team(MEMBERS, tiny_target.spec).open(space).ignores_text
+    original = PolicyDrafter.catch_up
+
+    def catch_up(self: PolicyDrafter, missed: Any) -> None:
+        shown.append(missed.topk_BTC is not None)
+        original(self, missed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PolicyDrafter, "catch_up", catch_up)
+        made = run(tiny_target, [tiny_target.encode("a b a b c a b a b c ")], sampling)
+    assert made.stats.drafted > 0
+    assert all(shown)
+    own = Team.of([SmallLm(SmallLmOptions(layers=1, width=16), tiny_target.spec)])
+    assert not own.open(space).ignores_text
+
+
+def test_the_prices_of_a_team_say_what_reading_costs_it(tiny_target: Any, monkeypatch: Any) -> None:
+    """By the team's own members, and not by the drafter that times verification."""
+    team = Team(MEMBERS, tiny_target.spec)
+    prompt = tiny_target.encode("def main(argv):\n    return argv\n")
+    original, slow = TokenRecyclingState.start, 0.05
+
+    def start(self: TokenRecyclingState, *given: Any) -> None:
+        time.sleep(slow)
+        original(self, *given)
+
+    monkeypatch.setattr(TokenRecyclingState, "start", start)
+    costs = measure_costs(tiny_target, team, Switch(controller="auto"), [prompt], rounds=8)
+    assert costs.read == pytest.approx(slow / (2 * len(prompt)), rel=0.5)

@@ -410,6 +410,21 @@ def test_a_fixed_length_probe_records_each_round(target):
     assert len(probe.draft_seconds) == len(probe.verify_seconds) >= 3
 
 
+def test_a_probe_may_draft_now_and_then(target):
+    probe = FixedLength(COSTS, fixed=2, every=4)
+    made = generate(
+        target,
+        PROMPTS[:1],
+        drafter=RecomputeDrafter(target.lm),
+        sampling=Sampling(max_new_tokens=24, ignore_eos=True),
+        policy=make_policy({"policy": "chain", "length": 4}),
+        chooser=probe,
+    )
+    drafted = made.stats.rounds // 4
+    assert drafted - 1 <= len(probe.draft_seconds) <= drafted, "the last one may be cut"
+    assert made.stats.drafted == 2 * drafted
+
+
 def test_a_budget_of_zero_decodes_plainly(target):
     assert Budget(0, 0).depth == 0
     result = generate(
