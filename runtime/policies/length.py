@@ -16,7 +16,7 @@ from specctl.runtime.measure.live_costs import HORIZON, Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies.base import RestSpan
 
-RESTED, GLANCE = 4, 8  # after so many rounds without drafts, thinks about every 8th
+RESTED, GLANCE = 4, 32  # after so many rounds without drafts, thinks about every 32nd
 
 
 @dataclass(slots=True)
