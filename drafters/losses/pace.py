@@ -39,7 +39,8 @@ def paced(
         return []
     first_RD = places[0][0]
     shape = len(places), len(first_RD)
-    chance_PR = torch.ones(shape, dtype=torch.float32, device=first_RD.device)
+    dtype = torch.promote_types(first_RD.dtype, torch.float32)
+    chance_PR = torch.ones(shape, dtype=dtype, device=first_RD.device)
     wanted_PR = torch.zeros_like(chance_PR)
     for i, (state_RD, head, rows) in enumerate(places):
         chance_Q = accepted(state_RD, head, rows, vocab, options, teacher)

@@ -147,6 +147,21 @@ def test_families_weigh_their_depths_by_it(
     assert float(grown.loss(batch).count) < float(out.count)
 
 
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+def test_under_autocast_weights_stay_in_float32(kind: str) -> None:
+    """Chances come from products in bfloat16, whose rounding is all that changes."""
+    given = places(True, None)
+    options = LossOptions(kind)  # type: ignore[arg-type]
+    plain = paced(given, None, options, _teacher(given[0][2]), 0.25)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = paced(given, None, options, _teacher(given[0][2]), 0.25)
+    for one, other in zip(plain, half, strict=True):
+        assert other.weight_Q is not None
+        assert other.weight_Q.dtype == torch.float32
+        torch.testing.assert_close(other.weight_Q, one.weight_Q, rtol=0.05, atol=0.02)
+        assert not torch.equal(other.weight_Q, one.weight_Q), "the products are in bfloat16"
+
+
 def test_selected_rows_keep_their_weights() -> None:
     """A loss over a part of the rows weighs these as it would weigh them by themselves."""
     state_RD, head, rows = places(True, None)[0]
