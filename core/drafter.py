@@ -96,7 +96,9 @@ class RoundView:
     """The active rows at the start of a round. `tokens[b]` is prompt + emitted text on the host;
     its last entry equals root_B[b], whose position is kept_len_B[b]. `prompt_lens[b]` is where the
     emitted text begins (empty where nobody asks for it). `watch` is shown a drafter's logits.
-    `shared`: what the verifier will draw with, where a rule is exact whatever drafts saw."""
+    `shared`: what the verifier will draw with, where a rule is exact whatever drafts saw.
+    `missed`: positions that the drafter has not read of rows that it may draft for, where a policy
+    is asked whether it drafts at all."""
 
     slots: tuple[int, ...]
     slot_B: Tensor
@@ -106,6 +108,7 @@ class RoundView:
     prompt_lens: tuple[int, ...] = ()
     watch: Callable[[Tensor], None] | None = None
     shared: SharedNoise | None = None
+    missed: int = 0
 
     def shown(self, logits: Tensor) -> Tensor:
         """These logits [B, ...]. All that become tokens pass here, on the device, before they do:

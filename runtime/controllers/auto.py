@@ -17,7 +17,7 @@ run, plain ones included (`runtime/measure/live_costs.py`).
 Members that live on the target's top-k have to listen to every round, and drafts that are not
 played take time. Both are done for a window of rounds, then for ever longer stretches not at all,
 sooner where drafts have not gained four times what this costs. While nobody is asked the text is
-read every few rounds: a repeated suffix ends a rest.
+read every few rounds: an arm that is worth its price ends a rest.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ class Auto(Controller):
     round: int = field(default=0, init=False)
     listened: int = field(default=0, init=False)  # rounds of this window
     deaf: int = field(default=0, init=False)  # rounds left without listening
-    has_listened: bool = field(default=False, init=False)  # else listeners have nothing to draft
     next_rest: int = field(default=0, init=False)
     num_rested: int = field(default=0, init=False)
     is_looking: bool = field(default=False, init=False)
@@ -207,9 +206,10 @@ class Auto(Controller):
         rates, foretold, reading = {}, max(self.foretold.balance, 0.0), self._reading()
         means: dict[int, list[float]] = {}
         for i, (arm, cost) in enumerate(zip(self.arms, self.costs, strict=True)):
-            if arm.member not in hopeful or (arm.is_listener and not self.has_listened):
+            if arm.member not in hopeful:
                 continue
-            loss = cost + reading - 1.0 - (foretold if arm.is_copy else 0.0)
+            loss = cost - 1.0 - (foretold if arm.is_copy else 0.0)
+            loss += reading / HORIZON if arm.is_stepwise else reading  # a model is tried once
             if self.accounts[arm.member].affords(loss):
                 if arm.member not in means:
                     means[arm.member] = self._means(arm.member, contexts)
@@ -267,13 +267,12 @@ class Auto(Controller):
         if self.deaf > 0:
             self.deaf -= 1
         else:
-            self.listened += 1
             self.deaf = min(self._until_look(), self.longest_rest)
+            self.listened += self.deaf == 0
             if self.listened > self.window:
                 self.listened, self.deaf = 0, max(self.deaf, self.next_rest)
                 self.next_rest = min(2 * self.next_rest, self.longest_rest)
             self.is_listening = self.deaf == 0
-        self.has_listened = self.has_listened or self.is_listening
         self.is_looking = self.is_listening and (not playable or self.round % self.every == 0)
 
     def looks(self) -> bool:

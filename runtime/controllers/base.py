@@ -99,13 +99,14 @@ class Prices:
     ratios: Ratios = field(default_factory=lambda: Ratios(first_wait=1))
     branching: set[int] = field(default_factory=set)
     chains: set[int] = field(default_factory=set)
-    read: float = field(init=False)  # a position of what drafters have missed; as measured lately
-    missed: int = 0  # so many positions of this round's rows
+    read: float = 0.0  # a position of what drafters have missed; as measured lately
+    missed: int = 0  # so many positions, before this round
     drafts: dict[int, Recent] = field(default_factory=dict)
     _known: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.read = 0.0 if self.table is None else self.table.read
+        if self.table is not None and not self.read:
+            self.read = self.table.read
 
     @property
     def wake(self) -> float:

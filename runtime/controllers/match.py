@@ -1,12 +1,12 @@
 """How long a suffix of the text occurred before, and how far the text then went on as it had there.
 
 The newest place behind a token or a pair of tokens is looked up, and at the pair's place how many
-more tokens in front of it are the same. A context is the number of SUFFIXES (1, 2, 4 and 8 tokens)
-that were found, 0 to 4: 0 = the newest token is new.
+more tokens in front of it are the same; a longer suffix elsewhere is not looked for. A context is
+the number of SUFFIXES (1, 2, 4 and 8 tokens) that were found, 0 to 4: 0 = the newest token is new.
 
-The tokens behind that place are what a copying drafter would draft. Reading the text tells how many
-of them came, prompt included, so what copying is worth by context is known before anything was
-drafted, and while nothing is.
+The tokens behind that place are about what a copying drafter would draft. Reading the text tells
+how many of them came, prompt included, so what copying is worth by context is known before anything
+was drafted, and while nothing is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class MatchIndex:
 
     num_read: int = 0
     newest: int = 0  # context of the last token read
-    num_drafted: int = 0  # tokens that were there when it was last drafted for
     behind: dict[int, int] = field(default_factory=dict)
     behind_pair: dict[tuple[int, int], int] = field(default_factory=dict)
     compared: list[OpenRepeat] = field(default_factory=list)
@@ -118,17 +117,6 @@ class Matches:
                 known = self.indices[slot] = (text, MatchIndex())
             found.append(known[1].context(text))
         return found
-
-    def missed(self, slots: Sequence[int]) -> int:
-        """Tokens that came since these texts were drafted for."""
-        indices = [self.indices[slot][1] for slot in slots]
-        return sum(index.num_read - index.num_drafted for index in indices)
-
-    def drafted(self, slots: Sequence[int]) -> None:
-        """These texts are drafted for now."""
-        for slot in slots:
-            index = self.indices[slot][1]
-            index.num_drafted = index.num_read
 
     def repeats(self) -> Iterator[Repeat]:
         """What has been decided since this was last asked."""

@@ -84,7 +84,7 @@ class Engine:
         who = (self.policy, chooser, batching, self.drafting)
         planner = RoundPlanner(self.context, *who, self._usual_rule != "target-only")
         self.scheduler = Scheduler(self.reader, planner, num_slots, prefill_chunk)
-        self.draft_seconds = self.verify_seconds = self._catch_up_seconds = 0.0
+        self.draft_seconds = self.verify_seconds = self.catch_up_seconds = 0.0
 
     def run(
         self,
@@ -141,7 +141,7 @@ class Engine:
     @property
     def prefill_seconds(self) -> float:
         """For prompts, and for what the drafter read of rows that it had not followed."""
-        return self.scheduler.prefill_seconds + self._catch_up_seconds
+        return self.scheduler.prefill_seconds + self.catch_up_seconds
 
     # -- the round ------------------------------------------------------------------------------
 
@@ -193,4 +193,4 @@ class Engine:
             self.batching.observe(outcome, told)
         self.draft_seconds += seconds.draft
         self.verify_seconds += seconds.verify
-        self._catch_up_seconds += seconds.wake
+        self.catch_up_seconds += seconds.wake

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -131,10 +131,15 @@ class LazyDrafter(RoundDrafter):
             return False
         rest.left -= 1
         is_glanced = rest.glance and (len(rest.seconds) + 1) % rest.glance == 0
-        return not (is_glanced and self.inner.wakes(view))
+        return not (is_glanced and self.inner.wakes(self._told(view)))
 
     def rests(self, view: RoundView) -> bool:
-        return self.inner.rests(view)
+        return self.inner.rests(self._told(view))
+
+    def _told(self, view: RoundView) -> RoundView:
+        """The view, and how much would have to be read before a draft."""
+        rows = [self._progress[slot] for slot in view.slots if self.inner.speculates(slot)]
+        return replace(view, missed=sum(p.backlog for p in rows if p.row.request.drafts))
 
     def _wake(self) -> None:
         rest, self._rest = self._rest, None

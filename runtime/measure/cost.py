@@ -49,8 +49,8 @@ def measure_costs(
     """Lower quartiles over `rounds` rounds per length in the real engine, lengths interleaved
     twice; on a GPU over a few more, as the first of an engine are recorded. Of a switch, and of
     trees of prompt tokens, what is measured is how dear verification is: with a drafter that is
-    never silent. Of another tree that is fitted to the device, chains of its drafter: steps and
-    nodes have their prices."""
+    never silent; of a switch over half as many rounds, each behind some without a draft. Of another
+    tree that is fitted to the device, chains of its drafter: steps and nodes have their prices."""
     team, given = drafter, policy
     is_wrong = isinstance(policy, PromptTree | Switch)  # the repeater mostly is: a round is a token
     every = SELDOM if isinstance(policy, Switch) else 1
@@ -70,7 +70,7 @@ def measure_costs(
     probes = {
         k: FixedLength(CostTable({}, {}, "", "", batch), fixed=k, every=every) for k in lengths
     }
-    half = max(4, rounds // 2)
+    half = max(4, rounds // 2) * (2 if every > 1 else 1)
     if target.device.type == "cuda":
         half += RECORDING
     for _ in range(2):
@@ -93,14 +93,12 @@ def measure_costs(
 
 
 def _team_reads(target: Target, team: Drafter, prompt: Sequence[int]) -> float:
-    """Seconds in which a team reads a position of a prompt, which says everything twice so that
-    what copies drafts."""
-    found = []
+    """Seconds in which a team reads a position of a prompt: before the first draft, of any arm."""
+    prompt, found = tuple(prompt)[: target.spec.max_positions // 2], []
     for _ in range(READINGS):
-        engine = Engine(target, team, Switch("cascade", length=1, nodes=1, lengths=(1,)))
-        engine.run([Request((*prompt, *prompt), Sampling(max_new_tokens=3, ignore_eos=True))])
-        assert isinstance(engine.policy, Switch)
-        found.append(engine.policy.prices.read)
+        engine = Engine(target, team, Switch("ucb", length=1, nodes=1, lengths=(1,)))
+        engine.run([Request(prompt, Sampling(max_new_tokens=6, ignore_eos=True))])
+        found.append(engine.catch_up_seconds / len(prompt))
     return median(found)
 
 

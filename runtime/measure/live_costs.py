@@ -133,7 +133,7 @@ class Account:
     def until(self, loss: float) -> int:
         """Rounds from now on until it affords that, if nothing is booked meanwhile."""
         missing = loss - self.balance - self.allowance - self.overdraft * self.rounds
-        return max(0, ceil(missing / self.overdraft))
+        return max(0, ceil(missing / max(self.overdraft, 1e-9)))
 
     @property
     def is_full(self) -> bool:

@@ -53,6 +53,8 @@ class Switch:
     order: Sequence[int] = field(default=(), init=False, repr=False)  # of this round's arms
     looks: bool = field(default=False, init=False, repr=False)
     is_open: bool = field(default=False, init=False, repr=False)
+    is_asked: bool = field(default=False, init=False, repr=False)  # in this round
+    is_grown: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.controller not in CONTROLLERS:
@@ -88,19 +90,20 @@ class Switch:
         """The controller orders the arms of the coming round; the first may be plain decoding."""
         assert isinstance(state, TeamState), "arms are configurations of a team's members"
         if not self.is_open:
-            self._open(state, view)
-        self.contexts = []
+            self._open(state)
+        self.contexts, self.prices.missed = [], view.missed
         if self.brain.needs_contexts:
             self.contexts = self._read(view)
         self.order, self.idle = self.brain.order(self.contexts), 0.0
         self.played, self.looks = self.order[0], self.brain.looks()
         state.is_listening = self.brain.is_listening
-        return self.arms[self.played].is_off and not self.looks
+        rests = self.arms[self.played].is_off and not self.looks
+        self.is_asked, self.is_grown = rests, False  # else it is asked to grow, if rows have room
+        return rests
 
     def _read(self, view: RoundView) -> list[int]:
         """The contexts of the newest tokens; the controller hears how the text went on."""
         contexts = self.matches.contexts(view.slots, view.tokens)
-        self.prices.missed = self.matches.missed(view.slots)
         for repeat in self.matches.repeats():
             self.brain.repeated(repeat)
         return contexts
@@ -113,6 +116,9 @@ class Switch:
         if not self.order:
             self.rests(state, growth.view)
         order, self.order = self.order, ()
+        self.is_asked = self.is_grown = True
+        if self.contexts and len(self.contexts) > len(growth.view.slots):  # some draft nothing
+            self.contexts = self.matches.contexts(growth.view.slots, growth.view.tokens)
         for index in order:
             self.played, began = index, time.perf_counter()
             tree = self._draft(self.arms[index], growth, state)
@@ -152,6 +158,7 @@ class Switch:
         return RestSpan(self.brain.off_for, self.brain.glance) if is_off else None
 
     def wakes(self, view: RoundView) -> bool:
+        self.prices.missed = view.missed
         return self.brain.wakes(self._read(view))
 
     def rested(self, rest: RestSpan) -> None:
@@ -164,7 +171,8 @@ class Switch:
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         tokens, spent = sum(map(len, outcome.emitted)), seconds.draft + seconds.verify
-        if seconds.is_free or not self.is_open:  # nobody was asked, or too short to draft in
+        is_asked, self.is_asked = self.is_asked, False
+        if seconds.is_free or not is_asked:  # too short to draft in
             self.unasked.add(tokens, spent)
             return
         arm = self.arms[self.played]
@@ -180,9 +188,8 @@ class Switch:
             self.brain.lost(lost)
         for score in self.shadows.ripe():
             self.brain.scored(score)
-        if arm.member is not None and self.contexts:
+        if self.is_grown:
             self.prices.woke(seconds.wake)
-            self.matches.drafted(outcome.view.slots)
         if any(outcome.finished):
             return  # cut rounds tell nothing about an arm
         played, verified = max(spent - self.idle - learned, 0.0), seconds.verify
@@ -217,9 +224,9 @@ class Switch:
             prices = self.prices
             (prices.branching if tree.num_nodes > tree.depth else prices.chains).add(member)
 
-    def _open(self, state: TeamState, view: RoundView) -> None:
+    def _open(self, state: TeamState) -> None:
         """The arms, once the members are known."""
-        self.is_open, self.prices.missed = True, sum(map(len, view.tokens))
+        self.is_open = True
         arms = self.arms or (Arm(OFF), *self._default_arms(state))
         self.arms = tuple(_of_member(arm, state) for arm in arms)
         if not any(arm.is_off for arm in self.arms):

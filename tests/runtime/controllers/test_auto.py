@@ -16,9 +16,12 @@ from specctl.drafters.team import Team, TeamOptions
 from specctl.drafters.token_recycling import TokenRecyclingState
 from specctl.runtime.controllers.auto import Auto, Survival
 from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
+from specctl.runtime.controllers.cascade import Cascade
 from specctl.runtime.controllers.match import Matches, Repeat
 from specctl.runtime.controllers.shadow import Shadows
 from specctl.runtime.engine import commit, lazy_drafter
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.engine.round_drafter import PolicyDrafter
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip, measure_costs
@@ -360,18 +363,6 @@ def test_nobody_listens_before_a_look_can_be_afforded() -> None:
     assert min(listened) in range(199, 203)
 
 
-def test_what_lives_on_the_top_k_is_not_played_before_it_has_listened() -> None:
-    listener = Arm("recycled", 1, Direct(4, 4), is_listener=True)
-    auto = Auto()
-    auto.open((ARMS[0], listener), Prices(FAST))
-    for _ in range(20):
-        auto.scored(Score(1, 4, 4, 3))
-    assert not auto.has_listened
-    assert auto.arms[auto.order([3])[0]].is_off
-    auto.has_listened = True
-    assert auto.arms[auto.order([3])[0]] is listener
-
-
 def test_a_rest_ends_where_an_arm_is_worth_its_price_and_no_sooner() -> None:
     auto = opened()
     auto.deaf = 60
@@ -397,31 +388,113 @@ def test_reading_what_was_missed_is_a_part_of_the_price() -> None:
     assert auto.prices.read == pytest.approx(0.5 * (0.05 + 0.02))
 
 
-def test_a_team_that_copies_is_shown_no_text_that_it_missed(tiny_target: Any) -> None:
-    """Members of the text alone read it themselves; the others heard nothing meanwhile."""
-    sampling = Sampling(temperature=0.8, max_new_tokens=96, ignore_eos=True, seed=3)
-    shown = []
-    space = Space(1, 64, 8, tiny_target.device, tiny_target.dtype)
-    assert Team(MEMBERS, tiny_target.spec).open(space).ignores_text
+def test_a_model_is_tried_though_it_has_a_prompt_to_read() -> None:
+    """What it reads serves every round to come; the rounds played tell what it is worth."""
+    auto = Auto()
+    auto.open(STEPWISE, Prices(DEAR, read=0.05, missed=400))
+    assert STEPWISE[auto.order([0])[0]].is_stepwise
+    copy = opened()
+    copy.prices.read, copy.prices.missed = 0.05, 400
+    assert ARMS[copy.order([4])[0]].is_off
+
+
+COPIES = [5, 6, 7, 8, 9, 10, 5, 6, 7, 8]
+OTHER = [3, 3, 4, 3, 3, 4, 3]
+
+
+@pytest.mark.parametrize("prompts", [[COPIES], [COPIES, OTHER]])
+def test_what_was_missed_is_what_would_have_to_be_read(target: Any, prompts: Any) -> None:
+    """In every round that is asked, after drafts, looks and rests."""
+    told, true, engines = [], [], []
+    rests, init = Switch.rests, Engine.__init__
+
+    def told_rests(self: Switch, state: Any, view: RoundView) -> bool:
+        told.append(view.missed)
+        true.append(sum(map(engines[-1].drafting.backlog, engines[-1].rows)))
+        return rests(self, state, view)
+
+    def kept_init(self: Engine, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        engines.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Switch, "rests", told_rests)
+        patch.setattr(Engine, "__init__", kept_init)
+        policy = equip(Switch(controller="auto", lengths=(1, 2, 4), nodes=6), DEAR).policy
+        team, sampling = Team(MEMBERS, target.spec), Sampling(max_new_tokens=60, ignore_eos=True)
+        made = generate(
+            target, prompts, drafter=team, sampling=sampling, policy=policy, batch=len(prompts)
+        )
+    assert made.stats.drafted > 0
+    assert told == true
+    assert told[0] == sum(map(len, prompts)), "nothing is read before the first draft"
+    assert min(told) == 0
+
+
+def test_rows_without_room_are_nobodys_draft(target: Any) -> None:
+    """A request of one token, and one that wants no drafts, behind rounds that drafted."""
+    policy = equip(Switch(controller="auto", lengths=(1, 2, 4), nodes=6), DEAR).policy
+    engine = Engine(target, Team(MEMBERS, target.spec), policy, num_slots=2, prefill_chunk=4)
+    engine.open(80)
+    long, short = Sampling(max_new_tokens=40, ignore_eos=True), Sampling(max_new_tokens=1)
+    for index, request in enumerate(
+        [
+            Request(tuple(COPIES), long, conversation="a"),
+            Request((1, 2, 3, 4), short),
+            Request((1, 2, 3, 4), long, drafts=False),
+        ]
+    ):
+        engine.submit(index, request)
+        while engine.is_busy:
+            engine.step()
+    arms = engine.policy.to_json()["arms"]  # type: ignore[attr-defined]
+    assert sum(arm["rounds"] for name, arm in arms.items() if name != OFF) > 0
+    assert arms[OFF]["rounds"] >= 40
+
+
+@pytest.mark.parametrize("is_heard_first", [True, False])
+def test_members_of_the_text_alone_are_shown_what_was_heard_and_nothing_else(
+    target: Any, is_heard_first: bool
+) -> None:
+    """They read the text themselves; who lives on the top-k learns nothing of other rounds."""
+    shown: list[int] = []
     original = PolicyDrafter.catch_up
 
     def catch_up(self: PolicyDrafter, missed: Any) -> None:
-        shown.append(missed.topk_BTC is not None)
+        assert missed.topk_BTC is not None
+        shown.append(sum(map(len, missed.emitted)))
         original(self, missed)
 
+    class Late(Cascade):
+        """Listens, or not, for ten rounds, then the opposite for ten, then drafts."""
+
+        count = 0
+
+        def order(self, contexts: Any) -> Any:
+            self.count += 1
+            self.is_listening = is_heard_first == (self.count <= 10)
+            return [self.off] if self.count <= 20 else super().order(contexts)
+
+    team, sampling = Team(MEMBERS, target.spec), Sampling(max_new_tokens=40, ignore_eos=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PolicyDrafter, "catch_up", catch_up)
-        made = run(tiny_target, [tiny_target.encode("a b a b c a b a b c ")], sampling)
-    assert made.stats.drafted > 0
-    assert all(shown)
-    own = Team.of([SmallLm(SmallLmOptions(layers=1, width=16), tiny_target.spec)])
+        patch.setattr("specctl.runtime.policies.switch.CONTROLLERS", {"cascade": Late})
+        policy = Switch(controller="cascade", lengths=(2,), nodes=4)
+        prompts = [COPIES, OTHER]
+        generate(target, prompts, drafter=team, sampling=sampling, policy=policy, batch=2)
+    assert sum(shown) in range(20, 25), "ten rounds of two rows, and the first of a text"
+    space = Space(1, 64, 8, target.device, target.dtype)
+    assert Team(MEMBERS, target.spec).open(space).ignores_text
+    own = Team.of([SmallLm(SmallLmOptions(layers=1, width=16), target.spec)])
     assert not own.open(space).ignores_text
 
 
-def test_the_prices_of_a_team_say_what_reading_costs_it(tiny_target: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("text", ["def main(argv):\n    return argv\n", "It was a fine day, and"])
+def test_the_prices_of_a_team_say_what_reading_costs_it(
+    tiny_target: Any, monkeypatch: Any, text: str
+) -> None:
     """By the team's own members, and not by the drafter that times verification."""
-    team = Team(MEMBERS, tiny_target.spec)
-    prompt = tiny_target.encode("def main(argv):\n    return argv\n")
+    prompt = tiny_target.encode(text)
     original, slow = TokenRecyclingState.start, 0.05
 
     def start(self: TokenRecyclingState, *given: Any) -> None:
@@ -429,5 +502,13 @@ def test_the_prices_of_a_team_say_what_reading_costs_it(tiny_target: Any, monkey
         original(self, *given)
 
     monkeypatch.setattr(TokenRecyclingState, "start", start)
-    costs = measure_costs(tiny_target, team, Switch(controller="auto"), [prompt], rounds=8)
-    assert costs.read == pytest.approx(slow / (2 * len(prompt)), rel=0.5)
+    policy = Switch(controller="auto")
+    costs = measure_costs(tiny_target, Team(MEMBERS, tiny_target.spec), policy, [prompt], rounds=8)
+    assert costs.read == pytest.approx(slow / len(prompt), rel=0.2)
+
+
+def test_a_long_prompt_is_measured_in_part(target: Any) -> None:
+    prompt = [i % 90 for i in range(target.spec.max_positions - 60)]
+    policy = Switch(controller="auto", length=2, nodes=2, lengths=(2,))
+    costs = measure_costs(target, Team(MEMBERS, target.spec), policy, [prompt], rounds=8)
+    assert costs.read > 0
