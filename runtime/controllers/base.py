@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specctl.runtime.controllers.match import Repeat
-from specctl.runtime.measure.live_costs import Ratios, Recent
+from specctl.runtime.measure.live_costs import FEW_POSITIONS, Ratios, Recent
 
 if TYPE_CHECKING:
     from specctl.runtime.measure.cost_table import CostTable
@@ -116,7 +116,7 @@ class Prices:
     def woke(self, seconds: float) -> None:
         """That took so long."""
         if self.missed:
-            seen = seconds / self.missed
+            seen = seconds / max(self.missed, FEW_POSITIONS)
             self.read = 0.5 * (self.read + seen) if self.read else seen
 
     def of(self, arm: Arm, depth: int | None = None) -> float:

@@ -19,6 +19,7 @@ from specctl.core.tree import DraftTree, NodeKind, chain_tree
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import BatchCosts, CostTable, TreeCosts
+from specctl.runtime.measure.live_costs import FEW_POSITIONS
 from specctl.runtime.policies.base import Fitting, Policy
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
@@ -31,7 +32,7 @@ from specctl.runtime.target.target import Target
 DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 TREE_SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 SELDOM = 4  # a switch drafts now and then: so many rounds apart, behind which it is slower
-READINGS = 5  # of a prompt, by a team
+READINGS, READ = 5, 64  # of a prompt of so many tokens, by a team
 RECORDING = 4  # rounds of an engine on a GPU that are slower: they are recorded
 
 
@@ -88,17 +89,18 @@ def measure_costs(
         str(target.device),
         target.dtype_name,
         batch,
-        _team_reads(target, team, prompts[0]) if isinstance(given, Switch) else _usual_read(reads),
+        _team_reads(target, team) if isinstance(given, Switch) else _usual_read(reads),
     )
 
 
-def _team_reads(target: Target, team: Drafter, prompt: Sequence[int]) -> float:
+def _team_reads(target: Target, team: Drafter) -> float:
     """Seconds in which a team reads a position of a prompt: before the first draft, of any arm."""
-    prompt, found = tuple(prompt)[: target.spec.max_positions // 2], []
+    length = min(READ, target.spec.max_positions // 2)
+    [prompt], found = _counting(target, 1, length), []
     for _ in range(READINGS):
         engine = Engine(target, team, Switch("ucb", length=1, nodes=1, lengths=(1,)))
-        engine.run([Request(prompt, Sampling(max_new_tokens=6, ignore_eos=True))])
-        found.append(engine.catch_up_seconds / len(prompt))
+        engine.run([Request(tuple(prompt), Sampling(max_new_tokens=6, ignore_eos=True))])
+        found.append(engine.catch_up_seconds / length)
     return median(found)
 
 
@@ -212,7 +214,8 @@ def _counting(target: Target, rows: int, length: int) -> list[list[int]]:
 
 def _usual_read(reads: Sequence[tuple[int, float]]) -> float:
     """Per position, of so many that were read in that time each; 0 where nothing had to be read."""
-    return _usual([seconds / missed for missed, seconds in reads]) if reads else 0.0
+    each = [seconds / max(missed, FEW_POSITIONS) for missed, seconds in reads]
+    return _usual(each) if reads else 0.0
 
 
 def _usual(values: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from math import ceil
 from statistics import median_low
 
 HORIZON = 64  # rounds in which the reading of what was missed must pay
+FEW_POSITIONS = 32  # reading fewer takes what reading so many does
 NUM_RECENT = 9  # rounds of one size whose median counts: one slow moment is no price
 OWN_ROUNDS = 128  # rounds after which the price of a size is taken from other sizes again
 FIRST_WAIT, LAST_WAIT = 4, 128  # rounds that draft between plain ones

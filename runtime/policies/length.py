@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from specctl.core.drafter import Outcome, RoundSeconds, RoundView
 from specctl.runtime.measure.cost_table import CostTable
-from specctl.runtime.measure.live_costs import HORIZON, Account, Ratios
+from specctl.runtime.measure.live_costs import FEW_POSITIONS, HORIZON, Account, Ratios
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies.base import RestSpan
 
@@ -150,7 +150,7 @@ class LengthChooser:
             return
         asked, depth, spent = self._asked, outcome.tree.depth, seconds.draft + seconds.verify
         if asked and self.missed:
-            self._read += 0.5 * (seconds.wake / self.missed - self._read)
+            self._read += 0.5 * (seconds.wake / max(self.missed, FEW_POSITIONS) - self._read)
         if depth > 0 or asked == 0:
             self.ratios.observe(depth, spent / self._tabled(depth))
         if asked == 0:

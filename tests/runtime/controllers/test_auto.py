@@ -489,12 +489,12 @@ def test_members_of_the_text_alone_are_shown_what_was_heard_and_nothing_else(
     assert not own.open(space).ignores_text
 
 
-@pytest.mark.parametrize("text", ["def main(argv):\n    return argv\n", "It was a fine day, and"])
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [i % 90 for i in range(60)]])
 def test_the_prices_of_a_team_say_what_reading_costs_it(
-    tiny_target: Any, monkeypatch: Any, text: str
+    target: Any, monkeypatch: Any, prompt: list[int]
 ) -> None:
-    """By the team's own members, and not by the drafter that times verification."""
-    prompt = tiny_target.encode(text)
+    """By the team's own members, and not by the drafter that times verification; a position of a
+    short prompt is no dearer."""
     original, slow = TokenRecyclingState.start, 0.05
 
     def start(self: TokenRecyclingState, *given: Any) -> None:
@@ -502,13 +502,13 @@ def test_the_prices_of_a_team_say_what_reading_costs_it(
         original(self, *given)
 
     monkeypatch.setattr(TokenRecyclingState, "start", start)
-    policy = Switch(controller="auto")
-    costs = measure_costs(tiny_target, Team(MEMBERS, tiny_target.spec), policy, [prompt], rounds=8)
-    assert costs.read == pytest.approx(slow / len(prompt), rel=0.2)
-
-
-def test_a_long_prompt_is_measured_in_part(target: Any) -> None:
-    prompt = [i % 90 for i in range(target.spec.max_positions - 60)]
-    policy = Switch(controller="auto", length=2, nodes=2, lengths=(2,))
+    policy, length = Switch(controller="auto"), min(64, target.spec.max_positions // 2)
     costs = measure_costs(target, Team(MEMBERS, target.spec), policy, [prompt], rounds=8)
-    assert costs.read > 0
+    assert costs.read == pytest.approx(slow / length, rel=0.2)
+
+
+def test_reading_a_little_says_little_of_reading_much() -> None:
+    prices = Prices(DEAR, read=1e-4, missed=2)
+    prices.woke(3.2e-3)
+    assert prices.read == pytest.approx(1e-4), "as long as 32 positions take"
+    assert prices.wake == pytest.approx(2e-4)
