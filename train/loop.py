@@ -40,6 +40,7 @@ from specctl.train.metrics import (
     simulated_tau,
 )
 from specctl.train.optim import Gradient, Schedule, set_learning_rate
+from specctl.train.products import faster_products
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.integrity import step_name
 from specctl.train.saving.state import (
@@ -118,6 +119,7 @@ def train(job: Job, progress: TrainProgress) -> TrainProgress:
             take_step(job, progress, advance)
 
 
+@faster_products()
 def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     """One optimizer step on the next rows of the stream."""
     settings, began = job.settings, time.perf_counter()
