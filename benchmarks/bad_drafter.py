@@ -3,7 +3,8 @@
 Untrained drafters under `--adaptive`. Every text is decoded plainly and with the drafter in turn,
 in both orders, in one process; the chooser begins anew with every text, as it does in `generate`.
 A row gives the ratio of the sums of their processor times over `--prompts` texts, the median of
-`--repeats` with the spread, and the tokens drafted per text. --check exits with 8 below --least.
+`--repeats` with the spread, the mean over pairs of texts with its error, and the tokens drafted
+per text. --check exits with 8 below --least.
 
     python benchmarks/bad_drafter.py
     python benchmarks/bad_drafter.py --drafters eagle3 --tokens 512 --check
@@ -16,7 +17,7 @@ import sys
 from statistics import median
 
 import torch
-from auto import Spent, now
+from auto import Spent, mean_ratio, now
 from workloads import WORKLOADS
 
 from specctl import Sampling, load_target
@@ -40,12 +41,13 @@ def untrained(recipe: str, target: Target) -> Drafter:
 
 def ratios(
     target: Target, drafter: Drafter, workload: str, sampling: Sampling, args: argparse.Namespace
-) -> tuple[list[float], float]:
-    """Plain over drafted processor seconds of each repeat; tokens drafted per text."""
+) -> tuple[list[float], tuple[float, float], float]:
+    """Plain over drafted processor seconds: of each repeat, and of pairs of texts, the mean and its
+    error; tokens drafted per text."""
     policy, warm = make_policy({"policy": "chain", "length": 5}), WORKLOADS["code"](target, 1)
     costs = measure_costs(target, drafter, policy, warm, rounds=32, sampling=sampling)
     equipped = equip(policy, costs)
-    found, drafted = [], 0
+    pairs, drafted = [], 0
     for repeat in range(args.repeats):
         plain, bad = Spent(), Spent()
         for index, prompt in enumerate(WORKLOADS[workload](target, args.prompts)):
@@ -61,8 +63,9 @@ def ratios(
                 )  # fmt: skip
                 bad.add(began)
                 drafted += made.stats.drafted
-        found.append(plain.processor / bad.processor)
-    return found, drafted / (args.repeats * args.prompts)
+        pairs.append((plain, bad))
+    found = [plain.processor / bad.processor for plain, bad in pairs]
+    return found, mean_ratio(pairs), drafted / (args.repeats * args.prompts)
 
 
 def main() -> None:
@@ -78,17 +81,18 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with 8 below --least")
     args = parser.parse_args()
     target, lowest = load_target("tiny", dtype="float32", inflate=args.inflate), 1.0
-    print("| untrained | workload | T | processor time, plain / drafted | drafted per text |")
-    print("|---|---|---|---|---|")
+    print("| untrained | workload | T | processor time, plain / drafted | mean of texts |"
+          " drafted per text |\n|---|---|---|---|---|---|")  # fmt: skip
     for name in args.drafters.split(","):
         drafter = untrained(name, target)
         for temperature in map(float, args.temperatures.split(",")):
             sampling = Sampling(temperature, max_new_tokens=args.tokens, ignore_eos=True)
             for workload in args.workloads.split(","):
-                found, drafted = ratios(target, drafter, workload, sampling, args)
+                found, (middle, error), drafted = ratios(target, drafter, workload, sampling, args)
                 lowest = min(lowest, median(found))
                 ratio = f"{median(found):.3f} ({min(found):.3f} to {max(found):.3f})"
-                cells = (name, workload, f"{temperature:g}", ratio, f"{drafted:.1f}")
+                both = f"{middle:.3f} +- {error:.3f}"
+                cells = (name, workload, f"{temperature:g}", ratio, both, f"{drafted:.1f}")
                 print(f"| {' | '.join(cells)} |", flush=True)
     if args.check and lowest < args.least:
         print(f"the slowest is {lowest:.3f}x of plain decoding", file=sys.stderr)

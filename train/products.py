@@ -32,7 +32,7 @@ LEAST_WORK = 500_000  # M * K * N; below, what the call costs counts as much
 CLEARLY = 1.25  # times as fast, or MKL keeps them
 TIMED_SIDE, TIMED_TURNS = 384, 7
 
-_here = threading.local()  # .inside: how many `faster_products()` this thread is in
+_here = threading.local()  # .inside: whether this thread is inside `faster_products()`
 _registered: list[torch.library.Library] = []
 _lock = threading.Lock()
 
@@ -42,14 +42,15 @@ def faster_products() -> Iterator[None]:
     """Inside, large products of float32 matrices on a CPU are made by whichever library is
     faster here. Of this thread alone; torch makes the backward pass of a CPU in the thread that
     asks for it."""
-    if is_onednn_faster(torch.get_num_threads()):
+    is_faster = is_onednn_faster(torch.get_num_threads())
+    if is_faster:
         _register()
-    depth = getattr(_here, "inside", 0)
-    _here.inside = depth + 1
+    before = getattr(_here, "inside", False)
+    _here.inside = is_faster
     try:
         yield
     finally:
-        _here.inside = depth
+        _here.inside = before
 
 
 @cache
@@ -92,7 +93,7 @@ def _register() -> None:
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         if _registered:
             return
-        library = torch.library.Library("aten", "IMPL")
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name, product in (("mm", _mm), ("addmm", _addmm), ("addmm_", _addmm_in_place)):
             library.impl(name, product, "CPU", allow_override=True)
         _registered.append(library)
@@ -130,7 +131,7 @@ def _addmm_in_place(
 
 def _product(left_MK: Tensor, right_KN: Tensor) -> Tensor | None:
     """By oneDNN; None where the default makes it (and says what is wrong with the shapes)."""
-    if not getattr(_here, "inside", 0) or left_MK.dtype is not torch.float32:
+    if not getattr(_here, "inside", False) or left_MK.dtype is not torch.float32:
         return None
     if left_MK.ndim != 2 or right_KN.ndim != 2 or right_KN.dtype is not torch.float32:
         return None

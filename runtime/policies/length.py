@@ -16,7 +16,7 @@ from specctl.runtime.measure.live_costs import FEW_POSITIONS, HORIZON, Account, 
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies.base import RestSpan
 
-RESTED, GLANCE = 4, 32  # after so many rounds without drafts, thinks about every 32nd
+RESTED, GLANCE = 4, 64  # after so many rounds without drafts, thinks about every 64th
 
 
 @dataclass(slots=True)

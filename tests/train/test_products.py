@@ -152,7 +152,7 @@ def test_the_slower_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(products, "_onednn", lambda: torch.mm)
         products.is_onednn_faster.cache_clear()
         with faster_products():
-            pass
+            assert products._here.inside is wanted
         assert bool(registered) is wanted
     products.is_onednn_faster.cache_clear()
 
@@ -161,7 +161,7 @@ def test_the_slower_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_step_of_training_is_made_by_it(
     tmp_path: Path, made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, inside = toy.make_job(tmp_path), list[int]()
+    job, inside = toy.make_job(tmp_path), list[bool]()
     loss = job.drafter.loss
 
     def noted(batch: TrainBatch) -> object:
@@ -170,5 +170,5 @@ def test_a_step_of_training_is_made_by_it(
 
     monkeypatch.setattr(job.drafter, "loss", noted)
     take_step(job, TrainProgress(), lambda amount, note="": None)
-    assert {*inside} == {1}
-    assert products._here.inside == 0
+    assert {*inside} == {True}
+    assert not products._here.inside
