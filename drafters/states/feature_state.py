@@ -89,7 +89,7 @@ class FeatureState(StepState):
         self.num_pending = [0] * space.num_slots
         self.num_rows = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots
-        self._rope_L2E = self._rotations()
+        self._rope_L2E = torch.empty(0, device=self.device)  # until something is read
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
         self._weights_version, self._vocab = drafter.version, drafter.vocab
@@ -199,11 +199,14 @@ class FeatureState(StepState):
 
     def rotations(self, _: int) -> Tensor:
         """float32 [L, 2 E]: cos and signed sin of every position of the cache."""
+        self._rotate_all()
         return self._rope_L2E.flatten(1).float()
 
-    def _rotations(self) -> Tensor:
-        at_L = torch.arange(self.kv.max_len, device=self.device)
-        return self.shape.rope(at_L).to(self.dtype)
+    def _rotate_all(self) -> None:
+        """Angles as far as the cache reaches, which grows, and none before they are needed."""
+        if self._rope_L2E.shape[0] < self.kv.max_len:
+            at_L = torch.arange(self.kv.max_len, device=self.device)
+            self._rope_L2E = self.shape.rope(at_L).to(self.dtype)
 
     def of_parents(self, stored: list[Tensor], parent_BM: Tensor, place: Place) -> Tensor:
         """[B, M, ...]: entries of the nodes' parents."""
@@ -251,6 +254,7 @@ class FeatureState(StepState):
         slot_1 = torch.full((1,), slot, device=self.device)
         start_1 = torch.full((1,), first, device=self.device)
         self.kv.begin((slot,), slot_1, start_1, count, last, first)
+        self._rotate_all()
         rope_1T2E = self._rope_L2E[None, first:last]
         self.fill(Fed(ids_1T, state_TD[None], rope_1T2E, start_1, (count,)))
 
@@ -413,14 +417,12 @@ class FeatureState(StepState):
         self, view: RoundView, start_B: Tensor, num_fed: int, span: int, uniform: int | None
     ) -> None:
         aim_cache(self.kv, view, start_B, num_fed, span, uniform)
-        if self._rope_L2E.shape[0] < self.kv.max_len:
-            self._rope_L2E = self._rotations()
+        self._rotate_all()
 
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._growth is not None, "root() begins a round"
         place = self._growth.place(parent_BM)
-        if self._rope_L2E.shape[0] < self.kv.max_len:
-            self._rope_L2E = self._rotations()
+        self._rotate_all()
         if place.is_next and self._records() and not self._waits:
             inputs = token_BM, self._states[-1]
             found = self._calls.run("node", self.kv, self._node_call, *inputs)

@@ -122,7 +122,7 @@ class Account:
     long gains pay for no long loss."""
 
     allowance: float = 2.0
-    overdraft: float = 0.01
+    overdraft: float = 0.005
     most: float = 8.0
     balance: float = 0.0
     rounds: int = 0

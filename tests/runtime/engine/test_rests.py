@@ -13,9 +13,10 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.policies import length
 from specctl.runtime.policies.base import RestSpan
 from specctl.runtime.policies.direct import Direct
-from specctl.runtime.policies.length import GLANCE, RESTED, LengthChooser
+from specctl.runtime.policies.length import RESTED, LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 
 TOLD = RoundSeconds(0.25, 0.5, 0.125)
@@ -123,10 +124,11 @@ def test_a_rest_that_fails_costs_the_drafts_alone(target: Any) -> None:
     assert said, "it is said"
 
 
-@pytest.mark.parametrize("probe_first", [64, RESTED])  # far away; due, but more than it may lose
-def test_a_length_chooser_that_is_off_thinks_about_every_eighth_round(
-    target: Any, probe_first: int
+@pytest.mark.parametrize("probe_first", [999, RESTED])  # far away; due, but more than it may lose
+def test_a_length_chooser_that_is_off_thinks_about_few_rounds(
+    target: Any, probe_first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(length, "GLANCE", 8)
     dear = CostTable({0: 0.1, 2: 5.0}, {0: 1.0, 2: 5.0}, "", "", 1)
     made = LengthChooser(dear, alpha=0.05, probe_first=probe_first)
     asked = []
@@ -138,6 +140,6 @@ def test_a_length_chooser_that_is_off_thinks_about_every_eighth_round(
     engine.submit(0, request(50))
     finish(engine)
     assert asked[:RESTED] == list(range(RESTED))
-    assert {b - a for a, b in zip(asked[RESTED - 1 :], asked[RESTED:], strict=False)} == {GLANCE}
+    assert {b - a for a, b in zip(asked[RESTED - 1 :], asked[RESTED:], strict=False)} == {8}
     assert counted.rounds == counted.account.rounds == counted.rounds_off == 49
     assert made.rest() is None, "nothing was chosen yet"
