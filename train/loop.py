@@ -40,7 +40,7 @@ from specctl.train.metrics import (
     simulated_tau,
 )
 from specctl.train.optim import Gradient, Schedule, set_learning_rate
-from specctl.train.products import faster_products
+from specctl.train.products import faster_products, usual_products
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.integrity import step_name
 from specctl.train.saving.state import (
@@ -116,10 +116,10 @@ def train(job: Job, progress: TrainProgress) -> TrainProgress:
             review(job, progress)
             if progress.step >= job.schedule.steps:
                 return progress
-            take_step(job, progress, advance)
+            with faster_products(job.ranks):
+                take_step(job, progress, advance)
 
 
-@faster_products()
 def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     """One optimizer step on the next rows of the stream."""
     settings, began = job.settings, time.perf_counter()
@@ -132,7 +132,8 @@ def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:
     job.gradient.zero()
     totals = Totals()
     for micro_rows in own_share(job, rows):
-        batch = replace(job.batch(micro_rows), progress=progress.step / job.schedule.steps)
+        with usual_products():
+            batch = replace(job.batch(micro_rows), progress=progress.step / job.schedule.steps)
         with job.autocast():
             out = job.drafter.loss(batch)
         if out.sum.requires_grad:

@@ -1,16 +1,10 @@
 """Products of float32 matrices by the faster of torch's two libraries, while a step is taken.
 
-On a CPU torch multiplies float32 matrices with MKL, which keeps its AVX512 code to Intel's own
-CPUs. oneDNN, which torch carries as well, does not. One core of an AMD EPYC with AVX512, torch
-2.13, billions of operations a second, MKL / oneDNN:
-
-    [1152, 256] x [256, 640]   114 / 252      gradient of the left 113 / 264, of the right 110 / 193
-    [170, 256] x [256, 6144]   104 / 243                           105 / 210               105 / 233
-    [256, 256] x [256, 256]    110 / 228                           109 / 233               106 / 198
-
-So the two are timed once in a process, and where oneDNN is clearly faster, `aten::mm` and
-`aten::addmm`, by which layers, their gradients and Muon multiply, go to it inside of
-`faster_products()`. Both sum in float32; the results differ by rounding.
+On a CPU torch multiplies float32 matrices by MKL, which is about half as fast as oneDNN, in torch
+as well, on AMD's CPUs with AVX512 (docs/benchmarks.md, "Products of matrices"). So the two are
+timed once in a process, and where oneDNN is far ahead, `aten::mm` and `aten::addmm`, by which
+layers, their gradients and Muon multiply, go to it inside of `faster_products()`. Both sum in
+float32; the results differ by rounding.
 Letters: M, K, N rows, inner and columns of a product.
 """
 
@@ -27,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.train.distributed.ranks import Ranks
+
 LEAST_SIDE = 16  # of a product given to oneDNN: rows, inner, columns
 LEAST_WORK = 500_000  # M * K * N; below, what the call costs counts as much
-CLEARLY = 1.25  # times as fast, or MKL keeps them
+FAR = 1.5  # times as fast. Seen: 2.2 and more, or about 1; a run that goes on must choose the same
 TIMED_SIDE, TIMED_TURNS = 384, 7
 
 _here = threading.local()  # .inside: whether this thread is inside `faster_products()`
@@ -38,13 +34,27 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def faster_products() -> Iterator[None]:
+def faster_products(ranks: Ranks | None = None) -> Iterator[None]:
     """Inside, large products of float32 matrices on a CPU are made by whichever library is
-    faster here. Of this thread alone; torch makes the backward pass of a CPU in the thread that
-    asks for it."""
-    is_faster = is_onednn_faster(torch.get_num_threads())
+    faster here, on all ranks by the same. It holds for this thread alone; torch runs a CPU's
+    backward pass in the thread that asks for it."""
+    is_faster = _agreed(torch.get_num_threads(), ranks)
     if is_faster:
         _register()
+    with _inside(is_faster):
+        yield
+
+
+@contextmanager
+def usual_products() -> Iterator[None]:
+    """Inside, torch multiplies as it always does: what is read here and what another thread or an
+    earlier phase reads is the same to the bit."""
+    with _inside(False):
+        yield
+
+
+@contextmanager
+def _inside(is_faster: bool) -> Iterator[None]:
     before = getattr(_here, "inside", False)
     _here.inside = is_faster
     try:
@@ -53,16 +63,33 @@ def faster_products() -> Iterator[None]:
         _here.inside = before
 
 
+def _agreed(threads: int, ranks: Ranks | None) -> bool:
+    if ranks is not None and ranks.device.type != "cpu":
+        return False
+    is_faster = bool(torch.backends.mkldnn.enabled) and is_onednn_faster(threads)
+    if ranks is None or ranks.size == 1:
+        return is_faster
+    key = ranks.size, threads
+    if key not in _answers:  # every rank asks in the same step
+        _answers[key] = not ranks.any(not is_faster)
+    return _answers[key]
+
+
+_answers: dict[tuple[int, int], bool] = {}
+
+
 @cache
 def is_onednn_faster(threads: int) -> bool:
-    """Whether oneDNN multiplies clearly faster than torch's default, by so many threads."""
+    """Whether oneDNN multiplies far faster than torch's default, by so many threads."""
     linear = _onednn()
     if linear is None:
         return False
     left, right = torch.ones(2, TIMED_SIDE, TIMED_SIDE, dtype=torch.float32, device="cpu")
-    default = _least_seconds(lambda: torch.mm(left, right, out=torch.empty_like(left)))
-    other = _least_seconds(lambda: linear(left, right.t(), None, "none", [], ""))
-    return default > CLEARLY * other
+    try:
+        other = _least_seconds(lambda: linear(left, right.t(), None, "none", [], ""))
+    except (RuntimeError, TypeError):  # another torch, where it takes other words
+        return False
+    return _least_seconds(lambda: torch.mm(left, right, out=torch.empty_like(left))) > FAR * other
 
 
 @cache
@@ -102,16 +129,16 @@ def _register() -> None:
 def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     if (found := _product(left_MK, right_KN)) is not None:
         return found
-    out = left_MK.new_empty(left_MK.shape[0], right_KN.shape[-1])
-    return torch.mm(left_MK, right_KN, out=out)
+    return torch.mm(left_MK, right_KN, out=left_MK.new_empty(0))
 
 
 def _addmm(
     added: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    found = _product(left_MK, right_KN) if beta != 0 and added.dtype == left_MK.dtype else None
+    is_plain = beta != 0 and alpha != 0 and added.dtype == left_MK.dtype
+    found = _product(left_MK, right_KN) if is_plain else None
     if found is None:
-        out = added.new_empty(left_MK.shape[0], right_KN.shape[-1])
+        out = added.new_empty(0)
         return torch.addmm(added, left_MK, right_KN, beta=beta, alpha=alpha, out=out)
     found = found if alpha == 1 else found.mul_(alpha)
     return found.add_(added, alpha=beta)
@@ -120,10 +147,12 @@ def _addmm(
 def _addmm_in_place(
     added_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    shape = (left_MK.shape[0], right_KN.shape[-1])
-    if added_MN.shape != shape:
-        raise RuntimeError(f"a product of shape {shape} cannot be added to {[*added_MN.shape]}")
-    found = _product(left_MK, right_KN) if beta == 1 and added_MN.dtype == left_MK.dtype else None
+    if left_MK.ndim == right_KN.ndim == 2:
+        shape = (left_MK.shape[0], right_KN.shape[1])
+        if added_MN.shape != shape:  # as an out it would be made larger
+            raise RuntimeError(f"a product of shape {shape} cannot be added to {[*added_MN.shape]}")
+    is_plain = beta == 1 and alpha != 0 and added_MN.dtype == left_MK.dtype
+    found = _product(left_MK, right_KN) if is_plain else None
     if found is None:
         return torch.addmm(added_MN, left_MK, right_KN, beta=beta, alpha=alpha, out=added_MN)
     return added_MN.add_(found, alpha=alpha)
@@ -139,8 +168,14 @@ def _product(left_MK: Tensor, right_KN: Tensor) -> Tensor | None:
     is_large = min(rows, inner, columns) >= LEAST_SIDE and rows * inner * columns >= LEAST_WORK
     if inner != inner_too or not is_large:
         return None
-    if 0 in left_MK.stride() or 0 in right_KN.stride():  # one row seen as many
-        return None
+    right_KN = right_KN if _is_plain(right_KN) else right_KN.contiguous()
     linear: Any = _onednn()
     found: Tensor = linear(left_MK, right_KN.t(), None, "none", [], "")
     return found
+
+
+def _is_plain(matrix: Tensor) -> bool:
+    """By rows or by columns, which may lie apart; oneDNN takes no others on the right."""
+    down, across = matrix.stride()
+    by_rows = across == 1 and down >= matrix.shape[1]
+    return by_rows or (down == 1 and across >= matrix.shape[0])

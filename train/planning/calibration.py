@@ -44,6 +44,7 @@ from specctl.train.planning.stand_in import (
     token_stream,
 )
 from specctl.train.planning.target_shape import TargetShape
+from specctl.train.products import faster_products
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.state import untouched_random_state
 from specctl.train.selective import COMPARING
@@ -190,7 +191,8 @@ class _Pieces:
     def _take(self, job: Job, progress: TrainProgress, rows: int, batches: int) -> float:
         changed = job.settings.model_copy(update={"rows": rows, "accumulate": batches})
         other = replace(job, settings=changed)
-        return self._timed(lambda: take_step(other, progress, lambda amount, note="": None))
+        with faster_products(job.ranks):
+            return self._timed(lambda: take_step(other, progress, lambda amount, note="": None))
 
     def _written(self, job: Job, progress: TrainProgress) -> float:
         """Seconds in which the drafter writes the text of its recipe's steps."""
