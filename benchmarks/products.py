@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,12 +26,20 @@ import torch
 from torch import Tensor
 
 from specctl.api.train import train_and_package
+from specctl.core.kept_memory import kept_memory
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train import loop, products
-from specctl.train.products import faster_products, is_onednn_faster
+from specctl.train.products import faster_products, is_onednn_faster, usual_products
 
 SHAPES = ((1152, 256, 640), (1152, 640, 256), (1152, 256, 256), (170, 256, 6144), (256, 256, 256))
+
+
+@contextmanager
+def forced_products() -> Iterator[None]:
+    """By oneDNN, whoever is faster."""
+    with patch.object(products, "is_onednn_faster", return_value=True), faster_products():
+        yield
 
 
 def in_turn(work: Callable[[], Tensor], turns: int) -> tuple[float, float]:
@@ -38,8 +47,7 @@ def in_turn(work: Callable[[], Tensor], turns: int) -> tuple[float, float]:
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(2 * (turns + 2)):
         own = bool(turn % 2)
-        chosen = patch.object(products, "is_onednn_faster", return_value=own)
-        with chosen, faster_products():
+        with forced_products() if own else usual_products():
             began = time.perf_counter()
             work()
             seconds[own].append(time.perf_counter() - began)
@@ -64,7 +72,7 @@ def steps(name: str, count: int) -> tuple[list[float], list[float]]:
 
     def timed(*given: Any) -> None:
         own = sum(map(len, seconds)) % 2 == 1
-        with patch.object(products, "is_onednn_faster", return_value=own):
+        with forced_products() if own else usual_products():
             began = time.perf_counter()
             take_step(*given)
             seconds[own].append(time.perf_counter() - began)
@@ -87,7 +95,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     chosen = "oneDNN" if is_onednn_faster(args.threads) else "the default"
     print(f"Chosen here: {chosen}. 10^9 operations a second, default -> oneDNN:\n")
-    show_products(args.turns)
+    with kept_memory(torch.device("cpu")):  # as in training
+        show_products(args.turns)
     print("\n| recipe | a step by the default | by oneDNN | ratio |\n|---|---|---|---|")
     for name in filter(None, args.recipes.split(",")):
         default, other = steps(name, args.steps)
