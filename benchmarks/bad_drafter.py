@@ -1,10 +1,11 @@
 """What does a drafter that is always wrong cost beside plain decoding, with its length chooser?
 
 Untrained drafters under `--adaptive`. Every text is decoded plainly and with the drafter in turn,
-in both orders, in one process; the chooser begins anew with every text, as it does in `generate`.
-A row gives the ratio of the sums of their processor times over `--prompts` texts, the median of
-`--repeats` with the spread, the mean over pairs of texts with its error, and the tokens drafted
-per text. --check exits with 8 below --least.
+in both orders, in one process. One chooser goes from text to text, as where many are answered; with
+--anew every text has its own, as where one command answers one. A row gives the ratio of the sums
+of their processor times over `--prompts` texts, the median of `--repeats` with the spread, the mean
+over pairs of texts with its error, and the tokens drafted per text. --check exits with 8 below
+--least.
 
     python benchmarks/bad_drafter.py
     python benchmarks/bad_drafter.py --drafters eagle3 --tokens 512 --check
@@ -57,6 +58,8 @@ def ratios(
                     generate(target, [prompt], sampling=sampling)
                     plain.add(began)
                     continue
+                if args.anew:
+                    equipped = equip(policy, costs)
                 made = generate(
                     target, [prompt], drafter=drafter, sampling=sampling, policy=equipped.policy,
                     chooser=equipped.chooser,
@@ -77,6 +80,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--inflate", default=None)
+    parser.add_argument("--anew", action="store_true", help="a chooser for every text")
     parser.add_argument("--least", type=float, default=0.9)
     parser.add_argument("--check", action="store_true", help="exit with 8 below --least")
     args = parser.parse_args()
