@@ -23,11 +23,11 @@ from specctl.core.kv_cache import SlotKV
 from specctl.runtime.batching.base import Batching
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
-from specctl.runtime.engine.request import TokenLogprob
+from specctl.runtime.engine.request import Request, TokenLogprob
 from specctl.runtime.engine.target_reader import shares_kv
 from specctl.runtime.generate import default_policy
 from specctl.runtime.policies.base import Policy
-from specctl.runtime.sampling.sampling import SamplingBatch
+from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
 from specctl.runtime.server.engine_thread.contract import (
     Busy,
     Counters,
@@ -49,6 +49,7 @@ from specctl.runtime.verify.choice import check_rule
 
 LOG = logging.getLogger("specctl.server")
 USUAL = 4096  # positions per row, where nobody says how many
+WARM_UP = 128  # tokens read before the first ask: more than forwards for few tokens take (96)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,20 @@ class Service:
             engine = made(None)
             guard.give_up(place_of(error))
         engine.open(self.room.context)
+        self._warm_up(target)
         return engine
+
+    def _warm_up(self, target: Target) -> None:
+        """Read as a prompt is read, before anybody waits: a first wide forward lays weights out (of
+        300M parameters in bfloat16 on a CPU, 0.9 s)."""
+        count = min(WARM_UP, self.room.context - 1)
+        if count < 1:
+            return
+        request = Request((0,) * count, Sampling(max_new_tokens=1))
+        try:
+            Engine(target, prefill_chunk=self.limits.prefill_chunk).run([request])
+        except Exception as error:  # who asks will be told, should it be so again
+            LOG.warning("the target was not warmed up: %s", place_of(error))
 
     async def drain(self, seconds: float) -> bool:
         """Refuse new asks and let the others finish; True if all did within that time."""

@@ -62,6 +62,30 @@ def test_a_round_that_fails_ends_what_runs_and_serves_the_next(target, monkeypat
     assert counters.requests == {"error": 1, "length": 1}
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_target_reads_before_anybody_asks(target, monkeypatch, caplog, fails):
+    run_lm, read = type(target.lm).run, []
+
+    def noted(self, feed, kv):
+        read.append(feed.ids_BT.numel())
+        if fails and len(read) == 1:
+            raise RuntimeError("a first forward")
+        return run_lm(self, feed, kv)
+
+    monkeypatch.setattr(type(target.lm), "run", noted)
+
+    async def run():
+        async with served(target, max_batch=2) as service:
+            before = list(read)
+            return before, await collect(service, asks_of(2)[1]), service.counters
+
+    before, answer, counters = asyncio.run(run())
+    assert max(before) > 30
+    assert tokens_of(answer) == alone(target, asks_of(2)[1]).token_ids
+    assert counters.requests == {"length": 1}
+    assert ("not warmed up" in caplog.text) is fails
+
+
 @pytest.mark.parametrize("where", ["needs", "open", "propose", "observe"])
 def test_a_broken_drafter_is_counted_and_said_and_the_answers_stay_right(
     target, where, monkeypatch
