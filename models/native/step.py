@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut, Masks, RunMasks, StackedTaps
+from specctl.core.sub_layers import SubLayers
 from specctl.models.native.bits import packed
 from specctl.models.native.library import (
     INT8_SWITCH,
@@ -29,6 +31,7 @@ from specctl.models.native.library import (
     library,
     no_int8,
 )
+from specctl.models.native.threads import Kind, threads_of
 
 MOST_ROWS = 512
 BFLOAT16_ROWS, AMX_ROWS, NARROW = 96, 4, 512
@@ -146,6 +149,7 @@ class NativeStep:
         )
         self.most_rows = most_rows(self.dtype, stack.hidden_size) if bits is None else sys.maxsize
         self.spaces: list[Tensor] = []  # free ones: each forward under way has its own
+        self.fastest: dict[Kind, float] = {}
 
     @property
     def is_current(self) -> bool:
@@ -198,7 +202,7 @@ class NativeStep:
         sizes = (B, T, kv.max_len, aim.span, len(taps), len(asked), threads)
         tables = (kv.key_ZJLE[0].shape[0], rotary.shape[0], num_rows)
         call = StepCall(*sizes, *tables, *map(address, held))
-        outside = self.function(ctypes.byref(self.model), ctypes.byref(call))
+        outside = self.call(self.function, call, threads, self.num_layers(parts))
         self.spaces.append(space)
         if outside:
             raise IndexError(self.message(outside, feed.ids_BT, feed.position_BT, kv, rotary))
@@ -209,6 +213,20 @@ class NativeStep:
         if not asked:
             return LmOut(None, states)
         return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), states)
+
+    def num_layers(self, parts: SubLayers | None) -> int:
+        return self.model.num_layers if parts is None else len(parts.attention)
+
+    def call(
+        self, function: Any, call: StepCall, most: int, layers: int, drafted: int = 0, *more: Any
+    ) -> int:
+        """Calls it, on at most so many threads: as many as are fastest now."""
+        kind = (call.num_true or call.B * call.T, layers, drafted, call.span.bit_length())
+        own = threads_of(most)
+        call.threads, began = own.size, time.perf_counter()
+        outside: int = function(ctypes.byref(self.model), ctypes.byref(call), *more)
+        own.ran(kind, time.perf_counter() - began, self.fastest)
+        return outside
 
     def _mask(self, masks: Masks, kv: SlotKV) -> Tensor | None:
         """None for a run of tokens behind those that `kv` keeps, which the step sees by itself."""

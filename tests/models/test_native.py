@@ -27,6 +27,7 @@ from specctl.models.native import bits as few_bits
 from specctl.models.native import library as built
 from specctl.models.native import step
 from specctl.models.native.step import most_rows
+from specctl.models.native.threads import Kind
 
 WIDTH, VOCAB, LAYERS = 40, 90, 3  # neither a multiple of 16: rests of a vector occur
 needs_compiler = pytest.mark.skipif(
@@ -386,6 +387,32 @@ def test_registers_of_every_width_compute_the_same(
             assert distance(found.logits_BTV, expected.logits_BTV) < error
             for tap, states in expected.taps.items():
                 assert distance(found.taps[tap], states) < error
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_threads_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    lm = make(hidden_size=160, intermediate_size=512, dtype=dtype)
+    ids = torch.randint(0, VOCAB, (2, 6))
+    asked, found = [], []
+
+    class Fixed:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def ran(self, kind: Kind, seconds: float, fastest: dict[Kind, float]) -> None:
+            assert kind == (12, LAYERS, 0, 6)
+            assert seconds > 0
+            asked.append(self.size)
+
+    for threads in (1, 2, 3, 5):
+        monkeypatch.setattr(step, "threads_of", lambda most, threads=threads: Fixed(threads))
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+        found.append(forward(lm, filled(lm, 2), ids, [9, 30]).logits_BTV)
+    assert asked == [1, 2, 3, 5]
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 @needs_compiler
