@@ -244,38 +244,63 @@ class RecycledStore(Guarded):
 class Pages:
     """Matrices of the live rows, [Z, V + 1, C] int32. Unwritten entries hold the number V, which is
     also the index of an extra row that stays unwritten: so missing tokens have missing children.
-    A cell is a row of all pages end to end. One writer: the DraftState that owns it."""
+    A cell is a row of all pages end to end. They are laid out when they are first read or written:
+    filling them takes as long as some rounds of a small target, and a row that nobody drafts for
+    needs none. One writer: the DraftState that owns it."""
 
     def __init__(self, num_pages: int, vocab_size: int, ranks: int, device: torch.device) -> None:
-        self.V, self.C = vocab_size, ranks
-        shape = (num_pages, vocab_size + 1, ranks)
-        self.best_ZVC = torch.full(shape, self.V, dtype=torch.int32, device=device)
-        self._newest_ZV = torch.full((num_pages, vocab_size + 1), UNWRITTEN, device=device)
+        self.V, self.C, self.device = vocab_size, ranks, device
+        self.shape = (num_pages, vocab_size + 1, ranks)
+        self._begun: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by page, not yet laid out
+        self._laid: tuple[Tensor, Tensor] | None = None
 
     def begin(self, page: int, known: Iterable[RecycledStore]) -> None:
-        """Forget the page, then read those stores into it, the later over the earlier."""
-        best_VC = self.best_ZVC[page]
-        best_VC.fill_(self.V)
-        for store in known:
-            token_R, best_RC = (x.to(best_VC.device) for x in store.read())
-            best_VC[token_R] = best_RC
-        self._newest_ZV[page] = UNWRITTEN
+        """Forget the page, then read those stores, as they are now, into it, the later over the
+        earlier."""
+        self._begun[page] = [store.read() for store in known]
+
+    @property
+    def best_ZVC(self) -> Tensor:
+        return self._matrices()[0]
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """What follows every token, and when that was written, pages begun included."""
+        if self._laid is None:
+            best_ZVC = torch.full(self.shape, self.V, dtype=torch.int32, device=self.device)
+            newest_ZV = torch.full(self.shape[:2], UNWRITTEN, device=self.device)
+        elif self._begun:
+            best_ZVC, newest_ZV = self._laid
+            for page in self._begun:
+                best_ZVC[page] = self.V
+                newest_ZV[page] = UNWRITTEN
+        else:
+            return self._laid
+        for page, stores in self._begun.items():
+            for token_R, best_RC in stores:
+                best_ZVC[page, token_R.to(self.device)] = best_RC.to(self.device)
+        self._begun.clear()
+        self._laid = best_ZVC, newest_ZV
+        return self._laid
 
     def learned(self, page: int) -> tuple[Tensor, Tensor]:
         """Tokens written since the page began or was last asked this, and their continuations."""
-        newest_V = self._newest_ZV[page, : self.V]
+        if page in self._begun:
+            return torch.zeros(0, dtype=torch.long), torch.zeros(0, self.C, dtype=torch.int32)
+        best_ZVC, newest_ZV = self._matrices()
+        newest_V = newest_ZV[page, : self.V]
         token_R = (newest_V != UNWRITTEN).nonzero()[:, 0]
         newest_V.fill_(UNWRITTEN)
-        return token_R, self.best_ZVC[page, token_R]
+        return token_R, best_ZVC[page, token_R]
 
     def write(self, cell_R: Tensor, best_RC: Tensor) -> None:
         """Overwrite cells; of equal ones the last wins, and row V of a page stays unwritten."""
+        best_ZVC, newest_ZV = self._matrices()
         order_R = torch.arange(cell_R.numel(), device=cell_R.device)
-        newest_R = self._newest_ZV.view(-1)
+        newest_R = newest_ZV.view(-1)
         newest_R.scatter_reduce_(0, cell_R, order_R, "amax", include_self=False)
         newest_RC = best_RC[newest_R[cell_R]].to(torch.int32)
-        self.best_ZVC.view(-1, self.C)[cell_R] = newest_RC
-        self.best_ZVC[:, self.V] = self.V
+        best_ZVC.view(-1, self.C)[cell_R] = newest_RC
+        best_ZVC[:, self.V] = self.V
 
 
 def followers(texts: Iterable[Sequence[int]], vocab_size: int, ranks: int) -> Tensor:
