@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
 
 MAX_BYTES = 1 << 20
-METHOD = 2  # of measuring: raised where a table would mean something else
+METHOD = 3  # of measuring: raised where a table would mean something else
 
 
 def describe(

@@ -260,6 +260,10 @@ class Pages:
         self._begun[page] = [store.read() for store in known]
 
     @property
+    def is_laid_out(self) -> bool:
+        return self._laid is not None
+
+    @property
     def best_ZVC(self) -> Tensor:
         return self._matrices()[0]
 

@@ -152,3 +152,9 @@ def _sizes(most: int) -> tuple[int, ...]:
 def threads_of(most: int) -> Threads:
     """Of all steps that may take so many threads."""
     return Threads(most)
+
+
+def beside_other_work(most: int) -> int | None:
+    """So many of these threads run compiled steps now; None where all do."""
+    size = threads_of(most).size
+    return size if size < most else None

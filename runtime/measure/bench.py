@@ -20,6 +20,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
 from specctl.models.compiled import CompiledLM
+from specctl.models.native.threads import beside_other_work
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
 from specctl.runtime.measure.cost_table import CostTable
@@ -90,6 +91,7 @@ class BenchReport(Tabled):
     dtype: str
     device: str
     threads: int
+    threads_left: int | None  # by other work, for decoding; None: all
     num_prompts: int
     new_tokens: int
     repeats: int
@@ -118,6 +120,8 @@ class BenchReport(Tabled):
             f"{counted(self.num_prompts, 'prompt')} x {counted(self.new_tokens, 'token')}, "
             + (f"medians of {self.repeats} runs" if self.repeats > 1 else "one run of each")
         ]
+        if self.threads_left is not None:
+            notes.append(busy_note(self.threads_left, self.threads))
         if self.inflated is not None:
             notes.append(inflated_note(self.target, self.inflated))
         return Table(columns, rows, notes)
@@ -129,11 +133,20 @@ class BenchReport(Tabled):
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
+            "threads_left": self.threads_left,
             "num_prompts": self.num_prompts,
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,
             "rows": [row.to_json() for row in self.rows],
         }
+
+
+def busy_note(left: int, threads: int) -> str:
+    """What every report says that was made beside other work."""
+    return (
+        f"other work kept the cores busy: the last steps ran on {left} of "
+        f"{counted(threads, 'thread')}, which was faster"
+    )
 
 
 def engine_contender(
@@ -236,13 +249,15 @@ def bench(
                     runs[contender.name].append(contender.run(prompts, sampling))
                     advance(1, contender.name)
             rows += _rows(runs, sampling)
+    threads = torch.get_num_threads()
     return BenchReport(
         tuple(rows),
         target.name,
         target.inflated,
         target.dtype_name,
         str(target.device),
-        torch.get_num_threads(),
+        threads,
+        beside_other_work(threads),
         len(prompts),
         samplings[0].max_new_tokens,
         repeats,

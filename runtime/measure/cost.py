@@ -94,11 +94,14 @@ def measure_costs(
 
 
 def _team_reads(target: Target, team: Drafter) -> float:
-    """Seconds in which a team reads a position of a prompt: before the first draft, of any arm."""
+    """Seconds in which a team reads a position of a prompt: before the first draft, of any arm,
+    with nothing that it would have to listen to, as `auto` drafts first."""
     length = min(READ, target.spec.max_positions // 2)
     [prompt], found = _counting(target, 1, length), []
     for _ in range(READINGS):
         engine = Engine(target, team, Switch("ucb", length=1, nodes=1, lengths=(1,)))
+        assert isinstance(engine.policy, Switch)
+        engine.policy.brain.is_listening = False
         engine.run([Request(tuple(prompt), Sampling(max_new_tokens=6, ignore_eos=True))])
         found.append(engine.catch_up_seconds / length)
     return median(found)

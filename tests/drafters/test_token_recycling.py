@@ -12,6 +12,7 @@ from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import Identity
 from specctl.drafters.states.template import greedy_paths
 from specctl.drafters.token_recycling import (
+    Pages,
     RecycledStore,
     TokenRecycling,
     TokenRecyclingOptions,
@@ -93,6 +94,29 @@ def test_padding_teaches_nothing(make_target: Any) -> None:
         written = (state.snapshot(slot) < target.spec.vocab_size).any(-1)
         assert written.nonzero()[:, 0].tolist() == [5]
     assert bool((state.pages.best_ZVC[:, -1] == target.spec.vocab_size).all())
+
+
+def test_a_page_is_laid_out_when_it_is_first_read_from_what_was_known_as_it_began() -> None:
+    pages, store = Pages(2, 90, 8, CPU), RecycledStore(8, 1 << 20)
+    store.update(torch.tensor([5, 6]), torch.tensor([ranks(40), ranks(50)]))
+    for page in (0, 1):
+        pages.begin(page, [store])
+    store.update(torch.tensor([5]), torch.tensor([ranks(60)]))
+    assert pages.learned(0)[0].tolist() == []
+    assert not pages.is_laid_out
+    assert pages.best_ZVC[:, 5].tolist() == [ranks(40)] * 2
+    pages.write(torch.tensor([6]), torch.tensor([ranks(70)]))
+    assert pages.learned(0)[0].tolist() == [6]
+    pages.begin(0, [store])
+    assert [pages.best_ZVC[page, 6].tolist() for page in (0, 1)] == [ranks(50)] * 2
+    assert pages.best_ZVC[0, 5].tolist() == ranks(60)
+
+
+def test_a_row_that_nobody_drafts_for_lays_nothing_out(make_target: Any) -> None:
+    state = make_state(make_target(), scope="process")
+    state.start(0, [1, 2, 3], {})
+    state.end(0)
+    assert not state.pages.is_laid_out
 
 
 HERE = Identity("tokenizer", "target")
