@@ -36,7 +36,8 @@ PRIOR_STEPWISE = 0.6  # of a drafter that is judged by what it plays, in any con
 GOING_ON = 0.7  # chance that a further one does
 KEPT = 0.98  # per round, of what is known of it: what is not played is tried again one day
 TRIALS = 2.0  # plain rounds that such a drafter may lose meanwhile
-GLANCE = 4  # rounds of a rest between looks at the newest tokens
+GLANCE = 4  # rounds of a rest between looks at the newest tokens,
+SELDOM = 4  # as many times more while copying has gained nothing
 LONG_REST = 127  # rounds behind which the arms are thought about again
 LOOKING = 0.25  # of what drafts have gained, for drafts that are not played
 PRICED = 32  # rounds for which it is known what cannot pay
@@ -98,7 +99,7 @@ class Auto(Controller):
     so far, and up to `most_foretold` rounds that copying would have won; it holds at most
     `most_credit` rounds."""
 
-    needs_contexts, is_listening, glance = True, False, GLANCE
+    needs_contexts, is_listening = True, False
 
     window: int = 16
     rest: int = 32
@@ -167,6 +168,8 @@ class Auto(Controller):
         self._listen([self.arms[i] for i in playable])
         self.is_resting = not (playable or self.is_listening)
         self.off_for = min(LONG_REST, self.deaf) if self.is_resting else 0
+        is_promising = max(self.account.balance, self.foretold.balance) > 0.0
+        self.glance = GLANCE if is_promising else SELDOM * GLANCE
         if self.is_resting:
             self.num_rested += 1
         elif playable and self.prices.ratios.wants_plain(self._account(playable[0]).is_full):

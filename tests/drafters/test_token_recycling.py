@@ -98,10 +98,10 @@ def test_padding_teaches_nothing(make_target: Any) -> None:
 
 def test_a_page_is_laid_out_when_it_is_first_read_from_what_was_known_as_it_began() -> None:
     pages, store = Pages(2, 90, 8, CPU), RecycledStore(8, 1 << 20)
-    store.update(torch.tensor([5, 6]), torch.tensor([ranks(40), ranks(50)]))
+    store.update(torch.tensor([5, 6]), torch.tensor([ranks(40), ranks(50)]).int())
     for page in (0, 1):
         pages.begin(page, [store])
-    store.update(torch.tensor([5]), torch.tensor([ranks(60)]))
+    store.update(torch.tensor([5]), torch.tensor([ranks(60)]).int())
     assert pages.learned(0)[0].tolist() == []
     assert not pages.is_laid_out
     assert pages.best_ZVC[:, 5].tolist() == [ranks(40)] * 2
