@@ -13,7 +13,7 @@ Q4_0; "4 bits, lookup" is `quantspec+prompt-lookup`.
 
 `--dtype int8`: targets of 8 bits, ours and llama.cpp's Q8_0, which round otherwise, so that texts
 part; int4: ours and Q4_0. `--inflate`: at the cost of a larger target. These are for llama.cpp
-alone.
+alone. `--neighbours 1`: beside a process that compiles.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from unittest.mock import patch
 import torch
 from environments import made
 from llama_common import NoServer, built_server, complete, post, serving
+from pairs import busy_neighbours
 from vllm_common import NoEngine
 from vllm_common import serving as serving_vllm
 
@@ -388,6 +389,7 @@ def main() -> None:
     dtypes = ("float32", "bfloat16", "int8", "int4")
     parser.add_argument("--dtype", default="float32", choices=dtypes)
     parser.add_argument("--inflate", default=None, help="300m")
+    parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside it")
     args = parser.parse_args()
     args.out = args.out.resolve()
     torch.set_num_threads(args.threads)
@@ -396,6 +398,7 @@ def main() -> None:
     is_usual = args.dtype == "float32" and args.inflate is None
     with ExitStack() as servers:
         found = (ways if is_usual else beside_llama_cpp)(args, target, servers)
+        servers.enter_context(busy_neighbours(args.neighbours))
         rows = measured(args, found, prompts)
     show(args, rows, len(prompts))
     if args.plot is not None:

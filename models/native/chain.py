@@ -64,8 +64,7 @@ def whole_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> W
         *map(address, (root.choice_ids, token_BN, None if draws else logits, fed, *drawing)),
     )
     layers = step.num_layers(root.parts[0] if root.parts else None)
-    drafts = step.chain_function, call, threads, layers, length, ctypes.byref(wanted)
-    outside = step.call(*drafts)
+    outside = step.call(step.chain_function, call, threads, layers, length, ctypes.byref(wanted))
     step.spaces.append(space)
     if outside < 0:
         return None

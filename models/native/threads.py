@@ -91,7 +91,8 @@ class Threads:
     @property
     def size(self) -> int:
         """Threads of the coming step."""
-        return self.sizes[self.at if self.trial is None else self.trial]
+        trial = self.trial  # read once: another thread may end it
+        return self.sizes[self.at if trial is None else trial]
 
     def ran(self, kind: Kind, seconds: float, fastest: dict[Kind, float]) -> None:
         """A step is over; `fastest`: what those of a model took at best."""
@@ -108,8 +109,8 @@ class Threads:
     def _judge(self, window: Steps) -> None:
         now = sent_off()
         window.sent_off, self.counted, self.window = now - self.counted, now, Steps()
-        if self.trial is not None:
-            self._go_on(self.trial, window)
+        if (trial := self.trial) is not None:
+            self._go_on(trial, window)
             return
         usual = self.usual
         usual.add(window)
