@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import __version__
 from specctl.models.native.library import INT8_SWITCH, SWITCH
+from specctl.models.native.threads import threads_used
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
@@ -96,9 +97,12 @@ def _read(path: Path) -> bytes:
 
 
 def write_costs(about: dict[str, Any], costs: CostTable) -> Path | None:
-    """Where the table is kept; None where there is no place that can be written."""
-    path = _path(about)
-    if path is None:
+    """Where the table is kept; None where there is no place that can be written, and beside other
+    work that took cores: such prices are those of the moment."""
+    import torch
+
+    path, threads = _path(about), torch.get_num_threads()
+    if path is None or threads_used(threads) < threads:
         return None
     tables = {"draft": dict(costs.draft), "verify": dict(costs.verify)}
     body = {"about": about, **tables, "read": costs.read}

@@ -32,9 +32,12 @@ from specctl.runtime.target.target import Target
 class Always:
     """So many threads, whatever they take."""
 
-    size: int
+    count: int
 
-    def ran(self, *of_step: Any) -> None:
+    def begin(self, now: float) -> int:
+        return self.count
+
+    def end(self, *of_step: Any) -> None:
         pass
 
 
@@ -63,7 +66,7 @@ def rows(target: Target, busy: int, args: argparse.Namespace) -> None:
                     spent[name].add(began)
     for name, took in spent.items():
         rates = [args.tokens / seconds for seconds in took.walls]
-        low, middle, high = quantiles(rates, n=4)
+        low, middle, high = quantiles(rates, n=4, method="inclusive")
         mean = args.tokens * len(rates) / took.wall
         print(f"| {busy} | {name} | {mean:,.0f} | {middle:,.0f} ({low:,.0f} to {high:,.0f}) |",
               flush=True)  # fmt: skip
@@ -72,7 +75,7 @@ def rows(target: Target, busy: int, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--busy", default="0,1,2", help="processes beside it")
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=8, help="two or more")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=6)

@@ -62,11 +62,11 @@ def show_stats(console: Console, stats: Stats) -> None:
     """The counts of a run, in the words that every report uses."""
     import torch
 
-    from specctl.models.native.threads import beside_other_work
-    from specctl.runtime.measure.bench import busy_note
+    from specctl.models.native.threads import threads_used
+    from specctl.runtime.measure.stats import busy_note
 
     for line in stats.lines():
         console.out(line)
     threads = torch.get_num_threads()
-    if (left := beside_other_work(threads)) is not None:
-        console.say(busy_note(left, threads))
+    if (used := threads_used(threads)) < threads:
+        console.say(busy_note(used, threads))

@@ -63,8 +63,8 @@ def whole_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> W
         root.last_position,
         *map(address, (root.choice_ids, token_BN, None if draws else logits, fed, *drawing)),
     )
-    layers = step.num_layers(root.parts[0] if root.parts else None)
-    outside = step.call(step.chain_function, call, threads, layers, length, ctypes.byref(wanted))
+    work = step.num_layers(root.parts[0] if root.parts else None), length, draws is not None
+    outside = step.call(step.chain_function, call, work, ctypes.byref(wanted))
     step.spaces.append(space)
     if outside < 0:
         return None
@@ -156,7 +156,7 @@ class NextToken:
         held = ids_B1.contiguous(), position_B1.contiguous(), aim.start_B1.contiguous()
         call.ids, call.position, call.start = (each.data_ptr() for each in held)
         call.span, call.logits, self.tapped[0] = aim.span, logits.data_ptr(), state.data_ptr()
-        outside = step.call(step.function, call, self.threads, step.num_layers(parts))
+        outside = step.call(step.function, call, (step.num_layers(parts),))
         if outside:
             raise IndexError(step.message(outside, ids_B1, position_B1, kv, self.rotary))
         taps = {self.tap[0]: state.to(step.dtype)}

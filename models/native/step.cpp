@@ -637,6 +637,14 @@ extern "C" int chain_bfloat16_int8(const Model *model, const Call *call, const C
 extern "C" int chain_bfloat16_int4(const Model *model, const Call *call, const Chain *wanted) {
     return chain<bf16, Int4>(*model, *call, *wanted);
 }
+// Whether steps can take more than one thread: compilers may come without OpenMP.
+extern "C" int has_threads() {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
 // Whether the processor multiplies numbers of 8 bits faster than wider ones.
 extern "C" int has_int8() {
 #if defined(__AVX512VNNI__) || defined(__AVX2__)

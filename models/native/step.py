@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut, Masks, RunMasks, StackedTaps
 from specctl.core.sub_layers import SubLayers
-from specctl.models.native.bits import packed
+from specctl.models.native.bits import SIDE, packed
 from specctl.models.native.library import (
     INT8_SWITCH,
     LayerAddresses,
@@ -150,6 +150,9 @@ class NativeStep:
         self.most_rows = most_rows(self.dtype, stack.hidden_size) if bits is None else sys.maxsize
         self.spaces: list[Tensor] = []  # free ones: each forward under way has its own
         self.fastest: dict[Kind, float] = {}
+        widths = stack.num_heads * stack.head_dim, stack.num_kv_heads * stack.head_dim
+        is_even = not any(width % SIDE for width in widths)  # else sums follow their shares
+        self.may_use_fewer = is_even and bool(functions.has_threads())
 
     @property
     def is_current(self) -> bool:
@@ -202,7 +205,7 @@ class NativeStep:
         sizes = (B, T, kv.max_len, aim.span, len(taps), len(asked), threads)
         tables = (kv.key_ZJLE[0].shape[0], rotary.shape[0], num_rows)
         call = StepCall(*sizes, *tables, *map(address, held))
-        outside = self.call(self.function, call, threads, self.num_layers(parts))
+        outside = self.call(self.function, call, (self.num_layers(parts),))
         self.spaces.append(space)
         if outside:
             raise IndexError(self.message(outside, feed.ids_BT, feed.position_BT, kv, rotary))
@@ -217,16 +220,21 @@ class NativeStep:
     def num_layers(self, parts: SubLayers | None) -> int:
         return self.model.num_layers if parts is None else len(parts.attention)
 
-    def call(
-        self, function: Any, call: StepCall, most: int, layers: int, drafted: int = 0, *more: Any
-    ) -> int:
-        """Calls it, on at most so many threads: as many as are fastest now."""
-        kind = (call.num_true or call.B * call.T, layers, drafted, call.span.bit_length())
-        own = threads_of(most)
-        call.threads, began = own.size, time.perf_counter()
-        outside: int = function(ctypes.byref(self.model), ctypes.byref(call), *more)
-        own.ran(kind, time.perf_counter() - began, self.fastest)
-        return outside
+    def call(self, function: Any, call: StepCall, work: tuple[int, ...], *more: Any) -> int:
+        """Calls it, on as many of `call.threads` as are fastest now; `work`: what else makes it
+        dearer than other calls of so many rows. Zero, or what the function says is wrong."""
+        most = call.threads
+        if not self.may_use_fewer:
+            return int(function(ctypes.byref(self.model), ctypes.byref(call), *more))
+        threads, began = threads_of(most), time.perf_counter()
+        call.threads = threads.begin(began)
+        failed = int(function(ctypes.byref(self.model), ctypes.byref(call), *more))
+        ended, call.threads = time.perf_counter(), most
+        if not failed:
+            rows = call.num_true or call.B * call.T
+            kind = (most, rows, call.num_asked, call.span.bit_length(), *work)
+            threads.end(kind, ended - began, ended, self.fastest)
+        return failed
 
     def _mask(self, masks: Masks, kv: SlotKV) -> Tensor | None:
         """None for a run of tokens behind those that `kv` keeps, which the step sees by itself."""

@@ -20,12 +20,12 @@ from specctl.core.drafter import Drafter
 from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
 from specctl.models.compiled import CompiledLM
-from specctl.models.native.threads import beside_other_work
+from specctl.models.native.threads import threads_used
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.runtime.measure.stats import repetition_rate
+from specctl.runtime.measure.stats import busy_note, repetition_rate
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.generation_config import described
 from specctl.runtime.sampling.sampling import Sampling
@@ -91,7 +91,7 @@ class BenchReport(Tabled):
     dtype: str
     device: str
     threads: int
-    threads_left: int | None  # by other work, for decoding; None: all
+    threads_used: int  # at the end, where other work kept the cores busy
     num_prompts: int
     new_tokens: int
     repeats: int
@@ -120,8 +120,8 @@ class BenchReport(Tabled):
             f"{counted(self.num_prompts, 'prompt')} x {counted(self.new_tokens, 'token')}, "
             + (f"medians of {self.repeats} runs" if self.repeats > 1 else "one run of each")
         ]
-        if self.threads_left is not None:
-            notes.append(busy_note(self.threads_left, self.threads))
+        if self.threads_used < self.threads:
+            notes.append(busy_note(self.threads_used, self.threads))
         if self.inflated is not None:
             notes.append(inflated_note(self.target, self.inflated))
         return Table(columns, rows, notes)
@@ -133,20 +133,12 @@ class BenchReport(Tabled):
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
-            "threads_left": self.threads_left,
+            "threads_used": self.threads_used,
             "num_prompts": self.num_prompts,
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,
             "rows": [row.to_json() for row in self.rows],
         }
-
-
-def busy_note(left: int, threads: int) -> str:
-    """What every report says that was made beside other work."""
-    return (
-        f"other work kept the cores busy: the last steps ran on {left} of "
-        f"{counted(threads, 'thread')}, which was faster"
-    )
 
 
 def engine_contender(
@@ -257,7 +249,7 @@ def bench(
         target.dtype_name,
         str(target.device),
         threads,
-        beside_other_work(threads),
+        threads_used(threads),
         len(prompts),
         samplings[0].max_new_tokens,
         repeats,

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
 
 
@@ -125,6 +126,14 @@ class Stats(Tabled):
             "verification": self.verification,
             **({} if self.controller is None else {"controller": dict(self.controller)}),
         }
+
+
+def busy_note(used: int, threads: int) -> str:
+    """What is said of a run beside other work."""
+    return (
+        f"the cores were busy: the last steps ran on {used} of {counted(threads, 'thread')}, "
+        "which was faster"
+    )
 
 
 def shares(accepted_at: Sequence[int], tested_at: Sequence[int]) -> tuple[float, ...]:

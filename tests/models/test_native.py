@@ -389,30 +389,56 @@ def test_registers_of_every_width_compute_the_same(
                 assert distance(found.taps[tap], states) < error
 
 
+class Fixed:
+    """So many threads."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.kinds = count, []
+
+    def begin(self, now: float) -> int:
+        return self.count
+
+    def end(self, kind: Kind, seconds: float, now: float, fastest: dict[Kind, float]) -> None:
+        assert 0 < seconds < now
+        self.kinds.append(kind)
+
+
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [6, 20])
 def test_the_number_of_threads_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int
 ) -> None:
-    lm = make(hidden_size=160, intermediate_size=512, dtype=dtype)
-    ids = torch.randint(0, VOCAB, (2, 6))
-    asked, found = [], []
-
-    class Fixed:
-        def __init__(self, size: int) -> None:
-            self.size = size
-
-        def ran(self, kind: Kind, seconds: float, fastest: dict[Kind, float]) -> None:
-            assert kind == (12, LAYERS, 0, 6)
-            assert seconds > 0
-            asked.append(self.size)
-
-    for threads in (1, 2, 3, 5):
-        monkeypatch.setattr(step, "threads_of", lambda most, threads=threads: Fixed(threads))
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-        found.append(forward(lm, filled(lm, 2), ids, [9, 30]).logits_BTV)
-    assert asked == [1, 2, 3, 5]
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    sizes = {"hidden_size": 160, "intermediate_size": 512, "head_dim": 32}
+    lm, ids = make(dtype=dtype, **sizes), torch.randint(0, VOCAB, (2, tokens))
+    if kind.startswith("int"):
+        lm = lm.in_bits(int(kind[3:]))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    found = []
+    for count in (1, 2, 3, 5):
+        ways = Fixed(count)
+        monkeypatch.setattr(step, "threads_of", lambda most, ways=ways: ways)
+        found.append(forward(lm, filled(lm, 2), ids, [9, 20]).logits_BTV)
+        rows = 2 * tokens
+        assert ways.kinds == [(5, rows, rows, (20 + tokens).bit_length(), LAYERS)]
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+@needs_compiler
+def test_uneven_heads_and_calls_that_fail_leave_the_threads_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = Fixed(1)
+    monkeypatch.setattr(step, "threads_of", lambda most: ways)
+    ids = torch.randint(0, VOCAB, (1, 3))
+    uneven, even = make(), make(head_dim=32)
+    forward(uneven, filled(uneven, 1), ids, [9])
+    with pytest.raises(IndexError):
+        forward(even, filled(even, 1), torch.full_like(ids, VOCAB), [9])
+    assert ways.kinds == []
+    forward(even, filled(even, 1), ids, [9])
+    assert len(ways.kinds) == 1
 
 
 @needs_compiler

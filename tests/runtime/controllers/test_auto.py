@@ -14,7 +14,7 @@ from specctl.core.tree import NodeKind, chain_tree
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.team import Team, TeamOptions
 from specctl.drafters.token_recycling import TokenRecyclingState
-from specctl.runtime.controllers.auto import Auto, Survival
+from specctl.runtime.controllers.auto import GLANCE, SELDOM, Auto, Survival
 from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
 from specctl.runtime.controllers.cascade import Cascade
 from specctl.runtime.controllers.match import Matches, Repeat
@@ -376,6 +376,16 @@ def test_a_rest_ends_where_an_arm_is_worth_its_price_and_no_sooner() -> None:
     assert auto.wakes([1]), "the text has gone on as it had before"
 
 
+def test_the_text_is_looked_at_more_often_once_copying_would_have_gained() -> None:
+    auto = opened()
+    assert ARMS[auto.order([0])[0]].is_off
+    assert auto.glance == SELDOM * GLANCE
+    for _ in range(3):
+        auto.repeated(Repeat(4, 8, 8))
+    assert ARMS[auto.order([0])[0]].is_off
+    assert auto.glance == GLANCE
+
+
 def test_reading_what_was_missed_is_a_part_of_the_price() -> None:
     auto = opened()
     auto.deaf = 60
@@ -495,16 +505,18 @@ def test_the_prices_of_a_team_say_what_reading_costs_it(
 ) -> None:
     """By the team's own members, and not by the drafter that times verification; a position of a
     short prompt is no dearer."""
-    original, slow = TokenRecyclingState.start, 0.05
+    original, slow, heard = TokenRecyclingState.start, 0.05, []
 
     def start(self: TokenRecyclingState, *given: Any) -> None:
         time.sleep(slow)
         original(self, *given)
 
     monkeypatch.setattr(TokenRecyclingState, "start", start)
+    monkeypatch.setattr(TokenRecyclingState, "observe", heard.append)
     policy, length = Switch(controller="auto"), min(64, target.spec.max_positions // 2)
     costs = measure_costs(target, Team(MEMBERS, target.spec), policy, [prompt], rounds=8)
     assert costs.read == pytest.approx(slow / length, rel=0.2)
+    assert not heard, "auto drafts before it has listened"
 
 
 def test_reading_a_little_says_little_of_reading_much() -> None:
