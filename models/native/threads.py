@@ -19,8 +19,8 @@ except ImportError:  # Windows does not tell: all threads, always
 
 WINDOW, FEWEST = 0.02, 4  # seconds in steps, and steps, by which a number of threads is judged
 SLOW, DISTURBED = 1.3, 30.0  # beside the fastest steps; preemptions in a second of steps
-FASTER = 0.95  # of the usual time, at most: another number is kept,
-WINS = 3  # in so many windows one after the other
+FASTER, PAIRS = 0.95, 3  # of the time, at most, over so many pairs of windows: another is kept
+HOPELESS = 1.2  # after the first pair
 KEPT = 0.9  # of what was usual, a window later
 FEWER_WAIT, MORE_WAIT = 8, 50  # windows between trials, after the first one for nothing,
 LAST_WAIT = 100  # and at most
@@ -35,23 +35,27 @@ def preemptions() -> int:
 
 @dataclass(slots=True)
 class Steps:
-    """Steps on one number of threads: their seconds, those of the fastest of their kinds, and how
-    often a thread was preempted meanwhile."""
+    """Seconds of steps, and how often a thread was preempted meanwhile; of those whose kind is
+    known also the seconds by themselves, and of the fastest of their kinds."""
 
-    seconds: float = 0.0
-    fastest: float = 0.0
-    preempted: float = 0.0
     count: int = 0
+    seconds: float = 0.0
+    preempted: float = 0.0
+    known: float = 0.0
+    fastest: float = 0.0
 
     def add(self, window: Steps) -> None:
         """What was before fades: now and then a step waits for a tenth of a second."""
-        self.seconds = KEPT * self.seconds + window.seconds
-        self.fastest = KEPT * self.fastest + window.fastest
-        self.preempted = KEPT * self.preempted + window.preempted
+        for name in ("seconds", "preempted", "known", "fastest"):
+            setattr(self, name, KEPT * getattr(self, name) + getattr(window, name))
 
     @property
-    def slowness(self) -> float:
-        return self.seconds / self.fastest
+    def is_disturbed(self) -> bool:
+        return self.preempted > DISTURBED * self.seconds
+
+    @property
+    def is_slow(self) -> bool:
+        return self.known > SLOW * self.fastest
 
 
 @dataclass(slots=True)
@@ -71,6 +75,33 @@ class Wait:
 
 
 @dataclass(slots=True)
+class Trial:
+    """Another number of threads and the choice in turn, window by window. Only kinds of steps that
+    both have run are compared: `times` are their counts and seconds, of the choice and of it."""
+
+    at: int
+    runs: bool = True
+    windows: int = 0
+    times: tuple[Times, Times] = field(default_factory=lambda: ({}, {}))
+
+    def add(self, kind: Kind, seconds: float) -> None:
+        count, total = self.times[self.runs].get(kind, (0, 0.0))
+        self.times[self.runs][kind] = count + 1, total + seconds
+
+    def ratio(self) -> float | None:
+        """Of its time to the choice's, for steps as both ran them; None where there were none."""
+        sums = [0.0, 0.0]
+        for kind in self.times[0].keys() & self.times[1].keys():
+            counts, totals = zip(*(times[kind] for times in self.times), strict=True)
+            for at in (0, 1):
+                sums[at] += min(counts) * totals[at] / counts[at]
+        return sums[1] / sums[0] if sums[0] else None
+
+
+Times = dict[Kind, tuple[int, float]]
+
+
+@dataclass(slots=True)
 class Threads:
     """The threads of compiled steps that may take `most`. Where threads of Python step at once,
     their times mix: that makes worse choices, and no other harm."""
@@ -78,14 +109,14 @@ class Threads:
     most: int
     sizes: tuple[int, ...] = field(init=False)  # falling
     at: int = 0  # the choice, of `sizes`
-    trial: int | None = None  # another one, that runs instead
-    won: int = 0  # windows in which the trial was faster
+    trial: Trial | None = None
     usual: Steps = field(default_factory=Steps)  # by the choice
     window: Steps = field(default_factory=Steps)
     counted: int = 0  # preemptions before the window
     ended: float = 0.0  # when the last step did
     fewer: Wait = field(default_factory=lambda: Wait(0))
     more: Wait = field(default_factory=lambda: Wait(0))
+    failed: int = 0  # trials of fewer threads since the choice
 
     def __post_init__(self) -> None:
         self.sizes = _sizes(self.most)
@@ -97,29 +128,27 @@ class Threads:
     def begin(self, now: float) -> int:
         """A step begins: how many threads it runs on."""
         if now - self.ended > FORGOTTEN:
-            self._forget()
+            self.trial, self.usual, self.window = None, Steps(), Steps()
+            self.fewer, self.more = Wait(0), Wait(0)
         if not self.window.count:
             self.counted = preemptions()
         trial = self.trial  # read once: another thread may end it
-        return self.sizes[self.at if trial is None else trial]
-
-    def _forget(self) -> None:
-        self.trial, self.won, self.usual, self.window = None, 0, Steps(), Steps()
-        self.fewer, self.more = Wait(0), Wait(0)
+        return self.sizes[trial.at if trial is not None and trial.runs else self.at]
 
     def end(self, kind: Kind, seconds: float, now: float, fastest: dict[Kind, float]) -> None:
-        """It is over. `fastest`: the seconds of the fastest steps of its model by kind; the first
-        of a kind tells nothing."""
-        self.ended = now
-        least = fastest.get(kind)
-        if least is None or (seconds < least and self.trial is None):
-            fastest[kind] = seconds
-        if least is None:
-            return
-        window = self.window
+        """It is over. `fastest`: the seconds of its model's fastest steps on all threads."""
+        self.ended, trial, window = now, self.trial, self.window
         window.seconds += seconds
-        window.fastest += least
         window.count += 1
+        if trial is not None:
+            trial.add(kind, seconds)
+        elif self.at == 0:
+            least = fastest.get(kind)
+            if least is None or seconds < least:
+                fastest[kind] = seconds
+            if least is not None:  # the first of a kind tells nothing
+                window.known += seconds
+                window.fastest += least
         if window.seconds >= WINDOW and window.count >= FEWEST:
             window.preempted = max(0, preemptions() - self.counted)
             self.window = Steps()
@@ -127,30 +156,37 @@ class Threads:
 
     def _judge(self, window: Steps) -> None:
         if (trial := self.trial) is not None:
-            self._go_on(trial, window)
+            trial.windows, trial.runs = trial.windows + 1, not trial.runs
+            if trial.windows % 2 == 0:
+                self._compare(trial)
             return
-        usual = self.usual
-        usual.add(window)
+        self.usual.add(window)
         self.fewer.since += 1
         self.more.since += 1
-        is_preempted = usual.preempted > DISTURBED * usual.seconds
-        is_disturbed = is_preempted and usual.slowness > SLOW
-        if is_disturbed and self.at + 1 < len(self.sizes) and self.fewer.is_over:
-            self.trial = self.at + 1
+        is_worse = self.usual.is_disturbed and (self.at > 0 or self.usual.is_slow)
+        if is_worse and self.chosen > 1 and self.fewer.is_over:
+            self.trial = Trial(self._next_fewer())
         elif self.at and self.more.is_over:
-            self.trial = self.at - 1
+            self.trial = Trial(self.at - 1)
 
-    def _go_on(self, trial: int, window: Steps) -> None:
-        """One more window of the trial, or the choice."""
-        are_more, is_faster = trial < self.at, window.slowness < FASTER * self.usual.slowness
-        self.won += is_faster
-        if is_faster and self.won < WINS:
+    def _next_fewer(self) -> int:
+        """Each of the numbers down to half of the choice has its turn."""
+        down_to_half = [at for at, size in enumerate(self.sizes) if size >= self.chosen // 2]
+        within = down_to_half[self.at + 1 :]
+        return within[self.failed % len(within)]
+
+    def _compare(self, trial: Trial) -> None:
+        """After a pair of windows: another pair, or the choice."""
+        ratio, are_more = trial.ratio(), trial.at < self.at
+        is_last = trial.windows == 2 * PAIRS
+        if not is_last and (ratio is None or ratio < HOPELESS):
             return
-        self.trial, self.won = None, 0
-        if not is_faster:
+        self.trial = None
+        if ratio is None or ratio > FASTER:
             self.more.again(MORE_WAIT) if are_more else self.fewer.again(FEWER_WAIT)
+            self.failed += not are_more
             return
-        self.at, self.usual = trial, window
+        self.at, self.usual, self.failed = trial.at, Steps(), 0
         if are_more:
             self.more, self.fewer = Wait(0), Wait(FEWER_WAIT, since=0)
         else:

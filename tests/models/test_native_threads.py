@@ -123,7 +123,7 @@ def test_after_a_long_pause_more_threads_are_tried_at_once(machine: Machine) -> 
     assert set(machine.run(threads, 5.0)) == {2}
 
 
-@pytest.mark.parametrize(("busy", "best"), [(1, 15), (3, 12), (8, 8)])
+@pytest.mark.parametrize(("busy", "best"), [(1, 15), (3, 12), (8, 8), (13, 2), (15, 1)])
 def test_of_many_cores_those_that_are_free_are_used(machine: Machine, busy: int, best: int) -> None:
     machine.cores, threads = 16, Threads(16)
     machine.run(threads, 2.0)
