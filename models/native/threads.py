@@ -18,7 +18,7 @@ except ImportError:  # Windows does not tell: all threads, always
     resource = None  # type: ignore[assignment]
 
 WINDOW, FEWEST = 0.02, 4  # seconds in steps, and steps, by which a number of threads is judged
-SLOW, DISTURBED = 1.3, 30.0  # beside the fastest steps; preemptions in a second of steps
+SLOW, DISTURBED = 1.6, 30.0  # beside the fastest steps; preemptions in a second of steps
 FASTER, PAIRS = 0.95, 3  # of the time, at most, over so many pairs of windows: another is kept
 HOPELESS = 1.2  # after the first pair
 KEPT = 0.9  # of what was usual, a window later
@@ -26,6 +26,7 @@ FEWER_WAIT, MORE_WAIT = 8, 50  # windows between trials, after the first one for
 LAST_WAIT = 100  # and at most
 FORGOTTEN = 5.0  # seconds without a step, behind which the machine may be another
 Kind = tuple[int, ...]  # of a step: whatever makes it dearer
+Times = dict[Kind, tuple[int, float]]  # how many, and their seconds
 
 
 def preemptions() -> int:
@@ -46,8 +47,10 @@ class Steps:
 
     def add(self, window: Steps) -> None:
         """What was before fades: now and then a step waits for a tenth of a second."""
-        for name in ("seconds", "preempted", "known", "fastest"):
-            setattr(self, name, KEPT * getattr(self, name) + getattr(window, name))
+        self.seconds = KEPT * self.seconds + window.seconds
+        self.preempted = KEPT * self.preempted + window.preempted
+        self.known = KEPT * self.known + window.known
+        self.fastest = KEPT * self.fastest + window.fastest
 
     @property
     def is_disturbed(self) -> bool:
@@ -76,8 +79,8 @@ class Wait:
 
 @dataclass(slots=True)
 class Trial:
-    """Another number of threads and the choice in turn, window by window. Only kinds of steps that
-    both have run are compared: `times` are their counts and seconds, of the choice and of it."""
+    """Another number of threads, `at` of the sizes, and the choice in turn, window by window. Only
+    kinds of steps that both have run are compared: `times` of the choice, and of the other."""
 
     at: int
     runs: bool = True
@@ -96,9 +99,6 @@ class Trial:
             for at in (0, 1):
                 sums[at] += min(counts) * totals[at] / counts[at]
         return sums[1] / sums[0] if sums[0] else None
-
-
-Times = dict[Kind, tuple[int, float]]
 
 
 @dataclass(slots=True)
@@ -163,16 +163,17 @@ class Threads:
         self.usual.add(window)
         self.fewer.since += 1
         self.more.since += 1
-        is_worse = self.usual.is_disturbed and (self.at > 0 or self.usual.is_slow)
-        if is_worse and self.chosen > 1 and self.fewer.is_over:
-            self.trial = Trial(self._next_fewer())
-        elif self.at and self.more.is_over:
-            self.trial = Trial(self.at - 1)
+        at = self.at
+        is_worse = self.usual.is_disturbed and (at > 0 or self.usual.is_slow)
+        if is_worse and at + 1 < len(self.sizes) and self.fewer.is_over:
+            self.trial = Trial(self._fewer_than(at))
+        elif at and self.more.is_over:
+            self.trial = Trial(at - 1)
 
-    def _next_fewer(self) -> int:
-        """Each of the numbers down to half of the choice has its turn."""
-        down_to_half = [at for at, size in enumerate(self.sizes) if size >= self.chosen // 2]
-        within = down_to_half[self.at + 1 :]
+    def _fewer_than(self, choice: int) -> int:
+        """Each of the numbers down to half of that one has its turn."""
+        least = self.sizes[choice] // 2
+        within = [at for at, size in enumerate(self.sizes) if at > choice and size >= least]
         return within[self.failed % len(within)]
 
     def _compare(self, trial: Trial) -> None:
