@@ -78,7 +78,7 @@ class Wait:
 
 
 @dataclass(slots=True)
-class Comparison:
+class TurnTrial:
     """Another number of threads, `at` of the sizes, and the choice in turn, window by window. Only
     kinds of steps that both have run are compared: `times` of the choice, and of the other."""
 
@@ -109,7 +109,7 @@ class Threads:
     most: int
     sizes: tuple[int, ...] = field(init=False)  # falling
     at: int = 0  # the choice, of `sizes`
-    trial: Comparison | None = None  # of another number with the choice
+    trial: TurnTrial | None = None  # of another number with the choice
     usual: Steps = field(default_factory=Steps)  # by the choice
     window: Steps = field(default_factory=Steps)
     counted: int = 0  # preemptions before the window
@@ -166,9 +166,9 @@ class Threads:
         at = self.at
         is_worse = self.usual.is_disturbed and (at > 0 or self.usual.is_slow)
         if is_worse and at + 1 < len(self.sizes) and self.fewer.is_over:
-            self.trial = Comparison(self._fewer_than(at))
+            self.trial = TurnTrial(self._fewer_than(at))
         elif at and self.more.is_over:
-            self.trial = Comparison(at - 1)
+            self.trial = TurnTrial(at - 1)
 
     def _fewer_than(self, choice: int) -> int:
         """Each of the numbers down to half of that one has its turn."""
@@ -176,7 +176,7 @@ class Threads:
         within = [at for at, size in enumerate(self.sizes) if at > choice and size >= least]
         return within[self.failed % len(within)]
 
-    def _compare(self, trial: Comparison) -> None:
+    def _compare(self, trial: TurnTrial) -> None:
         """After a pair of windows: another pair, or the choice."""
         ratio, are_more = trial.ratio(), trial.at < self.at
         is_last = trial.windows == 2 * PAIRS
