@@ -34,6 +34,7 @@ from specctl.runtime.target.adapter import (
     read_adapters,
     with_adapters,
 )
+from specctl.runtime.target.chat_turns import as_taken
 from specctl.runtime.target.checkpoint import Spread, load_checkpoint
 from specctl.runtime.target.device import (
     FEW_BITS,
@@ -174,7 +175,7 @@ class Target:
             )
         return str(
             tokenizer.apply_chat_template(
-                list(messages),
+                as_taken(tokenizer, messages),
                 tools=list(tools) or None,
                 add_generation_prompt=True,
                 tokenize=False,

@@ -16,7 +16,8 @@ from typing import Any
 from specctl.core.errors import FileError, NetworkError, RecipeError, nearest
 from specctl.core.installed import library
 from specctl.runtime.measure.reporter import Reporter
-from specctl.train.data.records import Sample, parse_line, sample_of
+from specctl.train.data.layouts import NO_CHOICES, FieldChoices
+from specctl.train.data.records import Sample, parse_line, samples_of, without_nulls
 
 LONGEST_LINE = 1 << 24  # bytes of a record; no context holds what is longer
 TEXT, JSONL, PARQUET, HUB = "text", "jsonl", "parquet", "hub"
@@ -32,15 +33,25 @@ ABOUT = ("readme", "license", "licence", "notice", "changelog")  # says nothing 
 
 
 class Defects:
-    """What was left out of the data, by reason, and where first. One writer: the job."""
+    """What was left out of the data, by reason, and where first. One writer: the job.
+    `num_records` counts records and conversations alone, not files."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.first: dict[str, str] = {}
+        self.num_records = 0
 
-    def note(self, reason: str, where: str, count: int = 1) -> None:
+    def note(self, reason: str, where: str, count: int = 1, is_file: bool = False) -> None:
         self.counts[reason] += count
+        self.num_records += 0 if is_file else count
         self.first.setdefault(reason, where)
+
+    def add(self, other: Defects) -> None:
+        """Count what others left out, too."""
+        for reason, count in other.counts.items():
+            self.counts[reason] += count
+            self.first.setdefault(reason, other.first[reason])
+        self.num_records += other.num_records
 
     def lines(self) -> list[str]:
         return [f"{n:,} x {why} (first: {self.first[why]})" for why, n in self.counts.items()]
@@ -51,19 +62,25 @@ class Defects:
 
 
 def read_samples(
-    source: str, format: str, split: str, seed: int, defects: Defects
+    source: str,
+    format: str,
+    split: str,
+    seed: int,
+    defects: Defects,
+    choices: FieldChoices = NO_CHOICES,
 ) -> Iterator[Sample]:
-    """Every usable sample of the source, in an order that depends on the source and seed alone."""
+    """Every usable sample of the source, in an order that depends on the source and seed alone.
+    `choices`: what the user says of the records' fields."""
     if is_corpus(source):
         yield from _corpus(source, seed)
         return
     kind, path = check_source(source, format)
     if kind == HUB:
-        yield from _hub(source, split, defects)
+        yield from _hub(source, split, defects, choices)
         return
     for file in _files(path, kind, defects):
         reader = {TEXT: _text, JSONL: _jsonl, PARQUET: _parquet}[_kind_of(file, kind)]
-        yield from reader(file, defects)
+        yield from reader(file, defects, choices)
 
 
 def check_source(source: str, format: str) -> tuple[str, Path]:
@@ -135,7 +152,7 @@ def _files(path: Path, kind: str, defects: Defects) -> list[Path]:
         if not suffixes or file.suffix.lower() in suffixes:
             found.append(file)
         elif not file.stem.lower().startswith(ABOUT):
-            defects.note("file of another kind beside the data", str(file))
+            defects.note("file of another kind beside the data", str(file), is_file=True)
     if not found:
         raise FileError(
             f"the data folder holds no {kind} files",
@@ -175,28 +192,28 @@ def _corpus(name: str, seed: int) -> Iterator[Sample]:
             yield Sample(f"{source.distribution}:{source.name}", domain, text=text)
 
 
-def _text(path: Path, defects: Defects) -> Iterator[Sample]:
+def _text(path: Path, defects: Defects, choices: FieldChoices) -> Iterator[Sample]:
     """One file is one document; its domain is its folder."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        defects.note("file is not UTF-8 text", f"{path}: byte {error.start}")
+        defects.note("file is not UTF-8 text", f"{path}: byte {error.start}", is_file=True)
         return
     if text.strip():
         yield Sample(str(path), path.parent.name, text=text)
     else:
-        defects.note("empty file", str(path))
+        defects.note("empty file", str(path), is_file=True)
 
 
-def _jsonl(path: Path, defects: Defects) -> Iterator[Sample]:
+def _jsonl(path: Path, defects: Defects, choices: FieldChoices) -> Iterator[Sample]:
     """A record per line, or a file that is one JSON list of records."""
     listed = _json_list(path)
     for number, record in enumerate(listed or (), start=1):
-        yield from _usable(record, f"{path}: record {number}", path.stem, defects)
+        yield from _usable(record, f"{path}: record {number}", path.stem, defects, choices)
     if listed is not None:
         return
     if path.stat().st_size == 0:
-        defects.note("empty file", str(path))
+        defects.note("empty file", str(path), is_file=True)
     for where, line in _lines(path, defects):
         try:
             record = parse_line(line)
@@ -205,7 +222,7 @@ def _jsonl(path: Path, defects: Defects) -> Iterator[Sample]:
         except ValueError as error:
             defects.note(str(error), where)
         else:
-            yield from _usable(record, where, path.stem, defects)
+            yield from _usable(record, where, path.stem, defects, choices)
 
 
 def _lines(path: Path, defects: Defects) -> Iterator[tuple[str, bytes]]:
@@ -235,7 +252,7 @@ def _json_list(path: Path) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-def _parquet(path: Path, defects: Defects) -> Iterator[Sample]:
+def _parquet(path: Path, defects: Defects, choices: FieldChoices) -> Iterator[Sample]:
     parquet = library("pyarrow.parquet", "this data source", "data")
     from pyarrow.lib import ArrowException
 
@@ -244,7 +261,8 @@ def _parquet(path: Path, defects: Defects) -> Iterator[Sample]:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
             for record in _records(batch):
                 row += 1
-                yield from _usable(record, f"{path}: row {row}", path.stem, defects)
+                record = without_nulls(record)
+                yield from _usable(record, f"{path}: row {row}", path.stem, defects, choices)
     except (OSError, ArrowException) as error:
         raise FileError(
             "a parquet file cannot be read",
@@ -270,7 +288,7 @@ def _records(batch: Any) -> Iterator[Any]:
             yield error
 
 
-def _hub(source: str, split: str, defects: Defects) -> Iterator[Sample]:
+def _hub(source: str, split: str, defects: Defects, choices: FieldChoices) -> Iterator[Sample]:
     """`owner/name[@revision][:config]`, through the `datasets` library."""
     datasets = library("datasets", "this data source", "data")
     head, _, config = source.partition(":")
@@ -294,13 +312,16 @@ def _hub(source: str, split: str, defects: Defects) -> Iterator[Sample]:
             "files; data.source=corpus needs no network",
         ) from error
     for number, record in enumerate(rows):
-        yield from _usable(record, f"{repo}: row {number}", repo, defects)
+        record = without_nulls(record)
+        yield from _usable(record, f"{repo}: row {number}", repo, defects, choices)
 
 
-def _usable(record: Any, where: str, domain: str, defects: Defects) -> Iterator[Sample]:
+def _usable(
+    record: Any, where: str, domain: str, defects: Defects, choices: FieldChoices
+) -> Iterator[Sample]:
     try:
         if isinstance(record, Exception):
             raise ValueError(f"record cannot be read: {type(record).__name__}")
-        yield sample_of(record, where, domain)
+        yield from samples_of(record, where, domain, choices)
     except ValueError as error:
         defects.note(str(error), where)
