@@ -236,6 +236,8 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         ("recipe", f"{recipe.name} ({recipe.digest[:12]})"),
         ("target", recipe.target.name + _where_text(recipe)),
         ("family", recipe.drafter.family),
+        ("data", recipe.data.source),
+        ("learns", _learned_text(recipe)),
         ("target parameters", f"{plan.target_parameters:,}"),
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
         *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
@@ -248,6 +250,26 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         *_hours_rows(plan),
     ]
     console.table(("what", "how much"), rows)
+
+
+def _learned_text(recipe: Recipe) -> str:
+    """Whose words are learned, which decides more than anything else what a drafter drafts."""
+    data = recipe.data
+    if data.on_policy == 1.0:
+        return "what the drafter itself writes"
+    if not data.regenerate:
+        words = f"the words of the data as they are (data.regenerate=false, {_set_by(recipe)})"
+    elif data.endpoint is not None:
+        words = f"{data.prompts:,} answers of the target, written by {data.endpoint}"
+    else:
+        words = f"{data.prompts:,} answers of the target"
+    more = [f"{data.text_tokens:,} tokens of the data's own words"] if data.text_tokens else []
+    more += ["the prompts"] if data.train_on_prompt else []
+    return " + ".join([words, *more])
+
+
+def _set_by(recipe: Recipe) -> str:
+    return "by " + recipe.origin["data.regenerate"]
 
 
 def _where_text(recipe: Recipe) -> str:

@@ -19,6 +19,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what templates call
 FUNCTION, VALUE = "probe_function", "probe value"
 FORMS = ((False, None), (False, ""), (True, None), (True, ""))  # arguments as text, empty content
 
+TODAY = re.compile(r"""\bstrftime_now\(\s*(['"])(.*?)\1\s*\)""")
+
 Turn = Mapping[str, Any]
 
 
@@ -82,14 +84,18 @@ def _reads_key(template: str, name: str) -> bool:
     return re.search(rf"\.{name}\b|['\"]{name}['\"]", template) is not None
 
 
-def written_on(day: str) -> dict[str, Any]:
-    """Variables with which a template writes an ISO date, whatever day it is."""
-    return {"strftime_now": datetime.date.fromisoformat(day).strftime}
+def written_on(tokenizer: Any, day: str) -> dict[str, Any]:
+    """What makes a tokenizer's chat template write an ISO date, whatever day it is: the template
+    with that day in the places where it looks at the calendar."""
+    template, date = tokenizer.chat_template, datetime.date.fromisoformat(day)
+    if not isinstance(template, str):
+        return {}
+    return {"chat_template": TODAY.sub(lambda found: repr(date.strftime(found[2])), template)}
 
 
 def writes_date(template: str) -> bool:
     """Whether a template writes the day on which it is used."""
-    return reads(template, "strftime_now")
+    return TODAY.search(template) is not None
 
 
 def _taken(tokenizer: Any, template: str, turn: dict[str, Any]) -> dict[str, Any]:

@@ -43,10 +43,10 @@ class AnswerPlan:
     switch: Mapping[str, bool] | None = None
     date: str | None = None
 
-    @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self, tokenizer: Any) -> dict[str, Any]:
         """What the chat template reads beside the messages."""
-        return {**(self.switch or {}), **(written_on(self.date) if self.date else {})}
+        dated = written_on(tokenizer, self.date) if self.date else {}
+        return {**(self.switch or {}), **dated}
 
 
 @dataclass(frozen=True, slots=True)

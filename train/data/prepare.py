@@ -232,8 +232,9 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
     return samples, whole.hexdigest()
 
 
-def field_choices(data: DataPart, tokenizer: Any) -> FieldChoices:
-    """What the recipe says of the fields of records, and what it can say."""
+def field_choices(data: DataPart, tokenizer: Any = None) -> FieldChoices:
+    """What the recipe says of the fields of records, and what it can say; the chat template of the
+    tokenizer says which other keys of messages it reads."""
     return FieldChoices(data.map, frozenset(data.ignore), template_text(tokenizer), BY_SET)
 
 
@@ -349,7 +350,8 @@ def _encoded(
     """Documents from the source's own words, up to `limit` tokens."""
     documents: list[Document] = []
     num_tokens = num_read = 0
-    variables = thinking_switch(target.tokenizer, data.thinking) | (written_on(day) if day else {})
+    dated = written_on(target.tokenizer, day) if day else {}
+    variables = {**thinking_switch(target.tokenizer, data.thinking), **dated}
     left_out = Defects()
     for sample in samples:
         if limit is not None and num_tokens >= limit:

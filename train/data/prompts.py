@@ -73,7 +73,7 @@ def _cut_prompt(
         dialogue = Dialogue.of(sample)
         if not dialogue.turns:
             raise ValueError("nothing stands before the assistant's turn")
-        ids = dialogue.prompt(target.tokenizer, plan.variables, ())
+        ids = dialogue.prompt(target.tokenizer, plan.variables(target.tokenizer), ())
         if len(ids) > room:
             raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
         check_ids(ids, target)

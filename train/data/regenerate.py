@@ -208,7 +208,8 @@ class _Desk:
         assert prompt.dialogue is not None, "a text is answered once"
         answers = [self.target.decode(turn.new_ids) for turn in turns]
         try:
-            ids = prompt.dialogue.prompt(self.target.tokenizer, self.plan.variables, answers)
+            variables = self.plan.variables(self.target.tokenizer)
+            ids = prompt.dialogue.prompt(self.target.tokenizer, variables, answers)
         except ValueError:
             return None
         fits = len(ids) <= longest_prompt(self.target, self.plan)
