@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from specctl.core.errors import RecipeError, nearest
 
@@ -445,5 +445,5 @@ def _has_role(turn: Any) -> bool:
     return _is_mapping(turn) and any(turn.get(key) for key in ROLE_KEYS)
 
 
-def _is_mapping(value: Any) -> bool:
+def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping)

@@ -378,5 +378,6 @@ def _called(text: Any) -> list[Any]:
     except (ValueError, RecursionError):
         return []
     calls = found if isinstance(found, list) else [found]
-    is_call = all(isinstance(c, Mapping) and {"name", "arguments"} <= set(c) for c in calls)
-    return [{"type": "function", "function": dict(call)} for call in calls] if is_call else []
+    known = [c for c in calls if isinstance(c, Mapping) and {"name", "arguments"} <= set(c)]
+    is_call = len(known) == len(calls)
+    return [{"type": "function", "function": dict(call)} for call in known] if is_call else []
