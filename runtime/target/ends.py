@@ -49,8 +49,7 @@ class EndOfText:
     sources: tuple[str, ...]
 
     def text(self) -> str:
-        spelled = "no token" if self.token is None else ascii(self.token)[1:-1]
-        return f"{self.token_id} {spelled} ({', '.join(self.sources)})"
+        return f"{self.token_id} {self.token or 'no token'} ({', '.join(self.sources)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +68,14 @@ class NoEnd:
 class EndsOfText:
     """Every end of a target's texts, those of generation_config first. `of_turn`: what its chat
     template writes behind the last answer, None where it shows none; `of_document`: what ends a
-    text that is no conversation."""
+    text that is no conversation; `spelled`: ends that a tokenizer would write into a text, because
+    they were added to it as no special tokens."""
 
     each: tuple[EndOfText, ...] = ()
     of_turn: int | None = None
     of_document: int | None = None
     left_out: tuple[NoEnd, ...] = ()
+    spelled: frozenset[int] = frozenset()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -174,7 +175,11 @@ def united(named: Sequence[NamedEnds], tokenizer: Any, vocab_size: int) -> EndsO
                 found[number].append(one.source)
     each = tuple(EndOfText(n, _spelling(tokenizer, n), tuple(s)) for n, s in found.items())
     document = _end_of_document([*found], turn, getattr(tokenizer, "eos_token_id", None))
-    return EndsOfText(each, turn, document, tuple(dict.fromkeys(left)))
+    special = set(getattr(tokenizer, "all_special_ids", ())) | {
+        number for number, token in _added(tokenizer).items() if token.special
+    }
+    spelled = (markers - special).intersection(found)
+    return EndsOfText(each, turn, document, tuple(dict.fromkeys(left)), spelled)
 
 
 def _ids(value: Any) -> list[int]:
@@ -185,8 +190,12 @@ def _ids(value: Any) -> list[int]:
 
 def _markers(tokenizer: Any) -> frozenset[int]:
     """Tokens that no text contains: those that were added to the vocabulary, and special ones."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(map(int, added)) | frozenset(getattr(tokenizer, "all_special_ids", ()))
+    return frozenset(_added(tokenizer)) | frozenset(getattr(tokenizer, "all_special_ids", ()))
+
+
+def _added(tokenizer: Any) -> Mapping[int, Any]:
+    found: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return found
 
 
 def _spelling(tokenizer: Any, number: int) -> str | None:

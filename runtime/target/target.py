@@ -115,6 +115,12 @@ class Target:
         """The token that ends a text that is no conversation; None where nothing does."""
         return self._end(self.ends.of_document, self.eos_ids[0] if self.eos_ids else None)
 
+    @property
+    def usual_ends(self) -> tuple[int, ...]:
+        """The ends that a drafter must be able to propose, else it never proposes to stop."""
+        others = set(self.ends.ids) - set(self.ends.usual)
+        return tuple(end for end in self.eos_ids if end not in others)
+
     def _end(self, found: int | None, other: int | None) -> int | None:
         return found if found in self.eos_ids else other
 
@@ -201,9 +207,12 @@ class Target:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; end-of-text markers are left out."""
+        spelled = self.ends.spelled
         return str(
             self._tokenizer().decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                [i for i in ids if i not in spelled] if spelled else list(ids),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
             )
         )
 
