@@ -229,8 +229,8 @@ def _end_of_turn(tokenizer: Any, known: set[int], markers: set[int]) -> int | No
         longer = _written(tokenizer, middle) or ""
         behind = _behind(tokenizer, written, markers)
         between = _behind(tokenizer, longer, markers) if ANSWER in longer else []
-        headers = _headers(tokenizer, written, markers) - known
-        return _chosen(behind, between, known, headers)
+        turns, answers = _openings(tokenizer, written, markers)
+        return _chosen(behind, between, known, (turns - known, answers - known))
     return None
 
 
@@ -260,15 +260,17 @@ def _behind(tokenizer: Any, text: str, markers: set[int]) -> list[int]:
     return found
 
 
-def _headers(tokenizer: Any, text: str, markers: set[int]) -> set[int]:
-    """The markers with which texts, turns and answers begin."""
+def _openings(tokenizer: Any, text: str, markers: set[int]) -> tuple[set[int], set[int]]:
+    """The markers with which texts and turns begin, and those with which answers do."""
     before = text.rpartition(ANSWER)[0]
-    first = [number for number in _read(tokenizer, before) if number in markers]
+    seen = [number for number in _read(tokenizer, before) if number in markers]
+    first = [number for number in _read(tokenizer, before.rpartition(ASK)[0]) if number in markers]
     begin = getattr(tokenizer, "bos_token_id", None)
-    turn = [number for number in first if number != begin][:1]
+    begins_turns = seen.count(begin) > 1  # a ChatML whose texts begin with <|im_start|>
+    turn = [number for number in first if begins_turns or number != begin][:1]
     between = _read(tokenizer, before.rpartition(ASK)[2])
     answer = [number for number in between if number in markers][-1:]
-    return {*turn, *answer, *([] if begin is None else [begin])}
+    return {*turn, *([] if begin is None else [begin])}, {*answer}
 
 
 def _read(tokenizer: Any, text: str) -> list[int]:
@@ -276,17 +278,21 @@ def _read(tokenizer: Any, text: str) -> list[int]:
 
 
 def _chosen(
-    behind: Sequence[int], between: Sequence[int], known: set[int], headers: set[int]
+    behind: Sequence[int],
+    between: Sequence[int],
+    known: set[int],
+    openings: tuple[set[int], set[int]],
 ) -> int | None:
     """The end among the markers behind the last answer, given those behind one in the middle. What
     both have closes the answer, and its last marker the turn (Command R closes two things); a
     marker that only the last answer has is the end where that differs (gpt-oss). A template that
     writes the next turn's header alone ends the turn with it, where it is known to (GLM)."""
     pairs = zip(behind, between, strict=False)
-    same = [a for a, b in takewhile(lambda pair: pair[0] == pair[1], pairs) if a not in headers]
+    same = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    same = [number for number in same if number not in openings[0]]
     if same:
         return same[-1]
-    ends = [number for number in behind if number not in headers]
+    ends = [number for number in behind if number not in openings[0] | openings[1]]
     if ends:
         return next((number for number in ends if number in known), ends[0])
     return next((number for number in between[:1] if number in known), None)

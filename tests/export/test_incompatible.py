@@ -18,6 +18,7 @@ from specctl.export.package.compat import ALLOWABLE, mismatches
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import WEIGHTS, read_manifest
+from specctl.runtime.target.ends import NamedEnds, united
 from specctl.runtime.target.target import Target
 
 
@@ -105,6 +106,22 @@ def altered_spec(target: Target, **fields: Any) -> Any:
     return SimpleNamespace(
         spec=replace(target.spec, **fields), device=target.device, dtype=target.dtype
     )
+
+
+def test_a_package_that_knows_fewer_ends_of_text_fits(package: Path, plain_target: Target) -> None:
+    more = (*plain_target.spec.eos_ids, 9)
+    wider = replace(plain_target, lm=altered_spec(plain_target, eos_ids=more), eos_ids=more)
+    load_package(package, wider)
+
+
+def test_an_end_that_no_drafter_needs_may_be_cut(
+    make_toy: Any, save: Any, plain_target: Target
+) -> None:
+    folder = save(make_toy(VocabMap(torch.tensor([0, 2, 3, 4]), plain_target.spec.vocab_size)))
+    named = [NamedEnds("generation_config", 2), NamedEnds("tokenizer", 9)]
+    ends = united(named, None, plain_target.spec.vocab_size)
+    wider = altered_spec(plain_target, eos_ids=(2, 9))
+    load_package(folder, replace(plain_target, lm=wider, eos_ids=(2, 9), ends=ends))
 
 
 def test_all_differences_are_told_at_once(package: Path, plain_target: Target) -> None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from specctl.runtime.target.ends import CONFIG, GENERATION, NamedEnds, united
+from specctl.runtime.target.ends import CONFIG, GENERATION, NamedEnds, ends_of, united
+from specctl.runtime.target.save_target import write_target
+from specctl.runtime.target.served import load_served
+from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.tokenizer_files import ends_in, read_tokenizer
 
+TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 BYTES = 256  # ids of bytes stand in front of those of markers
 SIZE = BYTES + 40
 CHATML = (
@@ -122,6 +133,11 @@ def said(template: str | None, markers: Sequence[str], eos: str | None = None, *
             ("<|im_start|>", "<|im_end|>"),
             "<|im_end|>",
         ),
+        (  # no headers: every turn ends, and that is all
+            "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
+            ("<s>", "<|im_end|>"),
+            "<|im_end|>",
+        ),
         (  # one question and its answer, no more
             "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML,
             ("<|im_start|>", "<|im_end|>"),
@@ -133,6 +149,13 @@ def test_a_turn_ends_with_what_the_template_writes_behind_an_answer(
     template: str, markers: Sequence[str], end: str
 ) -> None:
     assert said(template, markers) == end
+
+
+def test_a_token_that_begins_texts_may_begin_turns() -> None:
+    markers = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    system = "{% if loop.first %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    for template in (CHATML, CHATML.replace("%}<|im", "%}" + system + "<|im", 1)):
+        assert said(template, markers, "<|endoftext|>", bos_token="<|im_start|>") == "<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -232,3 +255,122 @@ def test_an_end_that_was_added_as_no_special_token_ends_a_turn() -> None:
     tokenizer = spelling(CHATML, ("<|im_start|>",))
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=False)])
     assert ends(tokenizer).of_turn == BYTES + 1
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+def folder_of(tmp_path: Path, **changes: Any) -> Path:
+    """The embedded target with other fields in its JSON files (`{file: fields}`, None removes the
+    file); `template` another chat template."""
+    shutil.copytree(TINY, tmp_path / "model", ignore=shutil.ignore_patterns("*.gz", "licences"))
+    template = changes.pop("template", None)
+    if template is not None:
+        (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for name, fields in changes.items():
+        path = tmp_path / "model" / f"{name}.json"
+        if fields is None:
+            path.unlink()
+        else:
+            path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return tmp_path / "model"
+
+
+BASE_FILES = {
+    "generation_config": {"eos_token_id": 1, "_from_model_config": False},
+    "config": {"eos_token_id": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ids", "turn"),
+    [
+        ({}, (1, 5), 5),
+        (BASE_FILES, (1, 5), 5),  # 5 by the chat template alone
+        (BASE_FILES | {"tokenizer_config": {"eos_token": "<|end|>"}}, (1, 5), 5),
+        (
+            BASE_FILES | {"template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+            (1,),
+            None,
+        ),
+        ({"generation_config": None, "config": {"eos_token_id": [4, 1]}}, (4, 1, 5), 5),
+        ({"generation_config": {"eos_token_id": 5}, "config": {"eos_token_id": None}}, (5, 1), 5),
+        ({"generation_config": {"eos_token_id": [5, 6144, -1]}}, (5, 1), 5),
+        ({"generation_config": None, "config": {"eos_token_id": 17}}, (1, 5), 5),
+    ],
+)
+def test_a_folder_shows_the_ends_that_the_loaded_target_has(
+    changes: dict[str, Any], ids: tuple[int, ...], turn: int | None, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, **changes)
+    config = AutoConfig.from_pretrained(folder)
+    generation = GenerationConfig.from_model_config(config)
+    if (folder / "generation_config.json").exists():
+        generation = GenerationConfig.from_pretrained(folder)
+    model = SimpleNamespace(config=config, generation_config=generation)
+    loaded = ends_of(model, PreTrainedTokenizerFast.from_pretrained(folder))
+    assert (loaded.ids, loaded.of_turn) == (ids, turn)
+    assert ends_in(folder, json.loads((folder / "config.json").read_text())) == loaded
+
+
+def test_a_loaded_target_ends_where_its_tokenizer_does(tmp_path: Path) -> None:
+    files = BASE_FILES | {"tokenizer_config": {"eos_token": "<|end|>"}}
+    folder = str(folder_of(tmp_path, **files))
+    target, served = load_target(folder), load_served(folder, device="cpu")
+    assert served.ends == target.ends
+    assert (served.eos_ids, served.spec.eos_ids) == ((1, 5), (1, 5))
+    assert (target.eos_ids, target.lm.spec.eos_ids) == ((1, 5), (1, 5))
+    assert (target.end_of_turn, target.end_of_document) == (5, 1)
+    assert replace(target, eos_ids=(9,)).end_of_turn == 9
+
+
+@pytest.mark.parametrize(
+    ("template", "eos"),
+    [
+        (CHATML, "<|endoftext|>"),
+        (LLAMA3, None),
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('!') }}{% endif %}" + CHATML,
+            None,
+        ),
+        ([{"name": "default", "template": CHATML}, {"name": "rag", "template": LLAMA3}], None),
+        (None, "<|endoftext|>"),
+    ],
+)
+def test_a_tokenizers_files_say_what_the_tokenizer_says(
+    template: Any, eos: str | None, tmp_path: Path
+) -> None:
+    markers = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *HEADERS)
+    tokenizer = spelling(None, markers, eos, bos_token="<|im_start|>")
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    read = read_tokenizer(tmp_path)
+    assert ends(read) == ends(AutoTokenizer.from_pretrained(tmp_path, local_files_only=True))
+    assert ends(read).ids or template is None
+
+
+def test_a_folder_without_a_tokenizer_shows_what_its_configurations_name(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert ends_in(tmp_path, {"vocab_size": 10, "eos_token_id": 8}).ids == (7, 8)
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "generation_config.json").write_text("[")
+    assert ends_in(tmp_path, {"text_config": {"vocab_size": 10, "eos_token_id": 9}}).ids == (9,)
+
+
+def test_an_end_that_is_no_special_token_is_left_out_of_the_text(tiny_target: Target) -> None:
+    tokenizer = copy.deepcopy(tiny_target.tokenizer)
+    word = next(i for i in range(300, 600) if tokenizer.decode([i]).isalpha())
+    assert tiny_target.decode([word, 5]) == tokenizer.decode([word])
+    found = replace(tiny_target.ends, spelled=frozenset({word}))
+    assert replace(tiny_target, ends=found).decode([400, word]) == tokenizer.decode([400])
+
+
+def test_a_saved_target_names_all_its_ends(tmp_path: Path) -> None:
+    files = BASE_FILES | {"tokenizer_config": {"eos_token": "<|end|>"}}
+    target = load_target(str(folder_of(tmp_path, **files)))
+    (tmp_path / "out").mkdir()
+    write_target(target, tmp_path / "out")
+    body = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (body["eos_token_id"], body["bos_token_id"]) == ([1, 5], 0)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 1
