@@ -25,9 +25,9 @@ from specctl.core.errors import IncompatibleError, NetworkError, RecipeError
 from specctl.core.installed import library
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.chat_tokens import control_ids
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import OVER, AnswerJob, Done
+from specctl.train.data.answers import AnswerJob, Done
+from specctl.train.data.answers_end import as_written
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -377,41 +377,17 @@ class EndpointWriter:
         if ids is None:
             self._tally.without_ids += 1
             ids = self._encoded(str(choice.get("text") or ""))
-        reason, eos = str(choice.get("finish_reason")), self.target.eos_ids
+        reason = str(choice.get("finish_reason"))
         if reason not in ("stop", "length"):
             raise _Again(f"finish reason {reason}")
         ids = [int(token) for token in ids]
-        ends = [at for at, token in enumerate(ids) if token in eos]
-        if ends:
-            ids, reason = ids[: ends[0] + 1], OVER
-        elif reason == "stop":
-            ids, reason = self._ended(job, ids, choice)
+        ids, reason = as_written(ids, choice, job.prompt_ids, self.target)
         if not ids:
             raise _Again("an empty answer")
         if max(ids) >= self.target.spec.vocab_size or min(ids) < 0:
             most = f"ids below {self.target.spec.vocab_size:,}"
             raise self._other_tokenizer(server, f"token {max(ids):,}", most)
         return ids, reason
-
-    def _ended(
-        self, job: AnswerJob, ids: list[int], choice: Mapping[str, Any]
-    ) -> tuple[list[int], str]:
-        """Ids and finish reason of an answer that stopped and in which no end of ours stands: the
-        token that the engine stopped at comes behind it unless it is its last one. An engine that
-        names none stopped at an end; which one, the kind of the prompt says."""
-        target, stopped = self.target, _stopped_at(choice)
-        controls = control_ids(target.tokenizer)
-        if isinstance(stopped, str):
-            number = {end.token: end.token_id for end in target.ends.each}.get(stopped)
-            if number is None:
-                return ids, "stop"  # a stop string of the server's own is no end
-            stopped = number
-        elif stopped is None and not (ids and ids[-1] in controls):
-            begin = target.spec.bos_id
-            is_chat = any(token in controls and token != begin for token in job.prompt_ids)
-            stopped = target.end_of_turn if is_chat else target.end_of_document
-        is_listed = stopped is None or ids[-1:] == [stopped]
-        return (ids if is_listed else [*ids, stopped]), OVER
 
     def _encoded(self, text: str) -> list[int]:
         """The ids of an answer that came as text alone."""
@@ -467,15 +443,6 @@ def _choice(reply: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(choices, Sequence) or not choices or not isinstance(choices[0], Mapping):
         raise _Again("a reply without choices")
     return choices[0]
-
-
-def _stopped_at(choice: Mapping[str, Any]) -> int | str | None:
-    """The token, or the string, that vLLM (stop_reason) or SGLang (matched_stop) stopped at."""
-    for name in ("stop_reason", "matched_stop"):
-        found = choice.get(name)
-        if isinstance(found, (int, str)) and not isinstance(found, bool):
-            return found
-    return None
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
