@@ -266,7 +266,9 @@ def _openings(tokenizer: Any, text: str, markers: set[int]) -> tuple[set[int], s
     seen = [number for number in _read(tokenizer, before) if number in markers]
     first = [number for number in _read(tokenizer, before.rpartition(ASK)[0]) if number in markers]
     begin = getattr(tokenizer, "bos_token_id", None)
-    begins_turns = seen.count(begin) > 1  # a ChatML whose texts begin with <|im_start|>
+    begins_turns = (
+        sum(number == begin for number in seen) > 1
+    )  # a ChatML whose texts begin with <|im_start|>
     turn = [number for number in first if begins_turns or number != begin][:1]
     between = _read(tokenizer, before.rpartition(ASK)[2])
     answer = [number for number in between if number in markers][-1:]

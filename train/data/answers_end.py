@@ -34,8 +34,9 @@ def as_written(
         stopped = number
     elif stopped is None and not (ids and ids[-1] in control_ids(target.tokenizer)):
         stopped = _usual_end(prompt_ids, target)
-    is_listed = stopped is None or [*ids[-1:]] == [stopped]
-    return ([*ids] if is_listed else [*ids, stopped]), OVER
+    if stopped is None or [*ids[-1:]] == [stopped]:
+        return list(ids), OVER
+    return [*ids, stopped], OVER
 
 
 def _usual_end(prompt_ids: Sequence[int], target: Target) -> int | None:
