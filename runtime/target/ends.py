@@ -163,9 +163,13 @@ def united(named: Sequence[NamedEnds], tokenizer: Any, vocab_size: int) -> EndsO
     chosen = {n for one in named if not one.may_be_default for n in _ids(one.ids)}
     known = {n for one in named for n in _ids(one.ids) if 0 <= n < vocab_size}
     turn = _end_of_turn(tokenizer, known, {m for m in markers if 0 <= m < vocab_size})
-    has_marker = bool((known | {turn}) & markers)
+    special = set(getattr(tokenizer, "all_special_ids", ())) | {
+        number for number, token in _added(tokenizer).items() if token.special
+    }
+    call = _end_of_call(tokenizer, known, {s for s in special if 0 <= s < vocab_size})
+    has_marker = bool((known | {turn, call}) & markers)
     found: dict[int, list[str]] = {}
-    for one in [*named, NamedEnds(TEMPLATE, turn)]:
+    for one in [*named, NamedEnds(TEMPLATE, [turn, call])]:
         for number in _ids(one.ids):
             if not 0 <= number < vocab_size:
                 continue
@@ -174,10 +178,8 @@ def united(named: Sequence[NamedEnds], tokenizer: Any, vocab_size: int) -> EndsO
             elif one.source not in found.setdefault(number, []):
                 found[number].append(one.source)
     each = tuple(EndOfText(n, _spelling(tokenizer, n), tuple(s)) for n, s in found.items())
-    document = _end_of_document([*found], turn, getattr(tokenizer, "eos_token_id", None))
-    special = set(getattr(tokenizer, "all_special_ids", ())) | {
-        number for number, token in _added(tokenizer).items() if token.special
-    }
+    others = [number for number in found if number != call]
+    document = _end_of_document(others, turn, getattr(tokenizer, "eos_token_id", None))
     spelled = (markers - special).intersection(found)
     return EndsOfText(each, turn, document, tuple(dict.fromkeys(left)), spelled)
 
@@ -208,7 +210,8 @@ def _spelling(tokenizer: Any, number: int) -> str | None:
 
 
 def _end_of_document(ends: Sequence[int], turn: int | None, tokenizers: Any) -> int | None:
-    """The tokenizer's end, unless a turn ends with it and there is another."""
+    """The tokenizer's end, unless a turn ends with it and there is another; `ends`: but for that of
+    a call."""
     if tokenizers in ends and tokenizers != turn:
         return int(tokenizers)
     return next((number for number in ends if number != turn), turn)
@@ -231,6 +234,26 @@ def _end_of_turn(tokenizer: Any, known: set[int], markers: set[int]) -> int | No
         between = _behind(tokenizer, longer, markers) if ANSWER in longer else []
         turns, answers = _openings(tokenizer, written, markers)
         return _chosen(behind, between, known, (turns - known, answers - known))
+    return None
+
+
+def _end_of_call(tokenizer: Any, known: set[int], specials: set[int]) -> int | None:
+    """The special token with which a turn ends that calls tools (gpt-oss has one of its own); None
+    where the template writes none, or one that stands between two calls as well."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    call = {"name": "look", "arguments": {"where": ANSWER}}
+    calls = [{"id": f"call0000{i}", "type": "function", "function": call} for i in range(2)]
+    for given in (calls, calls[:1]):
+        turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": given}]
+        before, found, behind = (_written(tokenizer, turns) or "").rpartition(ANSWER)
+        if not found:
+            continue
+        end = (_read(tokenizer, behind.rstrip()) or [-1])[-1]
+        between = _read(tokenizer, before.partition(ANSWER)[2])
+        turn, answer = _openings(tokenizer, before.partition(ANSWER)[0] + ANSWER, specials)
+        is_end = end in specials - (turn | answer | {*between}) | known
+        return end if is_end else None
     return None
 
 

@@ -158,6 +158,40 @@ def test_a_token_that_begins_texts_may_begin_turns() -> None:
         assert said(template, markers, "<|endoftext|>", bos_token="<|im_start|>") == "<|im_end|>"
 
 
+CALLING = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{% for c in m.tool_calls or [] %}"
+    "CALL{% endfor %}{{ m.content }}{% if m.tool_calls %}BEHIND{% else %}<|end|>{% endif %}"
+    "{% endfor %}"
+)
+CALL = "<|call_begin|>{{ c.function.arguments | tojson }}<|call_end|>"
+
+
+@pytest.mark.parametrize(
+    ("call", "behind", "further"),
+    [
+        (CALL, "<|end|>", []),
+        (CALL, "<|call|>\n", ["<|call|>"]),
+        (CALL, "", []),  # another call may follow
+        (CALL, "</calls>", []),  # no special token
+        (
+            "{{ raise_exception('!') if m.tool_calls | length > 1 }}" + CALL,
+            "<|call|>",
+            ["<|call|>"],
+        ),
+        ("{% if loop.first %}" + CALL + "{% endif %}", "<|call|>", ["<|call|>"]),
+        ("{{ c.function.arguments + 'no text' }}", "<|call|>", []),
+    ],
+)
+def test_a_turn_that_calls_tools_may_have_an_end_of_its_own(
+    call: str, behind: str, further: list[str]
+) -> None:
+    markers = ("<|start|>", "<|message|>", "<|call_begin|>", "<|call_end|>", "<|call|>", "<|end|>")
+    template = CALLING.replace("CALL", call).replace("BEHIND", behind)
+    found = ends(spelling(template, markers))
+    assert [end.token for end in found.each] == ["<|end|>", *further]
+    assert found.each[0].token_id == found.of_turn == found.of_document
+
+
 @pytest.mark.parametrize(
     ("template", "markers"),
     [
