@@ -169,7 +169,7 @@ def _refusing(name: str) -> Iterator[None]:
 def _eos_note(drafter: Drafter, target: Target) -> tuple[str, ...]:
     if drafter.vocab is None:
         return ()
-    cut = sorted(set(target.eos_ids) - set(drafter.vocab.ids_K.tolist()))
+    cut = sorted(set(target.usual_ends) - set(drafter.vocab.ids_K.tolist()))
     if not cut:
         return ()
     note = f"its vocabulary lacks end-of-text {cut}: it drafts no ends, and loads with --allow eos"

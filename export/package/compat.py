@@ -178,7 +178,15 @@ def _spec(manifest: Manifest, target: Target) -> list[Mismatch]:
         )
         for name in _SOFT_SPEC
         if getattr(target.spec, name) != getattr(spec, name)
+        and not (name == "eos_ids" and _are_among(spec.eos_ids, target))
     ]
+
+
+def _are_among(eos_ids: Sequence[int], target: Target) -> bool:
+    """The package's ends of text end the target's texts, beside others that a drafter need not
+    know; ids that only a configuration class brought along ended nothing."""
+    defaults = {one.token_id for one in target.ends.left_out}
+    return set(eos_ids) - defaults <= set(target.spec.eos_ids)
 
 
 def _weights(manifest: Manifest, target: Target) -> list[Mismatch]:

@@ -230,12 +230,12 @@ def _check_eos(
     if vocab is None:
         return
     kept = set(vocab.ids_K.tolist())
-    cut = [i for i in target.eos_ids if i not in kept]
+    cut = [i for i in target.usual_ends if i not in kept]
     if cut:
         miss = Mismatch(
             "eos",
             f"end-of-text id {cut[0]} was cut from the drafter's vocabulary",
-            f"all of {list(target.eos_ids)} kept",
+            f"all of {list(target.usual_ends)} kept",
             "trim again with `specctl vocab-trim`, which always keeps special tokens",
             "eos",
         )

@@ -40,7 +40,7 @@ class TokenDecoder:
         byte_ids = frozenset(i for word, i in words.items() if _BYTE.fullmatch(word))
         added = target.tokenizer.added_tokens_decoder
         special = {int(i) for i, token in added.items() if token.special}
-        hidden = special.union(target.tokenizer.all_special_ids) - shown
+        hidden = special.union(target.tokenizer.all_special_ids, target.ends.spelled) - shown
         return cls(
             _spelling(target, hidden) if shown else target.decode, byte_ids, frozenset(hidden)
         )
