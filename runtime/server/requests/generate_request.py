@@ -34,6 +34,7 @@ from specctl.runtime.server.requests.protocol import (
 )
 from specctl.runtime.target.chat_tokens import chat_tokens, spelled_controls
 from specctl.runtime.target.prompt_limits import least_tokens
+from specctl.runtime.target.stop_strings import special_tokens
 
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's API has it
@@ -119,6 +120,7 @@ class RequestReader:
                         _num_logprobs(body),
                         shown,
                         body.draft is not False,
+                        bool(body.include_stop_str_in_output),
                     )
                 )
         ignored = ignored_fields(body)
@@ -142,6 +144,8 @@ class RequestReader:
         return make
 
     def _shown(self, body: Common) -> frozenset[int]:
+        if body.skip_special_tokens is False:
+            return frozenset(special_tokens(self.service.target.tokenizer))
         if not isinstance(body, ChatRequest):
             return frozenset()
         return shown_ids(self.style, bool(body.called))

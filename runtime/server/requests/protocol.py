@@ -91,8 +91,14 @@ class Common(FormFields):
     ) = None
     stop_token_ids: (
         Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS), Few(MAX_STOP_TOKENS)] | None
-    ) = Field(None, description="Tokens that end the text, and belong to it.")
+    ) = Field(None, description="Tokens that end the text; their own text is left out.")
     ignore_eos: bool | None = Field(None, description="Go on behind the end of a text.")
+    skip_special_tokens: bool | None = Field(
+        None, description="false: control tokens are spelled in the text, not left out."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="true: the text ends with the stop string or the token that ended it."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_cache_key: Word | None = Field(
@@ -112,9 +118,7 @@ class Common(FormFields):
     priority: Ignored = None
     cache_salt: Ignored = None
     length_penalty: Ignored = None
-    skip_special_tokens: Ignored = None
     spaces_between_special_tokens: Ignored = None
-    include_stop_str_in_output: Ignored = None
     guided_decoding_backend: Ignored = None
     guided_whitespace_pattern: Ignored = None
     return_tokens_as_token_ids: Ignored = None
