@@ -53,10 +53,10 @@ def _stops_of(tokenizer: Any, stops: tuple[str, ...]) -> StopStrings:
     return StopStrings.of(stops, special_tokens(tokenizer))
 
 
-def ends_with_stop(target: Target, tokens: Sequence[int], stops: tuple[str, ...]) -> bool:
+def ends_with_stop(target: Target, tokens: Sequence[int], stops: Sequence[str]) -> bool:
     """Whether a stop string occurs in the last few of these tokens: every token covers at least one
     byte of it."""
-    found = _stops_of(target.tokenizer, stops)
+    found = _stops_of(target.tokenizer, tuple(stops))
     window = max((len(stop.encode()) for stop in stops), default=0) + 4
     latest = tokens[-window:]
     if found.plain and _occurs(found.plain, target.decode(latest)):

@@ -23,7 +23,7 @@ def marker(name: str) -> int:
 def test_a_round_is_cut_where_a_control_token_completes_a_stop_string(stop: str) -> None:
     """In the midst of accepted drafts: what was accepted behind it is never emitted."""
     target = stub_target()
-    sampling = Sampling(stop=("no such text", stop), max_new_tokens=64)
+    sampling = Sampling(stop=["no such text", stop], max_new_tokens=64)  # a list will do
     row = Row.of(0, 0, Request(tuple(target.encode("def f")), sampling))
     head = [*target.encode("a b"), marker(USER)]
     head += [marker("<|bos|>")] if stop.endswith("<|bos|>") else []
