@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from specctl.core.errors import RecipeError, did_you_mean, nearest, one_of
+from specctl.core.errors import RecipeError, did_you_mean, one_of, write_instead
 from specctl.recipes.files import parse_yaml, recipe_names
 from specctl.recipes.lineage import BASED_ON, lineage, lineage_of, overlay
 from specctl.recipes.schema import Recipe, section_at
@@ -211,13 +211,12 @@ def explain(
     if problem["type"] == "extra_forbidden":
         known = list((owner or Recipe).model_fields)
         known += [BASED_ON] if len(path) == 1 and where != "--set" else []
-        close = nearest(str(path[-1]), known)
         return RecipeError(
             f"unknown key {path[-1]!r}",
             where=f"{where}:{field}",
             found=str(path[-1]),
             expected="one of " + ", ".join(known),
-            do=f"write {close.split(', ')[0]} instead of {path[-1]}  (nearest: {close})",
+            do=write_instead(str(path[-1]), known),
         )
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
         return _unknown_choice(problem, path, f"{where}:{field}", _remedy(field, owner, path))

@@ -26,6 +26,7 @@ from specctl.core.tree import DraftTree
 from specctl.runtime.engine.lazy_drafter import ranked
 from specctl.runtime.engine.request import Emission, Row, TokenLogprob
 from specctl.runtime.engine.round import Round
+from specctl.runtime.target.stop_strings import ends_with_stop
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import Verdict
 
@@ -85,8 +86,10 @@ def cut(row: Row, new: Sequence[int], target: Target) -> tuple[list[int], str | 
                 return kept, "eos"
         if token in sampling.stop_token_ids:
             return kept, "stop"
-        if sampling.stop and _ends_with_stop(row, kept, sampling.stop, target):
-            return kept, "stop"
+        if sampling.stop:
+            generated = [*row.tokens[row.prompt_len :], *kept]
+            if ends_with_stop(target, generated, sampling.stop):
+                return kept, "stop"
         if len(kept) >= room:
             return kept, "length" if len(kept) >= row.room else "context"
     return kept, None
@@ -97,14 +100,6 @@ def _is_accepted(row: Row, kept: Sequence[int], grammar: Grammar) -> bool:
     one says nothing new."""
     *text, end = [*row.tokens[row.prompt_len :], *kept]
     return not grammar.eos_ids.isdisjoint(text) or grammar.accepts(text, end)
-
-
-def _ends_with_stop(row: Row, kept: Sequence[int], stops: Sequence[str], target: Target) -> bool:
-    """A stop string occurs in the last few tokens: every token covers at least one byte of it."""
-    window = max(len(stop.encode()) for stop in stops) + 4
-    generated = [*row.tokens[row.prompt_len :][-window:], *kept][-window:]
-    text = target.decode(generated)
-    return any(stop in text for stop in stops)
 
 
 # -- what is reported ------------------------------------------------------------------------------
