@@ -239,6 +239,7 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         ("target parameters", f"{plan.target_parameters:,}"),
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
         *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
+        *_data_rows(plan),
         ("steps", f"{plan.steps:,}"),
         ("hardware", plan.cluster.text()),
         *_memory_rows(plan),
@@ -254,6 +255,20 @@ def _where_text(recipe: Recipe) -> str:
     source = recipe.data.target_source
     places = {"endpoint": ", its layers in a server", "files": ", its states in files"}
     return places.get(source, "")
+
+
+def _data_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Where the data come from; of several sources, the share of each in the bytes of all."""
+    shown = [(one, one.what + ("" if one.bytes is None else f", {size_text(one.bytes)}"))
+             for one in plan.sources]  # fmt: skip
+    if len(shown) == 1:
+        return [("data", f"{one.name}: {what}") for one, what in shown]
+    shares = ("share not known" if one.share is None else f"{one.share:.0%}" for one, _ in shown)
+    rows = [
+        (f"  {one.name}", f"{what}, {share}")
+        for (one, what), share in zip(shown, shares, strict=True)
+    ]
+    return [("data", f"{len(rows)} sources, all read"), *rows]
 
 
 def _memory_rows(plan: RunPlan) -> list[tuple[str, str]]:

@@ -130,7 +130,7 @@ def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
         raise RecipeError(
             "the data source holds nothing usable",
             where="data.source",
-            found="; ".join(defects.lines()) or data.source,
+            found="; ".join(defects.lines()) or str(data.source),
             expected='text, or one JSON object a line (or a list of them) with "messages", '
             '"prompt" and "response", or "text"',
             do="correct the file or data.source",
