@@ -19,9 +19,10 @@ class Defects:
         self.first: dict[str, str] = {}
         self.remarks: list[str] = []
         self.records: Counter[str] = Counter()  # usable ones, by source
+        self.chosen: Counter[str] = Counter()  # of these, those to be answered; empty: not settled
         self._source_of = array("H")  # of each usable record, in the order in which they were read
-        self._told = 0  # remarks
-        self._is_told = False  # which shares the sources have
+        self._num_told = 0  # of the remarks
+        self._are_shares_told = False
 
     def note(self, reason: str, where: str, count: int = 1) -> None:
         self.counts[reason] += count
@@ -37,13 +38,10 @@ class Defects:
         self.records[source] += 1
         self._source_of.append(list(self.records).index(source))
 
-    def shares(self, numbers: Iterable[int] | None = None) -> dict[str, int]:
-        """Records by source: of those with these numbers in the order of reading, or of all."""
-        if numbers is None:
-            return dict(self.records)
+    def chose(self, numbers: Iterable[int]) -> None:
+        """Those of the usable records, by their number in the order of reading, are answered."""
         names = list(self.records)
-        chosen = Counter(names[self._source_of[number]] for number in numbers)
-        return {name: chosen[name] for name in names}
+        self.chosen = Counter(names[self._source_of[number]] for number in numbers)
 
     def lines(self) -> list[str]:
         return [f"{n:,} x {why} (first: {self.first[why]})" for why, n in self.counts.items()]
@@ -53,19 +51,17 @@ class Defects:
         for line in self.lines():
             console.warn(f"data left out: {line}")
 
-    def tell_reading(self, console: Reporter, numbers: Iterable[int] | None = None) -> None:
-        """What was read and how, as far as it was not said yet; of several sources, which share
-        each has of the records (of those that were chosen for prompts, where `numbers` names
-        them)."""
-        for text in self.remarks[self._told :]:
+    def tell_reading(self, console: Reporter) -> None:
+        """How the data were read, as far as it was not said yet; of several sources, the share that
+        each has of the records, and of those that were chosen to be answered."""
+        for text in self.remarks[self._num_told :]:
             console.warn(f"data: {text}")
-        self._told = len(self.remarks)
-        if len(self.records) < 2 or self._is_told:
+        self._num_told = len(self.remarks)
+        if len(self.records) < 2 or self._are_shares_told:
             return
-        self._is_told = True
-        whole, prompts = sum(self.records.values()), self.shares(numbers or ())
+        self._are_shares_told = True
+        whole = sum(self.records.values())
         for name, count in self.records.items():
-            chosen = f", {counted(prompts[name], 'prompt')}" if numbers is not None else ""
-            console.say(
-                f"data: {name}: {counted(count, 'record')} ({count / whole:.0%} of all){chosen}"
-            )
+            share = f"{counted(count, 'record')} ({count / whole:.0%} of all)"
+            answered = f", {self.chosen[name]:,} of them to be answered" if self.chosen else ""
+            console.say(f"data: {name}: {share}{answered}")

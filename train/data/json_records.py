@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from specctl.core.errors import FileError, RecipeError
+from specctl.core.errors import FileError
+from specctl.train.data.splits import no_split
 from specctl.train.data.streams import BROKEN, opened
 
 LONGEST_LINE = 1 << 24  # bytes of a record; no context holds what is longer
@@ -28,6 +29,7 @@ LISTS = (
 )  # fmt: skip
 TURN = ("role", "from", "speaker")  # a list of objects with one of these is one conversation
 
+EMPTY = "empty file"
 CUT = "the file ends within it"
 NO_TEXT = "record is not UTF-8 text"
 
@@ -92,7 +94,7 @@ def _lines(path: Path) -> Iterator[Read]:
         is_empty = False
         yield where, line if isinstance(line, ValueError) else _parsed_line(line)
     if is_empty:
-        yield str(path), ValueError("empty file")
+        yield str(path), ValueError(EMPTY)
 
 
 def _parsed_line(line: bytes) -> Any:
@@ -310,15 +312,8 @@ class _Wanted:
 
     def check(self) -> None:
         """RecipeError where there are lists, but none by the name of the split."""
-        if not self.names or self.is_any:
-            return
-        raise RecipeError(
-            f"the file has no split {self.split!r}",
-            where=f"data.split, {self.path}",
-            found=str(self.split),
-            expected="one of " + ", ".join(self.names),
-            do=f"--set data.split={self.names[0]}",
-        )
+        if self.names and not self.is_any:
+            raise no_split(str(self.path), str(self.split), dict.fromkeys(self.names))
 
 
 def _rows_of(rows: list[Any], where: str) -> Iterator[Read]:
@@ -341,7 +336,7 @@ def _values(path: Path, text: _Text, is_list: bool, of: str = "") -> Iterator[Re
             elif is_list:
                 yield where, ValueError("the list has no end: the file may be cut off")
             elif number == 1:
-                yield str(path), ValueError("empty file")
+                yield str(path), ValueError(EMPTY)
             return
         mark = mark or text.indent() + following
         try:

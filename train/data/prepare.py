@@ -56,6 +56,7 @@ def prepare(
     if data.regenerate and data.limit_tokens is not None:
         console.warn("data.limit_tokens is ignored while the target writes the answers")
     samples, source_digest = _select(data, defects)
+    defects.tell_reading(console)
     settings = _settings(recipe, target, source_digest)
     digest = digest_of(settings)
     manifest = None
@@ -135,6 +136,8 @@ def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
             '"prompt" and "response", or "text"',
             do="correct the file or data.source",
         )
+    if data.regenerate:
+        defects.chose(number for _, number, _ in chosen)
     samples = [s for _, _, s in sorted(chosen, key=lambda entry: entry[1])]
     return samples, whole.hexdigest()
 
@@ -169,6 +172,7 @@ def write_answers_alone(
     check_context(recipe, target.spec)
     defects = Defects()
     samples, _ = _select(recipe.data, defects)
+    defects.tell_reading(console)
     answers = answer_prompts(recipe, target, samples, out / "data", defects, console)
     defects.tell(console)
     return answers

@@ -145,7 +145,7 @@ def _samples_of(
     if kind == TEXT:
         yield from _text(file, defects)
         return
-    inside = None if source.split is not None else split
+    inside = None if source.split is not None or split == ALL else split
     for where, record in file_records(file, kind, inside):
         yield from _usable(record, where, source.domain or content_stem(file), defects)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from specctl.core.errors import FileError
 from specctl.core.installed import library
-from specctl.train.data.json_records import LONGEST_LINE, Read, broken_off, parsed
+from specctl.train.data.json_records import EMPTY, LONGEST_LINE, Read, broken_off, parsed
 from specctl.train.data.streams import BROKEN, content_suffix, opened
 
 BATCH = 1024  # rows of a table that are held at once
@@ -34,7 +34,7 @@ def table_records(path: Path) -> Iterator[Read]:
         try:
             header = text.readline(LONGEST_LINE)
             if not header.strip():
-                yield str(path), ValueError("empty file")
+                yield str(path), ValueError(EMPTY)
                 return
             dialect: dict[str, Any] = {"delimiter": _delimiter(path, header), "strict": True}
             names = _names(path, header, dialect)
