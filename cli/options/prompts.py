@@ -106,8 +106,14 @@ def _read_standard_input() -> list[PromptText]:
 def _prompts(file: Path) -> list[PromptText]:
     from specctl.train.data.prompt_files import file_prompts
 
-    samples = [found.sample for found in file_prompts(file, TEXTS, turns_first=True)]
-    return [PromptText(s.text or _last_words(s.messages), s.messages, s.tools) for s in samples]
+    found = []
+    for prompt in file_prompts(file, TEXTS, turns_first=True):
+        sample = prompt.sample
+        if sample.ids and not sample.messages and not sample.text:
+            raise _bad_input(prompt.where, "token ids alone (specctl bench --prompts reads them)")
+        text = sample.text or _last_words(sample.messages)
+        found.append(PromptText(text, sample.messages, sample.tools))
+    return found
 
 
 def _last_words(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -127,3 +127,11 @@ def test_a_record_that_is_no_prompt_is_named(
         with pytest.raises(FileError) as caught:
             read()
         assert caught.value.where == f"{path}:2"
+
+
+def test_token_ids_are_a_prompt_up_to_what_is_learned(tmp_path: Path, tiny_target: Target) -> None:
+    record = {"input_ids": [40, 41, 42, 43], "loss_mask": [0, 0, 1, 1]}
+    path = write(tmp_path / "x.jsonl", record)
+    assert [prompt.ids for prompt in heldout_prompts(tiny_target, 4, path=path)] == [(40, 41)]
+    with pytest.raises(FileError, match="token ids alone"):
+        read_prompts(None, path, None)

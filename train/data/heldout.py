@@ -9,9 +9,10 @@ from pathlib import Path
 from specctl.core.errors import FileError, SpecctlError, nearest
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
-from specctl.train.data.chat import conversation_prompt
+from specctl.train.data.chat import answerable
+from specctl.train.data.context import check_ids
 from specctl.train.data.prompt_files import FilePrompt, file_prompts
-from specctl.train.data.records import check_values
+from specctl.train.data.records import Sample, check_values
 
 TEXTS = ("text", "prompt")  # keys of a prompt that is read as it is
 
@@ -96,6 +97,18 @@ def _prompts(file: Path) -> Iterator[FilePrompt]:
         ) from error
 
 
+def _by_ids(target: Target, sample: Sample) -> HeldoutPrompt:
+    """Of a record that was tokenized, what stands before the first token that is to be learned."""
+    ours = target.tokenizer_fingerprint or ""
+    if sample.tokenizer and not ours.startswith(sample.tokenizer):
+        raise ValueError("the token ids are of another tokenizer")
+    ids = sample.ids[: sample.mask.index(True)] if any(sample.mask) else sample.ids
+    if not ids:
+        raise ValueError("nothing stands before the first token to be learned")
+    check_ids(ids, target)
+    return HeldoutPrompt(ids, target.decode(ids), sample.domain)
+
+
 def _encoded(target: Target, prompt: FilePrompt) -> HeldoutPrompt:
     sample = prompt.sample
     try:
@@ -103,7 +116,9 @@ def _encoded(target: Target, prompt: FilePrompt) -> HeldoutPrompt:
             check_values(sample.text)
             check_room(target, sample.text)
             return HeldoutPrompt(tuple(target.encode(sample.text)), sample.text, sample.domain)
-        ids = tuple(conversation_prompt(target.tokenizer, sample))
+        if sample.ids and not sample.messages:
+            return _by_ids(target, sample)
+        ids = tuple(answerable(target.tokenizer, sample.messages, sample.tools))
     except ValueError as error:
         raise FileError(
             "a held-out prompt cannot be used",

@@ -81,16 +81,17 @@ def _text(record: Any, texts: Sequence[str], turns_first: bool) -> str | None:
 
 
 def _waiting(messages: Sequence[Any], only_first: bool) -> tuple[Any, ...]:
-    """The conversation up to the assistant's last turn; of questions that follow each other, as in
+    """The conversation without the answer at its end; of questions that follow each other, as in
     MT-Bench, the first one, since the others would build on its answer."""
     roles = [message["role"] for message in messages]
     if only_first and "user" in roles:
         return tuple(messages[: roles.index("user") + 1])
-    spoken = [place for place, role in enumerate(roles) if role == "assistant"]
-    cut = tuple(messages[: spoken[-1]] if spoken else messages)
-    if not cut:
+    end = len(roles)
+    while end and roles[end - 1] == "assistant":
+        end -= 1
+    if not end:
         raise ValueError("nothing stands before the assistant's turn")
-    return cut
+    return tuple(messages[:end])
 
 
 def _unusable(where: str, reason: str, record: Any) -> FileError:
