@@ -89,10 +89,14 @@ def target_words(target: Target) -> list[str]:
 
 def run_words(recipe: Recipe, target: Target, out: Path) -> list[str]:
     """A command that makes this run again: what its recipe does not say stands behind --set."""
+    from specctl.train.data.sources import names_of
+
     dtype = target.dtype_name
     fields = flatten(recipe.to_json()) | {"target.dtype": dtype}
     words = ["specctl", "train-draft", "--recipe", recipe.name]
-    words += ["--target", recipe.target.name, "--data", recipe.data.source, "--out", str(out)]
+    words += ["--target", recipe.target.name]
+    words += [word for name in names_of(recipe.data.source) for word in ("--data", name)]
+    words += ["--out", str(out)]
     for field, value in fields.items():
         is_given = recipe.origin[field] != "base" and not recipe.origin[field].startswith("recipe ")
         if field == "target.dtype" or (is_given and field not in ("target.name", "data.source")):

@@ -31,7 +31,7 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
     check_folder(out)
     for stage in remaining(recipe, out):
         try:
-            check_source(stage.data.source, stage.data.format)
+            check_source(stage.data.source, stage.data.format, stage.data.split)
         except FileError as error:
             if warn is None:
                 raise

@@ -87,7 +87,8 @@ def _fields(recipe: Recipe, name: str, value: Any) -> dict[str, Any]:
     if name in sections and isinstance(value, Mapping):
         return {f"{name}.{key}": below for key, below in flatten(value).items()}
     if name == "data":
-        return {"data.source": str(value)}
+        several = isinstance(value, (list, tuple))
+        return {"data.source": [str(one) for one in value] if several else str(value)}
     if "." in name or name in (set(Recipe.model_fields) - {*sections, "scaling"}):
         return {name: value}
     found = [f"{key}.{name}" for key, kind in sections.items() if name in kind.model_fields]

@@ -119,9 +119,9 @@ def train(
 
     `settings` change keys of the recipe: a section as a mapping, `train={"steps": 200}`; a key that
     stands in one section only, `learning_rate=1e-3`, or an option of the family, `layers=2`;
-    `data="chats.jsonl"` is data.source. `allow` names what may differ from the run that is
-    continued. SIGINT and SIGTERM save the state and raise Interrupted; the same call continues.
-    `command` is what the run's files say made it.
+    `data="chats.jsonl"` is data.source, or a list of sources. `allow` names what may differ from
+    the run that is continued. SIGINT and SIGTERM save the state and raise Interrupted; the same
+    call continues. `command` is what the run's files say made it.
     """
     reporter = as_reporter(progress)
     check_allowed(allow)

@@ -50,7 +50,7 @@ class TrimJob:
     draft: LoadedDraft
     settings: TrimSettings
     selector: Selector
-    data: Path | None = None
+    data: tuple[str, ...] = ()
     prompts: Path | None = None
     num_prompts: int = 12
     command: Sequence[str] = ()
@@ -102,7 +102,7 @@ def vocab_trim(
     target: TargetLike = None,
     size: int | str | None = None,
     selector: str | None = None,
-    data: str | Path | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
     prompts: str | Path | None = None,
     min_coverage: float | None = None,
     search: str | None = None,
@@ -119,8 +119,9 @@ def vocab_trim(
 
     `size`: ids to keep, as a number, "8k" or "auto" (what pays most here, the default). `selector`:
     what is counted, "vocab-trim" (what the target writes), "fr-spec" (raw text), "drafted" or
-    "accepted"; `data` is counted instead of the run's data beside the drafter. `prompts` is a file
-    of yours, else the held-out prompts. `recipe`: whose vocab section is used where these are None.
+    "accepted"; `data`, one or several files, is counted instead of the run's data beside the
+    drafter. `prompts` is a file of yours, else the held-out prompts. `recipe`: whose vocab section
+    is used where these are None.
     """
     reporter, out = as_reporter(progress), Path(out)
     settings, chosen = trim_settings(
@@ -142,8 +143,7 @@ def vocab_trim(
     draft = load_draft(drafter, model, allow=[*allow, "padding"])  # it is cut to fit
     words = command or ("specctl", "vocab-trim", "--draft", draft.name, "--out", str(out))
     path = None if prompts is None else Path(prompts)
-    source = None if data is None else Path(data)
-    job = TrimJob(model, draft, settings, chosen, source, path, num_prompts, words)
+    job = TrimJob(model, draft, settings, chosen, _names(data), path, num_prompts, words)
     return trim_and_package(reporter, job, out)
 
 
@@ -151,7 +151,7 @@ def trim_settings(
     *,
     size: int | str | None,
     selector: str | None,
-    data: str | Path | None,
+    data: str | Path | Sequence[str | Path] | None,
     min_coverage: float | None,
     search: str | None,
     trials: int | None,
@@ -176,9 +176,14 @@ def trim_settings(
         wanted, part.min_coverage, max_new_tokens, temperature,
         search=part.search, trials=part.trials,
     )  # fmt: skip
-    if data is not None:
-        check_source(str(data), "auto")
+    check_source(_names(data), "auto")
     return settings, chosen
+
+
+def _names(data: str | Path | Sequence[str | Path] | None) -> tuple[str, ...]:
+    """The names of the data that are counted."""
+    given = () if data is None else (data,) if isinstance(data, (str, Path)) else data
+    return tuple(str(one) for one in given)
 
 
 def _vocab_part(
@@ -271,15 +276,15 @@ def split(
 def _evidence(job: TrimJob, counted: list[HeldoutPrompt]) -> Any:
     """What the selector may count."""
     run, data = Path(job.draft.name).resolve().parent, None
-    if job.data is None and (run / "data" / "manifest.json").is_file():
+    if not job.data and (run / "data" / "manifest.json").is_file():
         data = TokenData.open(run / "data")
-    if job.data is not None and job.selector.name != "fr-spec":
-        counted = heldout_prompts(job.target, 10_000, path=job.data)
-    samples = partial(_samples, str(job.data) if job.data is not None else "corpus")
+    if job.data and job.selector.name != "fr-spec":
+        counted = [p for name in job.data for p in heldout_prompts(job.target, 10_000, path=name)]
+    samples = partial(_samples, job.data or ("corpus",))
     return Evidence(job.target, counted, data, samples, job.draft.drafter, job.draft.policy)
 
 
-def _samples(source: str) -> Iterable[Sample]:
+def _samples(source: Sequence[str]) -> Iterable[Sample]:
     return read_samples(source, "auto", "train", 0, Defects())
 
 

@@ -70,7 +70,8 @@ def table(args: argparse.Namespace) -> dict[str, Any]:
     assert policy is not None
     base = TrimSettings(new_tokens=args.tokens, temperature=args.temperature)
     chosen = selector(args.selector)
-    job = TrimJob(target, loaded, base, chosen, args.data, None, args.prompts)
+    data = () if args.data is None else (str(args.data),)
+    job = TrimJob(target, loaded, base, chosen, data, None, args.prompts)
     material = gathered(job)
     rank = ranking(material.counts, always_kept(target), drafter.vocab)
     sizes = args.sizes or sorted({max(16, rank.numel() // s // 8 * 8) for s in SHARES})

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from specctl.recipes.low_rank import JointPart, LoraPart
 from specctl.recipes.section import Fraction, NameOf, Positive, Section, SeedNumber, Tokens, flatten
@@ -20,6 +20,7 @@ from specctl.recipes.serve import ServePart
 
 LARGEST_OPTION = 10**12  # of a drafter's options; what fits each is the family's to say
 
+SourceName = Annotated[str, Field(min_length=1)]
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 InflateName = Literal["100m", "300m", "1b", "8b"]
@@ -82,11 +83,16 @@ class DrafterPart(Section):
 class DataPart(Section):
     """Where prompts come from and how the target answers them."""
 
-    source: str = Field(
-        default="corpus", min_length=1, description="'corpus', a path, or a hub data set"
+    source: SourceName | tuple[SourceName, ...] = Field(
+        default="corpus",
+        description="'corpus', a path, or a hub data set; or a list of them, which are all read",
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "hub"] = "auto"
-    split: str = "train"
+    format: Literal["auto", "text", "jsonl", "csv", "parquet", "hub"] = "auto"
+    split: str = Field(
+        default="train",
+        description="which split of a folder or data set is read; all = every one (files without "
+        "splits are read whole)",
+    )
     prompts: Positive = Field(default=1200, description="how many prompts the target answers")
     prompt_tokens: Positive = Field(
         default=48, description="tokens of each prompt cut from plain text"
@@ -180,6 +186,13 @@ class DataPart(Section):
         "(s3://, gs://, hf://); null: OUT/features",
     )
     seed: SeedNumber = 0
+
+    @field_validator("source", mode="after")
+    @classmethod
+    def _one_is_no_list(cls, given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not given:
+            raise ValueError("a list of sources names at least one")
+        return given[0] if len(given) == 1 and not isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _no_ignored_endpoint(self) -> Self:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -29,6 +30,9 @@ MOST = 10**9  # of a number whose option names no largest value of its own
 
 class ClosedPipe(Exception):
     """Whoever read our output has left."""
+
+
+REPEATED = "specctl.repeated"  # warnings of flags that were given several times
 
 
 class CommandInterrupted(Exception):
@@ -71,6 +75,8 @@ def command(
         for option in own:
             _check_numbers(ctx, option, given[option.name])
         given |= {group.name: group.gather(given) for group in groups}
+        for warning in ctx.meta.get(REPEATED, ()):
+            console.warn(warning)
         try:
             with guarded_streams():
                 body(console, **given)  # type: ignore[call-arg]
@@ -95,6 +101,21 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As usual; a flag of one value that was given several times is remarked: the last one
+        counts, which nobody means who takes it for a list."""
+        given = list(args)
+        rest: list[str] = super().parse_args(ctx, args)
+        _, _, order = self.make_parser(ctx).parse_args(given)
+        once = [p for p in order if not (p.multiple or getattr(p, "is_flag", False))
+                and p.param_type_name == "option" and not getattr(p, "count", False)]  # fmt: skip
+        ctx.meta[REPEATED] = [
+            f"{max(p.opts, key=len)} is given {times} times: of its values the last one counts"
+            for p, times in Counter(once).items()
+            if times > 1
+        ]
+        return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """[OPTIONS], then every argument in the words of its metavar: typer would put brackets

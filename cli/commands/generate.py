@@ -148,7 +148,7 @@ class GenerateJob:
 
         return generate_(
             self.target,
-            [list(prompt.messages) or prompt.text for prompt in self.prompts],
+            [_given(self.target, prompt) for prompt in self.prompts],
             draft,
             sampling=self.sampling,
             batch=self.batch,
@@ -159,6 +159,13 @@ class GenerateJob:
 
     def to_json(self, run: GenerateResult) -> dict[str, Any]:
         return {**run.to_json(), "target": target_json(self.target)}
+
+
+def _given(target: Target, prompt: PromptText) -> Any:
+    """A prompt as generate() takes it; with tools, as token ids."""
+    if prompt.tools:
+        return target.encode_chat(prompt.messages, prompt.tools)
+    return list(prompt.messages) or prompt.text
 
 
 def _tell_lengths(console: Console, run: GenerateResult) -> None:

@@ -236,11 +236,11 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         ("recipe", f"{recipe.name} ({recipe.digest[:12]})"),
         ("target", recipe.target.name + _where_text(recipe)),
         ("family", recipe.drafter.family),
-        ("data", recipe.data.source),
-        ("learns", _learned_text(recipe)),
         ("target parameters", f"{plan.target_parameters:,}"),
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
         *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
+        *_data_rows(plan),
+        ("learns", _learned_text(recipe)),
         ("steps", f"{plan.steps:,}"),
         ("hardware", plan.cluster.text()),
         *_memory_rows(plan),
@@ -254,11 +254,11 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
 
 def _learned_text(recipe: Recipe) -> str:
     """Whose words are learned, which decides more than anything else what a drafter drafts."""
-    data = recipe.data
+    data, said_by = recipe.data, recipe.origin["data.regenerate"]
     if data.on_policy == 1.0:
         return "what the drafter itself writes"
     if not data.regenerate:
-        words = f"the words of the data as they are (data.regenerate=false, {_set_by(recipe)})"
+        words = f"the words of the data as they are (data.regenerate=false, by {said_by})"
     elif data.endpoint is not None:
         words = f"{data.prompts:,} answers of the target, written by {data.endpoint}"
     else:
@@ -268,14 +268,24 @@ def _learned_text(recipe: Recipe) -> str:
     return " + ".join([words, *more])
 
 
-def _set_by(recipe: Recipe) -> str:
-    return "by " + recipe.origin["data.regenerate"]
-
-
 def _where_text(recipe: Recipe) -> str:
     source = recipe.data.target_source
     places = {"endpoint": ", its layers in a server", "files": ", its states in files"}
     return places.get(source, "")
+
+
+def _data_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Where the data come from; of several sources, the share of each in the bytes of all."""
+    shown = [(one, one.what + ("" if one.bytes is None else f", {size_text(one.bytes)}"))
+             for one in plan.sources]  # fmt: skip
+    if len(shown) == 1:
+        return [("data", f"{one.name}: {what}") for one, what in shown]
+    shares = ("share not known" if one.share is None else f"{one.share:.0%}" for one, _ in shown)
+    rows = [
+        (f"  {one.name}", f"{what}, {share}")
+        for (one, what), share in zip(shown, shares, strict=True)
+    ]
+    return [("data", f"{len(rows)} sources, all read"), *rows]
 
 
 def _memory_rows(plan: RunPlan) -> list[tuple[str, str]]:

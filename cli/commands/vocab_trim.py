@@ -36,11 +36,12 @@ def vocab_trim(
         ),
     ] = None,
     data: Annotated[
-        Path | None,
+        list[str] | None,
         typer.Option(
             "--data",
-            help="What is counted instead of the run's data beside DRAFT: prompts, or for fr-spec "
-            "raw text (default: this machine's Python sources).",
+            metavar="FILE",
+            help="What is counted instead of the run's data beside DRAFT (repeatable): prompts, or "
+            "for fr-spec raw text (default: this machine's Python sources).",
         ),
     ] = None,
     prompts: Annotated[

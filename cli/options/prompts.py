@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from specctl.core.errors import FileError, SpecctlError, one_of_two, unreadable
+
+TEXTS = ("prompt", "text")  # keys of a prompt that is read as it is
 
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """A prompt as the user gave it: a text, or the messages of a conversation."""
+    """A prompt as the user gave it: a text, or the messages of a conversation with the tools that
+    may be called in it."""
 
     text: str
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Any, ...] = ()
 
 
 def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> list[PromptText]:
@@ -71,51 +78,53 @@ def check_text(text: str, file: Path | None) -> None:
 
 
 def _read_file(file: Path) -> list[PromptText]:
+    if str(file) == "-":
+        return _read_standard_input()
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
+        with file.open("rb"):
+            pass
+        return _prompts(file)
     except (OSError, UnicodeDecodeError) as error:
-        expected = "a text file (one prompt per line) or JSONL that you may read"
+        expected = "a text file (one prompt per line) or a file of records that you may read"
         do = "give an existing file, or the prompt itself as an argument"
         raise unreadable("the file of prompts", file, error, "--file", expected, do) from error
-    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if file.suffix.lower() not in (".jsonl", ".json"):
-        return [PromptText(line) for _, line in lines]
-    return [_record(line, f"{file}:{number}") for number, line in lines]
 
 
-def _record(line: str, where: str) -> PromptText:
-    from specctl.train.data.records import check_values, parse_line
-
-    try:
-        record = parse_line(line)
-        messages = record.get("messages") if isinstance(record, dict) else None
-        check_values(messages)
-    except ValueError as error:
-        raise _bad_line(where, str(error)) from error
-    if isinstance(record, str):
-        return PromptText(record)
-    if not isinstance(record, dict):
-        raise _bad_line(where, type(record).__name__)
-    if isinstance(messages, list) and messages and all(_is_message(m) for m in messages):
-        return PromptText(messages[-1]["content"], tuple(messages))
-    text = record.get("prompt", record.get("text"))
-    if not isinstance(text, str):
-        shown = (f"{key}: {ascii(value)[:40]}" for key, value in record.items())
-        raise _bad_line(where, ", ".join(shown)[:200] or "{}")
-    return PromptText(text)
+def _read_standard_input() -> list[PromptText]:
+    """Prompts of standard input: lines, or records where it begins with one."""
+    with TemporaryDirectory(prefix="specctl-") as folder:
+        file = Path(folder) / "input.txt"
+        file.write_text(sys.stdin.read(), encoding="utf-8", errors="surrogatepass", newline="")
+        try:
+            return _prompts(file)
+        except (FileError, UnicodeDecodeError) as error:
+            found = getattr(error, "found", str(error))
+            where = str(getattr(error, "where", "")).replace(str(file), _place(Path("-")))
+            raise _bad_input(where or _place(Path("-")), found) from error
 
 
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )
+def _prompts(file: Path) -> list[PromptText]:
+    from specctl.train.data.prompt_files import file_prompts
+
+    found = []
+    for prompt in file_prompts(file, TEXTS, turns_first=True):
+        sample = prompt.sample
+        if sample.ids and not sample.messages and not sample.text:
+            raise _bad_input(prompt.where, "token ids alone (specctl bench --prompts reads them)")
+        text = sample.text or _last_words(sample.messages)
+        found.append(PromptText(text, sample.messages, sample.tools))
+    return found
 
 
-def _bad_line(where: str, found: str) -> FileError:
+def _last_words(messages: Sequence[Mapping[str, Any]]) -> str:
+    return str(messages[-1].get("content", "")) if messages else ""
+
+
+def _bad_input(where: str, found: str) -> FileError:
     return FileError(
         "a line of the prompts cannot be read",
         where=where,
         found=found,
-        expected='a JSON object such as {"prompt": "def main("} or {"messages": [...]}',
-        do="correct that line, or use a .txt file with one prompt per line",
+        expected='a text, or a JSON object such as {"prompt": "def main("}',
+        do="correct that line",
     )

@@ -48,8 +48,12 @@ class RecipeFlags:
         ),
     ] = None
     data: Annotated[
-        str | None,
-        typer.Option("--data", help="Text, JSONL, Parquet or hub data set; else the recipe's."),
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="SOURCE",
+            help="File, folder or hub data set (repeatable, all are read); else the recipe's.",
+        ),
     ] = None
     adapter: Annotated[
         list[str] | None,
@@ -104,6 +108,8 @@ class RecipeFlags:
     def _fields(self) -> dict[str, Any]:
         """Fields of the recipe that flags of their own set."""
         given = {field: getattr(self, name) for name, field in self.FIELDS.items()}
+        if self.data is not None and len(self.data) == 1:
+            given["data.source"] = self.data[0]
         return {field: value for field, value in given.items() if value is not None}
 
     def folder(self, recipe: Recipe) -> Path:

@@ -162,15 +162,17 @@ class Target:
         """Token ids of a plain text, with the special tokens the tokenizer puts in front."""
         return list(self._tokenizer().encode(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant speaks next; control tokens that
-        are spelled in it are read as text."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks next, with the `tools` that
+        it may call; control tokens that are spelled in it are read as text."""
         from jinja2 import TemplateError
 
         from specctl.runtime.target.chat_tokens import chat_tokens
 
         try:
-            return chat_tokens(self, messages)
+            return chat_tokens(self, messages, tools=tools)
         except TemplateError as error:
             raise IncompatibleError(
                 f"the chat template of target {self.name} does not take this conversation",

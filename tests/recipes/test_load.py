@@ -135,7 +135,7 @@ def test_one_wrong_value_is_told_once(tmp_path: Path) -> None:
         ("vocab.size=-1", "greater than or equal to 2"),
         ("vocab.min_coverage=1.5", "less than or equal to 1"),
         ("data.greedy_share=-0.1", "greater than or equal to 0"),
-        ("data.format=csv", "one of auto, text, jsonl"),
+        ("data.format=xlsx", "one of auto, text, jsonl"),
         ("target.inflate=big", "one of 100m, 300m"),
         ("target.dtype=fp8", "float32, bfloat16"),
         ("export.formats=[gguff]", "one of gguf, hf"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.core.errors import FileError, RecipeError
+from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.train.data.answers import AnswerPlan
 from specctl.train.data.context import check_context
@@ -163,12 +163,11 @@ def test_records_in_a_file_without_suffix_are_records(tmp_path: Path) -> None:
     assert [s.text for s in read(tmp_path / "words")] == ["one\ntwo\n"]
 
 
-def test_a_table_is_no_text_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_table_is_records_unless_text_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,response\na,b\n")
-    with pytest.raises(FileError, match="parquet"):
-        read(path)
-    assert len(read(path, format="text")) == 1
+    assert [m["content"] for m in read(path)[0].messages] == ["a", "b"]
+    assert [s.text for s in read(path, format="text")] == ["prompt,response\na,b\n"]
 
 
 def test_an_empty_file_of_records_is_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from specctl.cli.options.prompts import read_prompts
 from specctl.core.errors import FileError, SpecctlError
 from specctl.runtime.target.target import Target
-from specctl.train.data import sources
+from specctl.train.data import json_records
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.records import DEEPEST, Sample, sample_of
 from specctl.train.data.sources import Defects, read_samples
@@ -67,7 +67,7 @@ def test_a_file_that_begins_with_a_nested_line_is_read_on(tmp_path: Path) -> Non
 def test_a_line_without_end_is_left_out_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(json_records, "LONGEST_LINE", 1000)
     long = {**GOOD, "metadata": "x" * 5000}
     exact = json.dumps({**GOOD, "metadata": ""})
     exact = exact.replace('""', '"' + "x" * (1000 - len(exact)) + '"')

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specctl.core.errors import FileError, SpecctlError, nearest
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
-from specctl.train.data.chat import conversation_prompt
-from specctl.train.data.records import check_values, parse_line, sample_of
+from specctl.train.data.chat import answerable
+from specctl.train.data.context import check_ids
+from specctl.train.data.prompt_files import FilePrompt, file_prompts
+from specctl.train.data.records import Sample, check_values
+
+TEXTS = ("text", "prompt")  # keys of a prompt that is read as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,13 @@ def heldout_prompts(
 ) -> list[HeldoutPrompt]:
     """`count` prompts (fewer if there are fewer), taken in turn from every domain, always the same.
 
-    `path` is a text file (one prompt per line) or JSONL with text, prompt or messages per line.
+    `path` is a text file (one prompt per line), or a file of records as for training. A text, or a
+    prompt alone, is read as it is; a conversation as the target's template writes it.
     """
     file = embedded_prompts() if path is None else Path(path)
-    by_domain: dict[str, list[tuple[str, Any]]] = {}
-    for found, record in _records(file):
-        by_domain.setdefault(found, []).append((found, record))
+    by_domain: dict[str, list[FilePrompt]] = {}
+    for found in _prompts(file):
+        by_domain.setdefault(found.sample.domain, []).append(found)
     if domain is not None and domain not in by_domain:
         raise SpecctlError(
             "no held-out prompts of that domain",
@@ -56,7 +60,7 @@ def heldout_prompts(
         for group in groups
         if i < len(group)
     ]
-    prompts = [_prompt(target, found, record, file) for found, record in turns[:count]]
+    prompts = [_encoded(target, found) for found in turns[:count]]
     prompts = prompts if path is not None else [_short(target, prompt) for prompt in prompts]
     if not prompts:
         raise FileError(
@@ -77,54 +81,50 @@ def _short(target: Target, prompt: HeldoutPrompt) -> HeldoutPrompt:
     return HeldoutPrompt(ids, target.decode(ids), prompt.domain)
 
 
-def _records(file: Path) -> Iterator[tuple[str, Any]]:
-    """Domain and record of every line; a line that is not JSON in a JSONL file is an error."""
-    is_json = file.suffix.lower() in (".jsonl", ".json")
+def _prompts(file: Path) -> Iterator[FilePrompt]:
+    """Every prompt of the file; one that cannot be read is an error."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open("rb"):
+            pass
+        yield from file_prompts(file, TEXTS, turns_first=False)
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(
             "the file of held-out prompts cannot be read",
             where=str(file),
             found=getattr(error, "strerror", None) or f"no UTF-8 text: {error}",
-            expected="a text file with one prompt per line, or JSONL",
+            expected="a text file with one prompt per line, or records as for training",
             do="correct the path, or leave it out to use the embedded prompts",
         ) from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        if not is_json:
-            yield file.stem, line
-            continue
-        try:
-            record = parse_line(line)
-        except ValueError as error:
-            raise FileError(
-                "a line of the held-out prompts is not JSON",
-                where=f"{file}:{number}",
-                found=str(error),
-                expected='one object per line, e.g. {"text": "def main("}',
-                do="correct or remove the line",
-            ) from error
-        named = record.get("domain") if isinstance(record, dict) else None
-        yield (named if isinstance(named, str) and named else file.stem), record
 
 
-def _prompt(target: Target, domain: str, record: Any, file: Path) -> HeldoutPrompt:
-    text = record.get("text", record.get("prompt")) if isinstance(record, dict) else record
+def _by_ids(target: Target, sample: Sample) -> HeldoutPrompt:
+    """Of a record that was tokenized, what stands before the first token that is to be learned."""
+    ours = target.tokenizer_fingerprint or ""
+    if sample.tokenizer and not ours.startswith(sample.tokenizer):
+        raise ValueError("the token ids are of another tokenizer")
+    ids = sample.ids[: sample.mask.index(True)] if any(sample.mask) else sample.ids
+    if not ids:
+        raise ValueError("nothing stands before the first token to be learned")
+    check_ids(ids, target)
+    return HeldoutPrompt(ids, target.decode(ids), sample.domain)
+
+
+def _encoded(target: Target, prompt: FilePrompt) -> HeldoutPrompt:
+    sample = prompt.sample
     try:
-        if isinstance(text, str):
-            check_values(text)
-            check_room(target, text)
-            return HeldoutPrompt(tuple(target.encode(text)), text, domain)
-        sample = sample_of(record, str(file), domain)
-        ids = tuple(conversation_prompt(target.tokenizer, sample))
+        if sample.text:
+            check_values(sample.text)
+            check_room(target, sample.text)
+            return HeldoutPrompt(tuple(target.encode(sample.text)), sample.text, sample.domain)
+        if sample.ids and not sample.messages:
+            return _by_ids(target, sample)
+        ids = tuple(answerable(target.tokenizer, sample.messages, sample.tools))
     except ValueError as error:
         raise FileError(
             "a held-out prompt cannot be used",
-            where=str(file),
+            where=prompt.where,
             found=str(error),
             expected="text, prompt or messages",
             do="correct the line",
         ) from error
-    return HeldoutPrompt(ids, target.decode(ids), domain)
+    return HeldoutPrompt(ids, target.decode(ids), sample.domain)

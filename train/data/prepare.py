@@ -70,6 +70,7 @@ def prepare(
         console.warn("data.limit_tokens is ignored while the target writes the answers")
     samples, source_digest = _select(data, target, defects)
     check_own_answers(recipe, samples)
+    defects.tell_reading(console)
     manifest = None
     with ranks.together():  # nobody writes before all have looked
         manifest = read_manifest(folder)
@@ -222,12 +223,14 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
         raise RecipeError(
             "the data source holds nothing usable",
             where="data.source",
-            found="; ".join(defects.lines()) or data.source,
+            found="; ".join(defects.lines()) or str(data.source),
             expected='text, or one JSON object a line (or a list of them) with "messages", '
             '"prompt" and "response", or "text"',
             do="correct the file or data.source",
         )
     check_share(defects, number + 1, data.max_left_out)
+    if data.regenerate:
+        defects.chose(number for _, number, _ in chosen)
     samples = [s for _, _, s in sorted(chosen, key=lambda entry: entry[1])]
     return samples, whole.hexdigest()
 
@@ -286,6 +289,7 @@ def write_answers_alone(
     check_context(recipe, target.spec)
     defects = Defects()
     samples, _ = _select(recipe.data, target, defects)
+    defects.tell_reading(console)
     folder = out / "data"
     day = _day(recipe.data, target, out)
     _keep_day(day, folder)
@@ -399,7 +403,8 @@ def encode_documents(
         encoded = encode_sample(target.tokenizer, sample, target.eos_ids, variables)
         found = encoded.documents()
     else:
-        ids = [*target.encode(sample.text), *target.eos_ids[:1]]
+        end = target.end_of_document
+        ids = [*target.encode(sample.text), *([] if end is None else [end])]
         found = [Encoded(ids, [True] * len(ids))]
     is_marked = bool(sample.ids or sample.given)
     return [_document(one, target, sample, train_on_prompt and not is_marked) for one in found]

@@ -1,138 +1,332 @@
-"""Where training text comes from: this machine's sources, files, folders, parquet, hub data sets.
+"""Where training text comes from: this machine's sources, files, folders, tables, hub data sets.
 
 A source yields `Sample`s, either raw text or a conversation. A record that cannot be used is noted
-in `Defects` with its file and line and left out; if none can be used, that is an error.
+in `Defects` with its file and line and left out; if none can be used, that is an error. Of several
+sources a record of each is read in turn.
 """
 
 from __future__ import annotations
 
-import itertools
+import glob
+import io
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specctl.core.errors import FileError, NetworkError, RecipeError, nearest
-from specctl.core.installed import library
-from specctl.runtime.measure.reporter import Reporter
+from specctl.core.errors import FileError, SpecctlError, nearest
+from specctl.train.data.defects import Defects
+from specctl.train.data.hub_sets import hub_rows, saved_rows
+from specctl.train.data.json_records import Read, holds_splits, json_records
 from specctl.train.data.layouts import NO_CHOICES, FieldChoices
-from specctl.train.data.records import Sample, parse_line, samples_of, without_nulls
+from specctl.train.data.records import Sample, samples_of, without_nulls
+from specctl.train.data.splits import ALL, DEFAULT, folder_splits, is_about, no_split
+from specctl.train.data.streams import BROKEN, content_stem, content_suffix, opened
+from specctl.train.data.tables import (
+    arrow_records,
+    decoded,
+    parquet_records,
+    table_records,
+)
 
-LONGEST_LINE = 1 << 24  # bytes of a record; no context holds what is longer
-TEXT, JSONL, PARQUET, HUB = "text", "jsonl", "parquet", "hub"
+__all__ = ["DataSource", "Defects", "check_source", "find_source", "read_samples"]
+
+TEXT, JSONL, PARQUET, CSV, ARROW = "text", "jsonl", "parquet", "csv", "arrow"  # of a file
 RECORDS = "records"  # a folder of record files, each read by its own suffix
+CORPUS, HUB, SAVED = "corpus", "hub", "saved"  # saved: what `datasets` wrote with save_to_disk
 SUFFIXES = {
-    TEXT: (),
-    JSONL: (".jsonl", ".json", ".ndjson"),
+    JSONL: (".jsonl", ".json", ".ndjson", ".jsonlines"),
     PARQUET: (".parquet",),
-    RECORDS: (".jsonl", ".json", ".ndjson", ".parquet"),
+    CSV: (".csv", ".tsv"),
+    ARROW: (".arrow",),
 }
-TABLES = (".csv", ".tsv")
-ABOUT = ("readme", "license", "licence", "notice", "changelog")  # says nothing of a folder's kind
+KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
+PROSE = (".txt", ".text")  # may hold anything, records as well
+# By one of these a record in a file of text is told from another object in JSON.
+KEYS = (
+    "messages", "conversations", "conversation", "turns", "prompt", "instruction", "question",
+    "text", "chosen", "input_ids",
+)  # fmt: skip
 
 
-class Defects:
-    """What was left out of the data, by reason, and where first. One writer: the job.
-    `num_records` counts records and conversations alone, not files."""
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """What one name in data.source stands for: its kind, and the files that are read, each with
+    its own kind."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-        self.num_records = 0
+    name: str
+    kind: str
+    path: Path
+    files: tuple[tuple[Path, str], ...] = ()
+    split: str | None = None  # that the files belong to; None: they belong to none
+    domain: str = ""  # of its records; "": the name of their file
+    left: tuple[tuple[str, str], ...] = ()  # what is not read: reason and file
+    remarks: tuple[str, ...] = ()
 
-    def note(self, reason: str, where: str, count: int = 1, is_file: bool = False) -> None:
-        self.counts[reason] += count
-        self.num_records += 0 if is_file else count
-        self.first.setdefault(reason, where)
+    @property
+    def bytes(self) -> int | None:
+        """On this disk; None of what is not here."""
+        if self.kind in (CORPUS, HUB):
+            return None
+        return sum(file.stat().st_size for file, _ in self.files)
 
-    def add(self, other: Defects) -> None:
-        """Count what others left out, too."""
-        for reason, count in other.counts.items():
-            self.counts[reason] += count
-            self.first.setdefault(reason, other.first[reason])
-        self.num_records += other.num_records
+    @property
+    def what(self) -> str:
+        """In words: files and split."""
+        if self.kind in (CORPUS, HUB):
+            return "text of this machine" if self.kind == CORPUS else f"split {self.split}"
+        count = len(self.files)
+        files = "1 file" if count == 1 else f"{count:,} files"
+        return files if self.split is None else f"split {self.split}, {files}"
 
-    def lines(self) -> list[str]:
-        return [f"{n:,} x {why} (first: {self.first[why]})" for why, n in self.counts.items()]
 
-    def tell(self, console: Reporter) -> None:
-        for line in self.lines():
-            console.warn(f"data left out: {line}")
+# -- all sources ----------------------------------------------------------------------------------
+
+
+def names_of(source: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of one or several sources."""
+    return (source,) if isinstance(source, str) else tuple(source)
+
+
+def is_corpus(source: str | Sequence[str]) -> bool:
+    """True for the text of this machine: "corpus", or a part of it such as "corpus:docstring"."""
+    return all(name.partition(":")[0] == CORPUS for name in names_of(source))
+
+
+def check_source(source: str | Sequence[str], format: str, split: str = DEFAULT) -> None:
+    """Refuse a source that is nowhere here, and a split that its files do not have."""
+    for name in names_of(source):
+        find_source(name, format, split)
 
 
 def read_samples(
-    source: str,
+    source: str | Sequence[str],
     format: str,
     split: str,
     seed: int,
     defects: Defects,
     choices: FieldChoices = NO_CHOICES,
 ) -> Iterator[Sample]:
-    """Every usable sample of the source, in an order that depends on the source and seed alone.
-    `choices`: what the user says of the records' fields."""
-    if is_corpus(source):
-        yield from _corpus(source, seed)
+    """Every usable sample of the source, in an order that depends on the source and seed alone; of
+    several sources one of each in turn, until all are at their end. `choices`: what the user says
+    of the fields of records."""
+    names = names_of(source)
+    for name, times in Counter(names).items():
+        if times > 1:
+            defects.remark(f"{name} is given {times} times, and read as often")
+    found = [find_source(name, format, split) for name in names]
+    running = [(one.name, _read(one, split, seed, defects, choices)) for one in found]
+    while running:
+        still = []
+        for name, samples in running:
+            sample = next(samples, None)
+            if sample is not None:
+                defects.took(name)
+                yield sample
+                still.append((name, samples))
+        running = still
+
+
+def _read(
+    source: DataSource, split: str, seed: int, defects: Defects, choices: FieldChoices
+) -> Iterator[Sample]:
+    for remark in source.remarks:
+        defects.remark(remark)
+    for reason, where in source.left:
+        defects.note(reason, where, is_file=True)
+    if source.kind == CORPUS:
+        yield from _corpus(source.name, seed)
+    elif source.kind in (HUB, SAVED):
+        is_hub, domain = source.kind == HUB, source.domain
+        rows = hub_rows(source.name, split) if is_hub else saved_rows(source.path, source.split)
+        for number, record in enumerate(rows):
+            record = without_nulls(record)
+            yield from _usable(record, f"{domain}: row {number}", domain, defects, choices)
+    else:
+        for file, kind in source.files:
+            yield from _samples_of(file, kind, source, split, defects, choices)
+
+
+def _samples_of(
+    file: Path,
+    kind: str,
+    source: DataSource,
+    split: str,
+    defects: Defects,
+    choices: FieldChoices,
+) -> Iterator[Sample]:
+    if kind == TEXT:
+        yield from _text(file, defects)
         return
-    kind, path = check_source(source, format)
-    if kind == HUB:
-        yield from _hub(source, split, defects, choices)
-        return
-    for file in _files(path, kind, defects):
-        reader = {TEXT: _text, JSONL: _jsonl, PARQUET: _parquet}[_kind_of(file, kind)]
-        yield from reader(file, defects, choices)
+    inside = None if source.split is not None or split == ALL else split
+    for where, record in file_records(file, kind, inside):
+        record = without_nulls(record) if kind in (PARQUET, ARROW) else record
+        yield from _usable(record, where, source.domain or content_stem(file), defects, choices)
 
 
-def check_source(source: str, format: str) -> tuple[str, Path]:
-    """The format of a source and its path; one that is nowhere here is refused."""
-    path = Path(source).expanduser()
-    if is_corpus(source):
-        return TEXT, path
-    kind = _kind(source, path) if format == "auto" else format
-    if kind != HUB and not path.exists():
-        raise _no_such_path(source, path)
-    if format == "auto" and path.suffix.lower() in TABLES:
-        raise FileError(
-            "a table of this kind is not read as records",
-            where="data.source",
-            found=source,
-            expected="JSONL or parquet with columns such as prompt and response, or text",
-            do="write it as parquet: pandas.read_csv(FILE).to_parquet(...); or as plain text: "
-            "--set data.format=text",
-        )
-    return kind, path
+def file_records(file: Path, kind: str, split: str | None = None) -> Iterator[Read]:
+    """Place and value of every record of a file of that kind, a ValueError in place of one that
+    cannot be read. `split`: of a file of JSON that holds several."""
+    if kind == JSONL:
+        return json_records(file, split)
+    readers: Mapping[str, Callable[[Path], Iterator[Read]]] = {
+        PARQUET: parquet_records, CSV: table_records, ARROW: arrow_records,
+    }  # fmt: skip
+    return readers[kind](file)
 
 
-def _kind(source: str, path: Path) -> str:
-    """The format of a source by its name, or by what a folder holds most of."""
+def _usable(
+    record: Any, where: str, domain: str, defects: Defects, choices: FieldChoices
+) -> Iterator[Sample]:
+    try:
+        if isinstance(record, ValueError):
+            raise record
+        yield from samples_of(decoded(record), where, domain, choices)
+    except ValueError as error:
+        defects.note(str(error), where)
+
+
+# -- what a name stands for -----------------------------------------------------------------------
+
+
+def find_source(name: str, format: str, split: str) -> DataSource:
+    """What a name stands for; FileError where it is nowhere here, RecipeError where its files have
+    no such split."""
+    path = Path(name).expanduser()
+    if is_corpus(name):
+        return DataSource(name, CORPUS, path)
+    if format == HUB:
+        return _of_hub(name, path, split)
     if path.is_dir():
-        names = [p for p in _visible(path) if not p.stem.lower().startswith(ABOUT)]
-        num_records = sum(p.suffix.lower() in SUFFIXES[RECORDS] for p in names)
-        return RECORDS if 2 * num_records >= max(len(names), 1) else TEXT
-    suffixes = (*SUFFIXES[RECORDS], ".txt", ".md", ".py")
-    if path.exists() or path.suffix.lower() in suffixes:
-        return _kind_of(path, RECORDS)
-    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
-    return TEXT if is_path else HUB
+        return _of_folder(name, path, "", format, split)
+    if path.exists():
+        return _of_files(name, path, [path], format, split)
+    folder, _, config = name.rpartition(":")
+    if folder and Path(folder).expanduser().is_dir():
+        return _of_folder(name, Path(folder).expanduser(), config, format, split)
+    matched = [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]
+    files = [one for one in matched if one.is_file()]
+    if files:
+        return _of_files(name, path, files, format, split)
+    if format == "auto" and not _is_path(name, path):
+        return _of_hub(name, path, split)
+    raise _no_such_path(name, path)
 
 
-def _kind_of(file: Path, kind: str) -> str:
-    """How a file is read: as the source says, or by its own suffix."""
-    if kind != RECORDS:
-        return kind
-    if not file.suffix and file.is_file() and _begins_with_record(file):
+def _is_path(name: str, path: Path) -> bool:
+    """Whether a name that is nowhere here means a file, not a data set of the hub."""
+    suffixes = (*KIND_OF, *PROSE, ".md", ".py")
+    is_written_so = name.startswith((".", "/", "~")) or name.count("/") > 1
+    return is_written_so or content_suffix(path) in suffixes or path.suffix != content_suffix(path)
+
+
+def _of_hub(name: str, path: Path, split: str) -> DataSource:
+    repo = name.partition(":")[0].partition("@")[0]
+    return DataSource(name, HUB, path, split=split, domain=repo)
+
+
+def _of_files(name: str, path: Path, files: Sequence[Path], format: str, split: str) -> DataSource:
+    kinds = [(file, kind_of(file) if format == "auto" else format) for file in files]
+    found = DataSource(name, kinds[0][1], path, tuple(kinds), remarks=tuple(_told(kinds, format)))
+    has_splits = all(kind == JSONL and holds_splits(file) for file, kind in kinds)
+    return found if has_splits else _without_split(found, split)
+
+
+def _of_folder(name: str, folder: Path, config: str, format: str, split: str) -> DataSource:
+    if _saved_splits(folder) is not None:
+        return _of_saved(name, folder, split)
+    files = _visible(folder)
+    kind = _kind_of_folder(files) if format == "auto" else format
+    told = [f for f in files if not is_about(f) and _is_of(f, kind)]
+    others = [f for f in files if not is_about(f) and f not in told]
+    found = folder_splits(folder, told, config, must_be_all=kind == TEXT)
+    chosen = found.files(folder, split) if found.splits else told
+    if kind == TEXT and not found.splits:
+        chosen = files
+    if not chosen:
+        raise _no_files(folder, kind)
+    auto = format == "auto" and kind == RECORDS
+    kinds = [(file, kind_of(file) if auto else kind) for file in chosen]
+    if format == "auto" and kind == TEXT:
+        kinds = [(file, kind_of(file) if file.suffix in PROSE else TEXT) for file in chosen]
+    left = tuple(("file of another kind beside the data", str(file)) for file in others)
+    whole = DataSource(
+        name, kind, folder, tuple(kinds), left=left, remarks=tuple(_told(kinds, format))
+    )
+    if not found.splits:
+        return _without_split(whole, split)
+    domain = folder.resolve().name
+    return replace(
+        whole, split=split, domain=domain, remarks=(*whole.remarks, *_unread(found.others, folder))
+    )
+
+
+def _without_split(source: DataSource, split: str) -> DataSource:
+    """The source, with a word on a split that it does not have."""
+    if split in (DEFAULT, ALL, ""):
+        return source
+    shown = ", ".join(file.name for file, _ in source.files[:5])
+    shown += ", ..." if len(source.files) > 5 else ""
+    text = f"data.split={split} has no effect on {source.name}, which has no splits: {shown}"
+    return replace(source, remarks=(*source.remarks, text))
+
+
+def _unread(others: Sequence[Path], folder: Path) -> Iterator[str]:
+    if others:
+        shown = ", ".join(file.name for file in others[:5])
+        yield f"{folder}: in no split, and not read: {shown}{', ...' if len(others) > 5 else ''}"
+
+
+def _told(kinds: Iterable[tuple[Path, str]], format: str) -> Iterator[str]:
+    """What is said of files that hold records under the name of a text."""
+    for file, kind in kinds:
+        if format == "auto" and kind == JSONL and content_suffix(file) in PROSE:
+            yield (
+                f"{file} holds records in JSON and is read as such "
+                "(--set data.format=text learns it as it is written)"
+            )
+
+
+# -- kinds of files -------------------------------------------------------------------------------
+
+
+def kind_of(file: Path) -> str:
+    """How a file is read, by its own suffix; without one, by what it begins with."""
+    suffix = content_suffix(file)
+    if suffix in KIND_OF:
+        return KIND_OF[suffix]
+    is_open = suffix in PROSE or not suffix
+    if is_open and _first_record(file, any_object=not suffix):
         return JSONL
-    found = (k for k in (JSONL, PARQUET) if file.suffix.lower() in SUFFIXES[k])
-    return next(found, TEXT)
+    return TEXT
 
 
-def _begins_with_record(file: Path) -> bool:
-    """Whether the first line of a file without suffix is a JSON object."""
-    with file.open("rb") as lines:
-        try:
-            return isinstance(parse_line(lines.readline(LONGEST_LINE)), dict)
-        except ValueError:
-            return False
+def _first_record(file: Path, any_object: bool) -> bool:
+    """Whether a file begins with an object in JSON, and one with a key of records."""
+    try:
+        with opened(file) as stream:
+            if stream.read(64).lstrip()[:1] not in (b"{", b"["):
+                return False
+        _, record = next(json_records(file), ("", None))
+    except (SpecctlError, *BROKEN):
+        return False
+    return isinstance(record, dict) and (any_object or any(key in record for key in KEYS))
+
+
+def _kind_of_folder(files: Sequence[Path]) -> str:
+    """By what it holds most of."""
+    names = [file for file in files if not is_about(file)]
+    num_records = sum(content_suffix(file) in KIND_OF for file in names)
+    return RECORDS if 2 * num_records >= max(len(names), 1) else TEXT
+
+
+def _is_of(file: Path, kind: str) -> bool:
+    if kind == TEXT:
+        return True
+    suffixes = KIND_OF if kind == RECORDS else SUFFIXES[kind]
+    return content_suffix(file) in suffixes
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -144,24 +338,15 @@ def _visible(folder: Path) -> list[Path]:
     ]
 
 
-def _files(path: Path, kind: str, defects: Defects) -> list[Path]:
-    if path.is_file():
-        return [path]
-    suffixes, found = SUFFIXES[kind], []
-    for file in _visible(path):
-        if not suffixes or file.suffix.lower() in suffixes:
-            found.append(file)
-        elif not file.stem.lower().startswith(ABOUT):
-            defects.note("file of another kind beside the data", str(file), is_file=True)
-    if not found:
-        raise FileError(
-            f"the data folder holds no {kind} files",
-            found=str(path),
-            expected=" or ".join(f"at least one file *{suffix}" for suffix in suffixes)
-            or "at least one file",
-            do="give another folder, or set data.format",
-        )
-    return found
+def _no_files(folder: Path, kind: str) -> FileError:
+    suffixes = () if kind == TEXT else SUFFIXES.get(kind, tuple(KIND_OF))
+    return FileError(
+        f"the data folder holds no {kind} files",
+        found=str(folder),
+        expected=" or ".join(f"at least one file *{suffix}" for suffix in suffixes)
+        or "at least one file",
+        do="give another folder, or set data.format",
+    )
 
 
 def _no_such_path(source: str, path: Path) -> FileError:
@@ -177,9 +362,7 @@ def _no_such_path(source: str, path: Path) -> FileError:
     )
 
 
-def is_corpus(source: str) -> bool:
-    """True for the text of this machine: "corpus", or a part of it such as "corpus:docstring"."""
-    return source.partition(":")[0] == "corpus"
+# -- readers --------------------------------------------------------------------------------------
 
 
 def _corpus(name: str, seed: int) -> Iterator[Sample]:
@@ -192,136 +375,47 @@ def _corpus(name: str, seed: int) -> Iterator[Sample]:
             yield Sample(f"{source.distribution}:{source.name}", domain, text=text)
 
 
-def _text(path: Path, defects: Defects, choices: FieldChoices) -> Iterator[Sample]:
+def _text(path: Path, defects: Defects) -> Iterator[Sample]:
     """One file is one document; its domain is its folder."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with opened(path) as stream:
+            text = io.TextIOWrapper(stream, "utf-8").read()
     except UnicodeDecodeError as error:
         defects.note("file is not UTF-8 text", f"{path}: byte {error.start}", is_file=True)
-        return
-    if text.strip():
-        yield Sample(str(path), path.parent.name, text=text)
+    except BROKEN as error:
+        defects.note(f"file cannot be unpacked: {type(error).__name__}", str(path), is_file=True)
+    except FileError as error:
+        defects.note(f"file is no text: {error.found}", str(path), is_file=True)
     else:
-        defects.note("empty file", str(path), is_file=True)
-
-
-def _jsonl(path: Path, defects: Defects, choices: FieldChoices) -> Iterator[Sample]:
-    """A record per line, or a file that is one JSON list of records."""
-    listed = _json_list(path)
-    for number, record in enumerate(listed or (), start=1):
-        yield from _usable(record, f"{path}: record {number}", path.stem, defects, choices)
-    if listed is not None:
-        return
-    if path.stat().st_size == 0:
-        defects.note("empty file", str(path), is_file=True)
-    for where, line in _lines(path, defects):
-        try:
-            record = parse_line(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            defects.note(f"line is not JSON: {type(error).__name__}", where)
-        except ValueError as error:
-            defects.note(str(error), where)
+        if text.strip():
+            yield Sample(str(path), path.parent.name, text=text)
         else:
-            yield from _usable(record, where, path.stem, defects, choices)
+            defects.note("empty file", str(path), is_file=True)
 
 
-def _lines(path: Path, defects: Defects) -> Iterator[tuple[str, bytes]]:
-    """Place and bytes of every line that is not empty; one that is too long is never held."""
-    with path.open("rb") as file:
-        for number in itertools.count(1):
-            line, where = file.readline(LONGEST_LINE + 1), f"{path}:{number}"
-            if not line:
-                return
-            if len(line.removesuffix(b"\n")) > LONGEST_LINE:
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(LONGEST_LINE)
-                defects.note(f"line is longer than {LONGEST_LINE:,} bytes", where)
-            elif line.strip():
-                yield where, line
-
-
-def _json_list(path: Path) -> list[Any] | None:
-    """The records of a file that holds one JSON list; None for every other file."""
-    with path.open("rb") as file:
-        if not file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            return None
+def _saved_splits(folder: Path) -> list[str] | None:
+    """The splits of what `save_to_disk` wrote, [""] where it has none; None for other folders."""
     try:
-        found = parse_line(path.read_bytes())
-    except ValueError:
+        if (folder / "dataset_dict.json").is_file():
+            return list(json.loads((folder / "dataset_dict.json").read_text())["splits"])
+        if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+            return [str(json.loads((folder / "state.json").read_text()).get("_split") or "")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if isinstance(found, list) else None
+    return None
 
 
-def _parquet(path: Path, defects: Defects, choices: FieldChoices) -> Iterator[Sample]:
-    parquet = library("pyarrow.parquet", "this data source", "data")
-    from pyarrow.lib import ArrowException
-
-    row = 0
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            for record in _records(batch):
-                row += 1
-                record = without_nulls(record)
-                yield from _usable(record, f"{path}: row {row}", path.stem, defects, choices)
-    except (OSError, ArrowException) as error:
-        raise FileError(
-            "a parquet file cannot be read",
-            where=str(path),
-            found=f"after {row:,} rows: {str(error).splitlines()[0][:200]}",
-            expected="a whole parquet file",
-            do="write or download the file again",
-        ) from error
-
-
-def _records(batch: Any) -> Iterator[Any]:
-    """The rows of a batch; the error in place of a row with a value that Python has not, such as a
-    time beyond the last year or text that is not UTF-8."""
-    try:
-        yield from batch.to_pylist()
-        return
-    except (ValueError, OverflowError):
-        pass
-    for row in range(batch.num_rows):
-        try:
-            yield from batch.slice(row, 1).to_pylist()
-        except (ValueError, OverflowError) as error:
-            yield error
-
-
-def _hub(source: str, split: str, defects: Defects, choices: FieldChoices) -> Iterator[Sample]:
-    """`owner/name[@revision][:config]`, through the `datasets` library."""
-    datasets = library("datasets", "this data source", "data")
-    head, _, config = source.partition(":")
-    repo, _, revision = head.partition("@")
-    try:
-        rows = datasets.load_dataset(repo, config or None, split=split, revision=revision or None)
-    except ValueError as error:
-        raise RecipeError(
-            "the hub data set has no such part",
-            where="data.source, data.split",
-            found=f"{source} split {split}: {error}",
-            expected="owner/name[@revision][:config] and one of its splits",
-            do="correct data.source or data.split",
-        ) from error
-    except OSError as error:
-        raise NetworkError(
-            f"cannot load the hub data set {repo!r}",
-            found=f"{type(error).__name__}: {error}",
-            expected="a reachable hub that has this data set and lets you read it",
-            do="check the name and the connection, or download it and set data.source to the "
-            "files; data.source=corpus needs no network",
-        ) from error
-    for number, record in enumerate(rows):
-        record = without_nulls(record)
-        yield from _usable(record, f"{repo}: row {number}", repo, defects, choices)
-
-
-def _usable(
-    record: Any, where: str, domain: str, defects: Defects, choices: FieldChoices
-) -> Iterator[Sample]:
-    try:
-        if isinstance(record, Exception):
-            raise ValueError(f"record cannot be read: {type(record).__name__}")
-        yield from samples_of(record, where, domain, choices)
-    except ValueError as error:
-        defects.note(str(error), where)
+def _of_saved(name: str, folder: Path, split: str) -> DataSource:
+    """What `save_to_disk` wrote: one data set, or one a split."""
+    splits, is_one = _saved_splits(folder) or [], not (folder / "dataset_dict.json").is_file()
+    wanted = splits if split == ALL or (is_one and split == DEFAULT) else split.split("+")
+    for one in wanted if splits != [""] else ():
+        if one not in splits:
+            raise no_split(str(folder), one, dict.fromkeys(splits))
+    base = [folder] if is_one else [folder / one for one in wanted]
+    files = [(file, ARROW) for below in base for file in sorted(below.glob("*.arrow"))]
+    chosen = None if splits == [""] else "+".join(wanted)
+    found = DataSource(
+        name, SAVED, folder, tuple(files), split=chosen, domain=folder.resolve().name
+    )
+    return _without_split(found, split) if splits == [""] else found

@@ -31,6 +31,7 @@ from specctl.train.lora import attach
 from specctl.train.metrics import read_log
 from specctl.train.optim import is_hidden_matrix
 from specctl.train.planning.capacity import fits
+from specctl.train.planning.data_shares import SourceShare, source_shares
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.memory import Held
 from specctl.train.planning.pace import Pace
@@ -72,6 +73,7 @@ class RunPlan:
     steps: int
     parts: tuple[Part, ...]
     basis: str
+    sources: tuple[SourceShare, ...] = ()
     added: int = 0  # numbers that joint training adds to the target, which it changes
 
     @property
@@ -125,6 +127,7 @@ class RunPlan:
             "seconds_range": list(self.seconds_range),
             "parts": [part.to_json() for part in self.parts],
             "basis": self.basis,
+            "data": [source.to_json() for source in self.sources],
         }
 
 
@@ -169,6 +172,7 @@ def plan(
         disk=_disk(recipe, shape, counts, data_tokens(recipe, rehearsal)),
         weighing=weighing,
         steps=recipe.train.steps,
+        sources=source_shares(recipe.data),
         added=counts.added,
         parts=(*elsewhere, *timed.parts),
         basis=timed.basis + (", without the time of servers" if elsewhere else ""),

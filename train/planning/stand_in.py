@@ -32,6 +32,7 @@ from specctl.train.data.prepare import encode_document, field_choices
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects, is_corpus, read_samples
+from specctl.train.planning.data_shares import source_shares
 from specctl.train.planning.target_shape import TargetShape
 
 LIGHT = 1_000_000_000  # parameters of a target that a CPU makes, or reads, within seconds
@@ -83,9 +84,9 @@ def _cut(config: Any, num_layers: int) -> None:
 def source_text(recipe: Recipe, clock: Callable[[], float]) -> SourceText:
     """Samples of the recipe's source. Nothing is asked of the hub."""
     data = recipe.data
-    path = Path(data.source)
+    sizes = [share.bytes for share in source_shares(data)]
     is_all = is_corpus(data.source)
-    if not is_all and not path.is_file():
+    if not is_all and None in sizes:
         return SourceText((), 0.0)
     began, found, seen = clock(), list[Sample](), 0
     try:
@@ -101,7 +102,7 @@ def source_text(recipe: Recipe, clock: Callable[[], float]) -> SourceText:
     except SpecctlError:  # data that are not as they should be; the run will say it
         return SourceText((), 0.0)
     seconds = clock() - began
-    share = 1.0 if is_all or seen <= TEXT_BYTES else path.stat().st_size / seen
+    share = 1.0 if is_all or seen <= TEXT_BYTES else sum(size or 0 for size in sizes) / seen
     return SourceText(tuple(found), seconds * share)
 
 

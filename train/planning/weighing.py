@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import runs_of
 from specctl.runtime.target.quantised import layer_share
+from specctl.train.planning.data_shares import tokens_in
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.memory import PROCESS_BYTES, Held, held, rows_each, way_out
 from specctl.train.planning.rehearsal import Rehearsal, small
@@ -169,9 +169,8 @@ def data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:
     known from a rehearsal, or guessed."""
     data = recipe.data
     if not data.regenerate:
-        source = Path(data.source)
-        in_file = source.stat().st_size // 4 if source.is_file() else 10_000_000
-        return min(in_file, data.limit_tokens or in_file)
+        held = tokens_in(data)
+        return min(held, data.limit_tokens or held)
     each = data.prompt_tokens + data.new_tokens
     in_sample = float(SAMPLE_TOKENS)
     if rehearsal is not None:

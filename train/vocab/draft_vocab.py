@@ -13,9 +13,9 @@ from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.target.target import Target
+from specctl.train.data.prepare import field_choices
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
-from specctl.train.data.prepare import field_choices
 from specctl.train.data.sources import Defects, read_samples
 from specctl.train.vocab.coverage import (
     always_kept,
