@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what templates call them
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # as servers and templates name them
 FUNCTION, VALUE = "probe_function", "probe value"
 FORMS = ((False, None), (False, ""), (True, None), (True, ""))  # arguments as text, empty content
 
@@ -79,7 +79,7 @@ def reads(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
-def _reads_key(template: str, name: str) -> bool:
+def reads_key(template: str, name: str) -> bool:
     """Whether a template looks a key up: message.NAME or message['NAME']."""
     return re.search(rf"\.{name}\b|['\"]{name}['\"]", template) is not None
 
@@ -114,7 +114,7 @@ def _taken(tokenizer: Any, template: str, turn: dict[str, Any]) -> dict[str, Any
 def _name_thoughts(template: str, turn: dict[str, Any]) -> None:
     """Thoughts under the first name that the template reads; elsewhere they stay as they are."""
     given = next((name for name in THOUGHTS if turn.get(name)), None)
-    known = next((name for name in THOUGHTS if _reads_key(template, name)), None)
+    known = next((name for name in THOUGHTS if reads_key(template, name)), None)
     if given is not None and known is not None and given != known and known not in turn:
         turn[known] = turn.pop(given)
 

@@ -3,7 +3,6 @@ that is: which format it has for tool calls, whether the model thinks, which var
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +13,13 @@ from jinja2 import Environment, TemplateError, meta
 from specctl.core.errors import SpecctlError, unknown
 from specctl.runtime.server.replies.message_parser import TAGS
 from specctl.runtime.server.requests.protocol import (
-    THOUGHTS,
     AnyMessage,
     AssistantMessage,
     ChatRequest,
     ToolMessage,
 )
 from specctl.runtime.server.tools import TOOL_FORMATS, ToolFormat
+from specctl.runtime.target.chat_turns import THOUGHTS, parsed_arguments, reads_key
 from specctl.runtime.target.target import Target
 
 ROLES = {"developer": "system"}  # what OpenAI calls a system message of late
@@ -78,7 +77,7 @@ class ChatStyle:
             variables - OWN - _special_names(target.tokenizer),
             {str(token): int(id) for id, token in added.items()},
             frozenset(int(id) for id, token in added.items() if token.special),
-            next((name for name in THOUGHTS if _reads(template, name)), None),
+            next((name for name in THOUGHTS if reads_key(template, name)), None),
         )
 
     def write(self, target: Target, body: ChatRequest) -> Written:
@@ -158,21 +157,12 @@ def _turn(message: AnyMessage, thoughts: str) -> Turn:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments),
+                        "arguments": parsed_arguments(call.function.arguments),
                     },
                 }
                 for call in message.tool_calls
             ]
     return turn
-
-
-def _arguments(text: str) -> Any:
-    """As templates want them: an object; what is none stays the text that it is."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
 
 
 def _spelled_out(
@@ -200,11 +190,6 @@ def _template(tokenizer: Any) -> str:
     """All templates of a tokenizer, as one text."""
     found = getattr(tokenizer, "chat_template", None) or ""
     return found if isinstance(found, str) else "\n".join(map(str, dict(found).values()))
-
-
-def _reads(template: str, name: str) -> bool:
-    """Whether a template looks into that field of a message: `message.thinking`, or in quotes."""
-    return re.search(rf"(?:\.\s*|['\"]){name}\b", template) is not None
 
 
 def _variables(template: str) -> frozenset[str]:

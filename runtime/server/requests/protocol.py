@@ -38,13 +38,13 @@ from specctl.runtime.server.requests.tool_fields import (
     ToolChoice,
     Tools,
 )
+from specctl.runtime.target.chat_turns import THOUGHTS
 
 MAX_STOP_TOKENS = 128
 Scalar = bool | int | Annotated[float, Field(allow_inf_nan=False)] | Word | None
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 Variables = Annotated[dict[VariableName, Scalar], Field(max_length=32), Few(32)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # as servers and templates name them
 
 
 def _kind(value: Any) -> str:
