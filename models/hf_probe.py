@@ -17,7 +17,7 @@ Letters: B rows, N nodes, R flat rows, S sequence, T fed tokens, V target vocabu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -32,6 +32,7 @@ from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import LanguageModel
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.hf_spec import ALIBI, field_of
+from specctl.models.not_finite import first_bad_module, is_bad, numbers_error, numbers_in
 from specctl.models.spread import is_piece
 
 KEPT = (9, 5)  # prompt tokens of the two rows
@@ -175,11 +176,23 @@ def ask_plainly(model: Any, windows: tuple[int, ...]) -> Plain:
                 out = model(input_ids=ids_RS, use_cache=True)
         except Exception:  # a module that reads another's weights, or a kernel of one dtype
             out, is_exact = model(input_ids=ids_RS, use_cache=True), False
+    _check_numbers(model, out.logits, lambda: model(input_ids=ids_RS, use_cache=False))
     cache = getattr(out, "past_key_values", None)
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "layers"):
         raise refused(model, "it keeps no cache of keys and values")
     return Plain(ids_RS, out.logits, _layers(cache), is_exact)
+
+
+def _check_numbers(model: Any, logits_RSV: Tensor, forward: Callable[[], object]) -> None:
+    """A model whose plain logits are no numbers is damaged, not of an unfit kind."""
+    bad_RS = is_bad(logits_RSV)
+    if not bool(bad_RS.any()):
+        return
+    row, at = bad_RS.nonzero()[0].tolist()
+    kind = str(model.dtype).removeprefix("torch.")
+    found = f"{numbers_in(logits_RSV[row, at])} behind {at + 1} tokens, in {kind}"
+    raise numbers_error(type(model).__name__, model, kind, found, first_bad_module(model, forward))
 
 
 def _ids(model: Any) -> Tensor:
@@ -320,6 +333,7 @@ def check_reading(model: Any) -> None:
         except Exception:  # a kernel of one dtype
             is_exact = False
             alone, both = _read_twice(model, ids_RS[:1, :short], beside)
+    _check_numbers(model, alone, lambda: model(input_ids=ids_RS[:1, :short], use_cache=False))
     away_N = _distance(both[0, :short], alone[0])
     away = float(away_N.max() if is_exact else away_N.median())
     if not away <= (BOUND if is_exact else ROUGH):

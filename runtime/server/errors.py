@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import NumbersError, SpecctlError
 from specctl.runtime.server.engine_thread.contract import Busy, TooLong, Unavailable
 
 RETRY_SECONDS = 5  # told with a 503: the server loads, or another one takes over
@@ -90,6 +90,8 @@ def api_error(error: SpecctlError) -> ApiError:
     if isinstance(error, Unavailable):
         later = {"Retry-After": str(RETRY_SECONDS)}
         return ApiError(503, message, code=error.state, headers=later)
+    if isinstance(error, NumbersError):
+        return ApiError(500, message, code="target_not_finite")
     code = "context_length_exceeded" if isinstance(error, TooLong) else None
     return ApiError(400, message, code=code)
 
