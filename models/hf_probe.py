@@ -361,12 +361,19 @@ def _told(model: Any, what: str) -> Iterator[None]:
 def refused(model: Any, what: str, away: float | None = None) -> IncompatibleError:
     """The error for a module that cannot be a target, with the cause as far as it shows."""
     by = "" if away is None else f", by {away:.1%} of the logits"
-    cause = _cause(model)
+    places = _cache_places(model)
+    cause = places or _cause(model)
+    do = "choose a target with rotary or learned positions, e.g. a Llama or Qwen3"
+    if places is not None:
+        do = (
+            "let every layer be an object of its own whose attention has its place as layer_idx, "
+            "and set config.num_hidden_layers to their number"
+        )
     return IncompatibleError(
         f"{type(model).__name__} cannot be a target",
         found=f"{what}{by}" + (f": {cause}" if cause else ""),
         expected="a decoder that obeys 4-D masks and given positions",
-        do="choose a target with rotary or learned positions, e.g. a Llama or Qwen3",
+        do=do,
     )
 
 
@@ -382,3 +389,18 @@ def _cause(model: Any) -> str:
     if "position_ids" not in signature(type(model).forward).parameters:
         return "its forward takes no positions"
     return ""
+
+
+def _cache_places(model: Any) -> str | None:
+    """What is wrong with the numbers by which attentions find their layer of a cache: after layers
+    were taken out or put in by hand."""
+    parts = (part for _, part in model.named_modules(remove_duplicate=False))
+    found = [part.layer_idx for part in parts if hasattr(part, "layer_idx")]
+    numbers = sorted(set(found))
+    most = field_of(model.config.get_text_config(), "num_hidden_layers") or len(numbers)
+    if not numbers or (len(numbers) == len(found) and numbers[-1] < most):
+        return None
+    return (
+        f"its layers are numbered {', '.join(map(str, found[:16]))} for the cache, of {most:,} that "
+        "its configuration has"
+    )

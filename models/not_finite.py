@@ -138,23 +138,27 @@ def _first_by_taps(lm: FastLlama, feed: Feed) -> str:
     depth, kind = lm.spec.num_layers, lm.spec.model_type
     out = lm.run(replace(feed, taps=tuple(range(depth + 1))), None)
     for tap in range(depth + 1):
-        if bool(out.taps[tap].isfinite().all()):
-            continue
-        if tap == 0:
-            return f"the embedding ({kind})"
-        at = tap - 1
-        part = replace(feed, taps=(tap,), logits=False, residual_BTD=out.taps[at])
-
-        def is_good(attention: tuple[int, ...]) -> bool:
-            run = replace(part, parts=SubLayers(attention, ()))
-            return bool(lm.run(run, None).taps[tap].isfinite().all())
-
-        if tap == depth and not is_good(()):
-            return f"the final norm ({kind})"
-        name = "the MLP" if is_good((at,)) else "the attention"
-        return f"{name} of decoder layer {at} ({kind}, {depth} layers)"
+        if not bool(out.taps[tap].isfinite().all()):
+            part = f"the embedding ({kind})"
+            return part if tap == 0 else _part_of_layer(lm, feed, tap, out.taps[tap - 1])
     assert out.logits_BTV is not None
     return f"the LM head ({kind})" if bool(is_bad(out.logits_BTV).any()) else ""
+
+
+def _part_of_layer(lm: FastLlama, feed: Feed, tap: int, residual_1SD: Tensor) -> str:
+    """Which part of the layer in front of that tap makes numbers end, given the residual that it
+    gets; behind the last layer stands the final norm."""
+    depth, kind = lm.spec.num_layers, lm.spec.model_type
+
+    def is_good(attention: tuple[int, ...]) -> bool:
+        parts = SubLayers(attention, ())
+        run = replace(feed, taps=(tap,), logits=False, parts=parts, residual_BTD=residual_1SD)
+        return bool(lm.run(run, None).taps[tap].isfinite().all())
+
+    if tap == depth and not is_good(()):
+        return f"the final norm ({kind})"
+    name = "the MLP" if is_good((tap - 1,)) else "the attention"
+    return f"{name} of decoder layer {tap - 1} ({kind}, {depth} layers)"
 
 
 def first_bad_module(module: nn.Module, forward: Callable[[], object]) -> str:

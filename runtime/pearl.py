@@ -94,6 +94,7 @@ class Pearl:
                 expected="a drafter that reads the text or the target's features",
                 do="leave parallel out",
             )
+        target.lm.check_unchanged()
         self.target, self.drafter, self.policy = target, drafter, policy
         self.gamma, self.needs = policy.length, drafter.needs()
         self.prefill_seconds = self.draft_seconds = self.verify_seconds = self.waited_seconds = 0.0

@@ -64,6 +64,7 @@ class Engine:
         wrap_drafter: Callable[[RoundDrafter], RoundDrafter] | None = None,
         told: RoundSeconds | None = None,
     ) -> None:
+        target.lm.check_unchanged()
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
         self.told = told
         self._choosing = batching if isinstance(batching, Choosing) else None
