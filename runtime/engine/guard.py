@@ -2,7 +2,8 @@
 
 A drafter that raises, hands out NaN or names tokens that do not exist costs speed, never an answer:
 the row it failed for is decoded plainly from then on, with its text as the target's distribution
-has it. A failure that cannot be pinned on one row takes the drafts of all rows that were drafted
+has it. What was drawn from NaN the verification rules leave out (`verify/walk.py`); here it is
+counted. A failure that cannot be pinned on one row takes the drafts of all rows that were drafted
 for; rows that join later are tried anew, until failures come one upon another and drafting ends for
 good. The drafter no longer sees a row that it failed for, so what it garbled there harms nobody.
 Letters: B rows, K draft vocabulary, N nodes, T fed tokens.
@@ -119,13 +120,13 @@ class Guard(RoundDrafter):
         self._seen.append(~(logits.flatten(1).amax(1) < torch.inf))
 
     def _checked(self, tree: DraftTree, slots: tuple[int, ...]) -> DraftTree:
-        """The tree without rows that were drafted from no distribution, or with tokens that do not
-        exist."""
+        """The tree without rows that name tokens that do not exist. Rows that were drafted from no
+        distribution keep what was drafted in front of that."""
         token_BN = tree.token_BN
         bad_B = ((token_BN < 0) | (token_BN >= self.vocab_size)).any(1)
-        for seen_B in self._seen:
-            bad_B = bad_B | seen_B
         self._bad = slots, bad_B
+        for seen_B in self._seen:
+            self._bad = slots, self._bad[1] | seen_B
         if not tree.num_nodes or (bad_B.device.type == "cpu" and not bool(bad_B.any())):
             return tree
         bad_B1, q = bad_B[:, None], tree.q
