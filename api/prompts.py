@@ -53,21 +53,15 @@ def _several(prompts: Any) -> list[Any]:
 
 
 def _one(prompt: Any) -> list[Any]:
-    """The prompt that an element of several stands for."""
-    if isinstance(prompt, str):
-        return [prompt]
-    found = _several(prompt)
-    if len(found) == 1 and not isinstance(prompt, Mapping):
-        return found if found[0] or not isinstance(found[0], list) else [[]]
-    if not found:
-        return [[]]
+    """The one prompt that an element of several stands for."""
+    found = _several(prompt) or [[]]  # no ids at all: refused where it would be read
     if len(found) > 1:
         raise _no_prompt(prompt)
     return found
 
 
 def _of_mapping(prompt: Mapping[str, Any]) -> list[Any]:
-    """A message by itself, a record with messages, or a tokenizer's encoding without its padding."""
+    """A message by itself, a record with messages, or a tokenizer's encoding, unpadded."""
     if _is_message(prompt):
         return [[prompt]]
     if "messages" in prompt:

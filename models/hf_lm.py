@@ -197,6 +197,9 @@ class HfLM(LanguageModel):
             )
         self.module = model
         self.spec = spec_of(model.config, eos_ids)
+        there = getattr(model.base_model, "layers", None)
+        if isinstance(there, nn.ModuleList) and len(there) < self.spec.num_layers:
+            self.spec = replace(self.spec, num_layers=len(there))  # some were taken out by hand
         text = model.config.get_text_config()
         kinds = tuple(field_of(text, "layer_types") or ())
         window = field_of(text, "sliding_window")

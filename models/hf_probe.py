@@ -400,7 +400,5 @@ def _cache_places(model: Any) -> str | None:
     most = field_of(model.config.get_text_config(), "num_hidden_layers") or len(numbers)
     if not numbers or (len(numbers) == len(found) and numbers[-1] < most):
         return None
-    return (
-        f"its layers are numbered {', '.join(map(str, found[:16]))} for the cache, of {most:,} that "
-        "its configuration has"
-    )
+    named = ", ".join(map(str, found[:16]))
+    return f"its layers are numbered {named} for the cache, of {most:,} that its configuration has"

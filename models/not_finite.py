@@ -62,21 +62,24 @@ def numbers_error(
 ) -> NumbersError:
     """The error with its cause: the `layer` in which numbers end ("": not known), the weights that
     are damaged, and a way out that fits the dtype `kind`."""
-    damaged = damaged_weights(module)
-    parts = [found]
+    damaged, parts = damaged_weights(module), [found]
+    # Infinities alone may be large weights that a cast to float16 has made of them.
+    is_damaged = any(count for *_, count in damaged) or bool(damaged and kind != "float16")
     if layer:
         parts.append(f"the first output that is not finite is that of {layer}")
     if damaged:
         more = len(damaged) - MOST_NAMED
-        named = ", ".join(damaged[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        named = ", ".join(name for name, _ in damaged[:MOST_NAMED]) + (
+            f" and {more} more" if more > 0 else ""
+        )
         parts.append(f"weights that are not finite: {named}")
     return NumbersError(
         f"the logits of target {name} are not numbers",
         found="; ".join(parts),
         expected="finite logits (-inf for ids that are masked)",
-        do=_way_out(kind, bool(damaged)),
+        do=_way_out(kind, is_damaged),
         rows=rows,
-        exit=Exit.INTEGRITY if damaged else Exit.INCOMPATIBLE,
+        exit=Exit.INTEGRITY if is_damaged else Exit.INCOMPATIBLE,
     )
 
 
@@ -102,16 +105,17 @@ def numbers_in(logits_V: Tensor) -> str:
 
 
 @torch.no_grad()
-def damaged_weights(module: nn.Module) -> list[str]:
-    """Names of the weights that hold NaN or infinities, with how many. What lies elsewhere (meta)
-    is passed over."""
+def damaged_weights(module: nn.Module) -> list[tuple[str, int]]:
+    """Names of the weights that hold NaN or infinities, with how many, and how many are NaN. What
+    lies elsewhere (meta) is passed over."""
     found = []
     for name, weight in module.named_parameters():
         if weight.is_meta or not weight.is_floating_point() or is_parallel(module):
             continue
         count = int((~weight.detach().isfinite()).sum())
         if count:
-            found.append(f"{name} ({count:,} of {weight.numel():,})")
+            text = f"{name} ({count:,} of {weight.numel():,})"
+            found.append((text, int(weight.detach().isnan().sum())))
     return found
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import DraftState, Outcome, RoundSeconds, RoundView, Space
-from specctl.core.tree import DraftTree, QRows
+from specctl.core.tree import DraftTree, NodeKind, QRows
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.round_drafter import RoundDrafter
@@ -120,13 +120,15 @@ class Guard(RoundDrafter):
         self._seen.append(~(logits.flatten(1).amax(1) < torch.inf))
 
     def _checked(self, tree: DraftTree, slots: tuple[int, ...]) -> DraftTree:
-        """The tree without rows that name tokens that do not exist. Rows that were drafted from no
-        distribution keep what was drafted in front of that."""
+        """The tree without rows that name tokens that do not exist, and where nothing is drawn
+        without those drafted from no distribution. A row that draws keeps what it drew in front of
+        that: to drop it for what came behind would favour some of those tokens."""
         token_BN = tree.token_BN
-        bad_B = ((token_BN < 0) | (token_BN >= self.vocab_size)).any(1)
-        self._bad = slots, bad_B
+        bad_B = lost_B = ((token_BN < 0) | (token_BN >= self.vocab_size)).any(1)
         for seen_B in self._seen:
-            self._bad = slots, self._bad[1] | seen_B
+            lost_B = lost_B | seen_B
+        self._bad = slots, lost_B
+        bad_B = lost_B if tree.kind is NodeKind.POINT else bad_B
         if not tree.num_nodes or (bad_B.device.type == "cpu" and not bool(bad_B.any())):
             return tree
         bad_B1, q = bad_B[:, None], tree.q

@@ -85,12 +85,17 @@ class Peaks:
             end_B1 = verdict.path_BP.gather(1, verdict.num_accepted_B[:, None])
             peak_BT = torch.cat([peak_BT, self.left_BT.gather(1, end_B1)], dim=1)
         is_changed = self.left_BT is not None
-        if packed_BX.device.type == "cpu":
+        if is_on_host(packed_BX):
             return HostPeaks(packed_BX.tolist(), peak_BT.tolist(), is_changed)
         both = torch.cat([packed_BX, peak_BT.view(torch.int32)], dim=1).cpu().numpy()
         width = packed_BX.shape[1]
         peaks = both[:, width:].astype(np.int32).view(np.float32)
         return HostPeaks(both[:, :width].tolist(), peaks.tolist(), is_changed)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether to read it costs nothing."""
+    return tensor.device.type == "cpu"
 
 
 class HostPeaks(NamedTuple):
