@@ -47,6 +47,7 @@ def load_target(
     from specctl.runtime.target.target import load_target as load
 
     if isinstance(target, Target):
+        target.lm.check_unchanged()
         return target
     if isinstance(target, (str, Path)):
         return load(

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
+from typing import Self
 
 LISTED = 12  # names that are taken in at a glance; of more, the command that lists them is named
 
@@ -106,6 +107,39 @@ class DivergedError(SpecctlError):
     """Training produced NaN or Inf too often."""
 
     exit = Exit.DIVERGED
+
+
+class RowsError(SpecctlError):
+    """A round failed for some of its rows alone: `rows` are the indices of their requests, and the
+    others may go on."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        found: str = "",
+        expected: str = "",
+        do: str = "",
+        rows: tuple[int, ...] = (),
+        exit: Exit | None = None,
+    ) -> None:
+        super().__init__(what, found=found, expected=expected, do=do, exit=exit)
+        self.rows = rows
+
+    def of_rows(self, rows: tuple[int, ...]) -> Self:
+        """The same finding for other rows."""
+        about = {"found": self.found, "expected": self.expected, "do": self.do}
+        return type(self)(self.what, **about, rows=rows, exit=self.exit)
+
+
+class NumbersError(RowsError):
+    """The target's logits are NaN or infinite: nothing follows from them."""
+
+    exit = Exit.INCOMPATIBLE
+
+
+class BannedError(RowsError):
+    """Bias, banned words, processors or a grammar leave no token that may come next."""
 
 
 # What torch and its libraries say of an allocation that failed, where the type does not.

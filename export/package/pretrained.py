@@ -26,6 +26,7 @@ from specctl.export.package.files import (
     read_json,
 )
 from specctl.export.package.manifest import MANIFEST, check_files
+from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
 from specctl.runtime.target.checkpoint_folder import (
@@ -208,6 +209,8 @@ def load_lm(folder: Path, shapes: Mapping[str, TensorEntry], target: Target) -> 
                 "every weight of the architecture, and no other",
                 CONFIG,
             )
+    weights = dict(model.named_parameters())
+    refuse_not_finite(weights, "get the folder again, or save the model anew: it is damaged")
     model.to(target.device).eval().requires_grad_(False)
     return fast_llama_from_hf(model) or HfLM(model)
 

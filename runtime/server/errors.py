@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from specctl.core.errors import SpecctlError, alike
+from specctl.core.errors import NumbersError, SpecctlError, alike
 from specctl.runtime.server.engine_thread.contract import Busy, TooLong, Unavailable
 
 Path = tuple[int | str, ...]  # keys and places that lead through a body
@@ -101,6 +101,8 @@ def api_error(error: SpecctlError) -> ApiError:
     if isinstance(error, Unavailable):
         later = {"Retry-After": str(RETRY_SECONDS)}
         return ApiError(503, message, code=error.state, headers=later)
+    if isinstance(error, NumbersError):
+        return ApiError(500, message, code="target_not_finite")
     code = "context_length_exceeded" if isinstance(error, TooLong) else None
     return ApiError(400, message, code=code)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from specctl.core.errors import ResourceError, SpecctlError
+from specctl.core.errors import ResourceError, RowsError, SpecctlError
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.request import Emission, Request, Row
@@ -184,6 +184,9 @@ class Worker:
         began = time.monotonic()
         try:
             emissions = self.engine.step()
+        except RowsError as error:
+            self._refuse(error)
+            return
         except Exception as error:
             self._survive(error)
             return
@@ -228,6 +231,14 @@ class Worker:
             self.engine.cancel(job.index)
             refusal = Busy(self.desk.retry_after(), "the server was busy for too long")
             self._leave(job, "timeout", refusal)
+
+    def _refuse(self, error: RowsError) -> None:
+        """Some rows cannot be decoded, and say why; the others go on, and so does the service."""
+        LOG.error("an answer could not be given: %s", error)
+        for job in [self.jobs[index] for index in error.rows]:
+            self.engine.cancel(job.index)
+            job.ticket.failure = error
+            self._leave(job, "error", error)
 
     def _survive(self, error: Exception) -> None:
         """A round failed. Out of it go the rows that can be told to be the cause: those whose own
