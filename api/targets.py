@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,7 @@ def load_target(
     if isinstance(target, Target):
         return target
     if isinstance(target, (str, Path)):
-        return load(
+        found = load(
             str(target),
             revision=revision,
             dtype=dtype,
@@ -61,6 +62,9 @@ def load_target(
             device_map=device_map,
             tensor_parallel=tensor_parallel,
         )
+        for note in found.notes:
+            warnings.warn(note, stacklevel=2)
+        return found
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
             "this is no target",

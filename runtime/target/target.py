@@ -42,6 +42,7 @@ from specctl.runtime.target.device import (
     choose_dtype,
     refuse_idle_cuda,
 )
+from specctl.runtime.target.lora_folder import beside, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class Target:
     the kind of multimodal model whose text side it is; `suggested` the sampling that its checkpoint
     asks for; `adapters` what was added to the weights, in that order: `fingerprint` then covers
     them, and `base_fingerprint` is that of the weights alone; `spread` says how the weights are
-    spread over devices, files or processes, None for one device."""
+    spread over devices, files or processes, None for one device; `notes` what is to be said of how
+    its folder was read."""
 
     name: str
     revision: str | None
@@ -91,6 +93,7 @@ class Target:
     adapters: tuple[AppliedAdapter, ...] = ()
     base_fingerprint: str | None = None
     spread: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -282,7 +285,16 @@ def load_target(
         refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
-    loaded = load_checkpoint(resolved, first, where, offline, is_read_only, spread)
+    found = load_model(
+        resolved,
+        lambda one: load_checkpoint(one, first, where, offline, is_read_only, spread),
+        offline,
+    )
+    loaded = found.loaded
+    if found.folders:
+        adapters = beside(found.folders, adapters)
+        _check_spread(spread, inflate, compile, adapters)
+        added = read_adapters(adapters)
     target = _adapted(loaded.model, loaded.tokenizer, name, is_read_only, added)
     target = replace(
         target,
@@ -290,8 +302,9 @@ def load_target(
         inside_of=loaded.inside_of,
         suggested=loaded.suggested,
         spread=loaded.spread,
+        notes=loaded.notes,
     )
-    del loaded  # what is released of the weights below is to be freed
+    del found, loaded  # what is released of the weights below is to be freed
     if inflate is not None:
         from specctl.runtime.target.inflate import inflate as blow_up
 
