@@ -34,13 +34,13 @@ class Parts:
 
 def padded_parts(parts: Parts, size: int) -> Parts:
     """The same for a target of `size` ids."""
-    spec, vocab, before = replace(parts.spec, vocab_size=size), None, parts.spec.vocab_size
+    spec, before = replace(parts.spec, vocab_size=size), parts.spec.vocab_size
+    vocab = padded_vocab(parts, size)
     with torch.device("meta"):
         shell = parts.family.build(parts.options, spec, None)
-        if type(shell).trimmed is not Drafter.trimmed:  # else it has no head of its own to cut
-            vocab = padded_vocab(parts, size)
-            shell = parts.family.build(parts.options, spec, vocab)
-        wanted = shell.tensors()
+        if type(shell).trimmed is Drafter.trimmed:  # it speaks as the target does, with all ids
+            vocab = None
+        wanted = parts.family.build(parts.options, spec, vocab).tensors()
     if shell.holds_data and size < before:
         _check_stored_ids(parts.tensors, size)
     fitted = {}

@@ -21,9 +21,10 @@ from specctl_testing.export.family_drafters import made
 from specctl_testing.models import build_model
 
 BEFORE, TEXTS = 48, 40  # rows of the base, ids of its tokenizer
-# One of each kind: borrowed head, head of its own, tables over all ids, language models, memories.
+# One of each kind: heads, tables over all ids, language models, memories, the target itself.
 KINDS = (
-    "eagle3", "medusa", "dspark", "mlp-speculator", "small-lm", "sorted", "token-recycling", "swift",
+    "eagle3", "medusa", "dspark", "mlp-speculator", "small-lm", "sorted", "token-recycling",
+    "swift",
 )  # fmt: skip
 
 
