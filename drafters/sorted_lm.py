@@ -236,7 +236,6 @@ class ExitState(StepState):
     def _read(self, slot_B: Tensor, ids_BW: Tensor, entry_BW: Tensor) -> None:
         """Put embeddings of tokens below part 0."""
         embedding = self.lm.module.model.embed_tokens.weight
-        ids_BW = ids_BW.clamp(max=len(embedding) - 1)  # padding ids of a larger target
         self.residual_ZLD[0][slot_B[:, None], entry_BW] = F.embedding(ids_BW, embedding)
 
     def _keep(self, slot_B: Tensor, kept_B: Tensor, path_BP: Tensor) -> None:

@@ -93,4 +93,7 @@ def padded_small_lm(drafter: SmallLm, parts: Parts, size: int) -> Drafter:
             do="train a drafter for this target with `specctl train-draft`",
             where="vocab_size",
         )
-    return type(drafter)(drafter.options, spec, padded_vocab(parts, size), drafter.lm)
+    vocab = padded_vocab(parts, size)
+    fit = type(drafter)(drafter.options, spec, vocab, drafter.lm)
+    # Its kin feed ids to the layers in ways of their own: their embedding gets the target's size.
+    return fit if vocab is None or type(drafter) is SmallLm else fit.trimmed(vocab)
