@@ -94,6 +94,10 @@ def padded_small_lm(drafter: SmallLm, parts: Parts, size: int) -> Drafter:
             where="vocab_size",
         )
     vocab = padded_vocab(parts, size)
-    fit = type(drafter)(drafter.options, spec, vocab, drafter.lm)
-    # Its kin feed ids to the layers in ways of their own: their embedding gets the target's size.
-    return fit if vocab is None or type(drafter) is SmallLm else fit.trimmed(vocab)
+    if type(drafter) is SmallLm:
+        return SmallLm(drafter.options, spec, vocab, drafter.lm)
+    # Its kin feed ids to the layers, and read its head, in ways of their own: both get the sizes.
+    ids_K = torch.arange(min(size, parts.spec.vocab_size)) if vocab is None else vocab.ids_K
+    cut = drafter.trimmed(VocabMap(ids_K, parts.spec.vocab_size))
+    fit = type(drafter)(cut.options, spec, VocabMap(ids_K, size), cut.lm)
+    return fit.trimmed(VocabMap(ids_K, size)) if size > parts.spec.vocab_size else fit
