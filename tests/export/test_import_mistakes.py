@@ -129,8 +129,6 @@ REFUSED: list[tuple[str, tuple[str, ...], Change, str]] = [
     ("activation", BOTH, layer_says(hidden_act="gelu"), r"hidden_act: gelu"),
     ("heads", BOTH, layer_says(num_attention_heads="4"), r"num_attention_heads.*4"),
     ("model type", ("sglang",), layer_says(model_type="gemma2"), r"model_type: gemma2.*llama"),
-    ("tied", ("sglang",), layer_says(tie_word_embeddings=True), r"tied embeddings"),
-    ("no rows told", ("sglang",), layer_says(draft_vocab_size=None), r"no draft_vocab_size"),
     ("at once", ("sglang",), layer_says(eagle_config={"parallel_draft_step": 4}), r"step 4"),
 ]
 
