@@ -130,6 +130,8 @@ def train_draft(
         is_elsewhere = recipe.data.target_source != "inprocess"
         if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
             target = _load_target(recipe, accelerator.device)
+            for note in target.notes:
+                talker.say(f"note: {note}")
             if target.spread is not None:
                 talker.say(f"target {target.name}: {target.spread}; its forward is transformers'")
         if (slow := slow_dtype(target.dtype, target.device)) is not None:

@@ -54,6 +54,7 @@ def show(
         if str(path) in recipe_names():
             do = f"specctl recipes show {path}"
         raise no_folder(path, kinds, do)
+    from specctl.core.model_folder import is_adapter_alone, something_else
     from specctl.export.package.manifest import MANIFEST
 
     if (path / MANIFEST).is_file():
@@ -62,9 +63,11 @@ def show(
         result, following = _run(console, path)
     elif (path / "config.json").is_file():
         result, following = _model(console, path)
+    elif is_adapter_alone(path):
+        result, following = _adapter(console, path)
     else:
         names = sorted(p.name for p in path.iterdir())[:8]
-        raise FileError(
+        raise something_else(path) or FileError(
             f"{path} holds nothing that specctl knows",
             where=str(path),
             found=", ".join(names) or "an empty folder",
@@ -302,7 +305,7 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
             where=error.where,
             found=error.found,
             expected="the config.json of a transformers model, a JSON object",
-            do="download the folder again",
+            do=error.do or "download the folder again",
         ) from None
     ends = _ends(path)
     weights = sorted(p for p in path.iterdir() if p.suffix == ".safetensors")
@@ -323,6 +326,25 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     console.table(("field", "value"), rows)
     result = {"kind": "model", "path": str(path), "config": config, "weight_bytes": size}
     result["ends"] = ends.to_json()
+    return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+
+
+def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
+    """A LoRA adapter of peft, which stands for its base with the adapter added."""
+    from specctl.core.model_folder import ADAPTER, ADAPTER_WEIGHTS
+    from specctl.runtime.target.checkpoint_folder import read_object
+
+    config, weights = read_object(path / ADAPTER), path / ADAPTER_WEIGHTS
+    size = weights.stat().st_size if weights.is_file() else 0
+    base = config.get("base_model_name_or_path")
+    rows: list[tuple[str, object]] = [
+        ("kind", "adapter (LoRA of peft): stands for its base with the adapter added"),
+        ("base", base or "not named: give it with --target BASE --adapter FOLDER"),
+        ("rank", config.get("r")),
+        ("weights", f"{size:,} bytes"),
+    ]
+    console.table(("field", "value"), rows)
+    result = {"kind": "adapter", "path": str(path), "base": base, "weight_bytes": size}
     return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
 
 

@@ -139,7 +139,7 @@ def import_published(
     if measured is not None:
         about["acceptance"] = dict(measured.record)
     manifest = save_package(drafter, target, Path(out), command=command, **about)
-    notes = found.notes + _eos_note(drafter, target)
+    notes = published.notes + found.notes + _eos_note(drafter, target)
     return Report(importer.name, found.engine, manifest, notes, measured, published.claims)
 
 

@@ -45,6 +45,11 @@ def cached_folder(resolved: ResolvedTarget) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def folder_of(resolved: ResolvedTarget, offline: bool = False) -> Path:
+    """Where the files of a resolved name lie, fetched where they are not here."""
+    return resolved.path or download(resolved, offline, lambda _: None)
+
+
 def _network_error(resolved: ResolvedTarget, offline: bool, error: Exception) -> NetworkError:
     kind = type(error).__name__
     at = f"{resolved.repo} at {resolved.revision}"

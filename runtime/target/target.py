@@ -44,6 +44,7 @@ from specctl.runtime.target.device import (
     refuse_idle_cuda,
 )
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, ends_of
+from specctl.runtime.target.lora_folder import beside, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Target:
     asks for; `adapters` what was added to the weights, in that order: `fingerprint` then covers
     them, and `base_fingerprint` is that of the weights alone; `spread` says how the weights are
     spread over devices, files or processes, None for one device; `ends` where each of `eos_ids`
-    comes from."""
+    comes from; `notes` what is to be said of how its folder was read."""
 
     name: str
     revision: str | None
@@ -95,6 +96,7 @@ class Target:
     base_fingerprint: str | None = None
     spread: str | None = None
     ends: EndsOfText = NO_ENDS
+    notes: tuple[str, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -302,7 +304,16 @@ def load_target(
         refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
-    loaded = load_checkpoint(resolved, first, where, offline, is_read_only, spread)
+    found = load_model(
+        resolved,
+        lambda one: load_checkpoint(one, first, where, offline, is_read_only, spread),
+        offline,
+    )
+    loaded = found.loaded
+    if found.folders:
+        adapters = beside(found.folders, adapters)
+        _check_spread(spread, inflate, compile, adapters)
+        added = read_adapters(adapters)
     target = _adapted(loaded.model, loaded.tokenizer, name, is_read_only, added)
     target = replace(
         target,
@@ -310,8 +321,9 @@ def load_target(
         inside_of=loaded.inside_of,
         suggested=loaded.suggested,
         spread=loaded.spread,
+        notes=loaded.notes,
     )
-    del loaded  # what is released of the weights below is to be freed
+    del found, loaded  # what is released of the weights below is to be freed
     if inflate is not None:
         from specctl.runtime.target.inflate import inflate as blow_up
 
