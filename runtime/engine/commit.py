@@ -64,7 +64,8 @@ def commit(
         num_accepted, num_drafted, *path = rest or (0, 0)
         is_behind, num_fed = num_drafted > num_accepted, num_drafted + 1
         if not tree.is_chain:
-            (is_behind, *path), num_fed = path, tree.num_nodes + 1
+            (behind, *path), num_fed = path, tree.num_nodes + 1
+            is_behind = bool(behind)
         if read.is_bad(b, num_fed):
             bad.numbers.append(b)
             continue

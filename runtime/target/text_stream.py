@@ -42,8 +42,8 @@ class TokenDecoder:
             return cls(lambda tokens: "")
         found = ((i, _BYTE.fullmatch(word)) for word, i in target.tokenizer.get_vocab().items())
         byte_ids = {i: int(match[1], 16) for i, match in found if match is not None}
-        special = special_tokens(target.tokenizer)
-        special |= {i: target.tokenizer.convert_ids_to_tokens(i) for i in target.ends.spelled}
+        spelled = {i: target.tokenizer.convert_ids_to_tokens(i) for i in target.ends.spelled}
+        special = {**special_tokens(target.tokenizer), **spelled}
         hidden = {i: word for i, word in special.items() if i not in shown}
         return cls(_spelling(target, hidden) if shown else target.decode, byte_ids, hidden)
 
