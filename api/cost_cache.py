@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import __version__
+from specctl.core.cache_folder import cache_folder
 from specctl.models.native.library import INT8_SWITCH, SWITCH
 from specctl.models.native.threads import threads_used
 
@@ -120,11 +121,11 @@ def write_costs(about: dict[str, Any], costs: CostTable) -> Path | None:
 
 def _path(about: dict[str, Any]) -> Path | None:
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # nobody has a home here
+        folder = cache_folder("costs")
+    except OSError:  # no place for it
         return None
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-    return base / "specctl" / "costs" / f"{key[:32]}.json"
+    return folder / f"{key[:32]}.json"
 
 
 def _processor() -> str:
