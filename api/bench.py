@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.api.against import cannot_assist, parse_against, transformers_contenders
+from specctl.api.arguments import MOST_ROWS, check_count
 from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.progress import Progress, as_reporter
@@ -22,6 +23,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
+MOST_REPEATS, MOST_PROMPTS = 1000, 1 << 20
 DEFAULT_DRAFTS = ("prompt-lookup", "token-recycling")
 DEFAULT_SAMPLINGS = (Sampling(), Sampling(temperature=0.8))
 
@@ -52,6 +54,9 @@ def bench(
     costs here is kept, and chooses the draft lengths of `generate` from then on.
     """
     reporter = as_reporter(progress)
+    check_count("batch", batch, MOST_ROWS)
+    check_count("repeats", repeats, MOST_REPEATS)
+    check_count("num_prompts", num_prompts, MOST_PROMPTS)
     baselines = parse_against(against if isinstance(against, str) else ",".join(against))
     listed: list[Any] = (
         [drafters]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specctl.api.arguments import MOST_DRAFTED, check_count
 from specctl.api.cost_cache import describe, read_costs, write_costs
 from specctl.api.failures import raises_user_errors
 from specctl.api.targets import TargetLike, target_or_own
@@ -152,6 +153,8 @@ def load_draft(
         "adaptive": adaptive,
     }
     given = {name: value for name, value in settings.items() if value is not None}
+    for count in sorted({"length", "nodes"} & given.keys()):
+        check_count(count, given[count], MOST_DRAFTED)
     if isinstance(drafter, LoadedDraft):
         if given:
             raise SpecctlError(

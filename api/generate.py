@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from specctl.api.arguments import MOST_ROWS, check_count
 from specctl.api.drafting import DRAFTING, DrafterLike, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.progress import Progress, as_reporter, warnings_of
@@ -100,6 +101,7 @@ def generate(
     Lossless for every drafter of a lossless family, and independent of `batch`.
     """
     reporter = as_reporter(progress)
+    check_count("batch", batch, MOST_ROWS)
     sampling, how = _split(sampling, settings)
     model = target_or_own(target, drafter)
     draft = load_draft(drafter, model, **how)

@@ -14,6 +14,7 @@ from typing import Any
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError, is_out_of_memory
+from specctl.core.foreign_calls import is_panic
 from specctl.core.language_model import LanguageModel
 from specctl.core.model_folder import is_adapter_alone, refuse_stand_ins
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
@@ -160,7 +161,9 @@ def load_tokenizer(folder: Path) -> Any:
     refuse_named_code(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a foreign file through a foreign parser: any type may come
+    except BaseException as error:  # a foreign file through a foreign parser: any type may come
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise IntegrityError(
             "the draft's tokenizer cannot be read",
             found=f"{type(error).__name__}: {str(error)[:150]}",

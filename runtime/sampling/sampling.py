@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from specctl.runtime.sampling.noise import RoundNoise
 
 
+NUMBERS = ("temperature", "max_new_tokens")
+OPTIONAL_NUMBERS = (
+    "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "seed",
+)  # fmt: skip
 DRAWN_SEEDS = 1 << 32  # few enough to type one again
 
 
@@ -64,6 +69,7 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         if _is_random(self.seed):
             object.__setattr__(self, "seed", secrets.randbelow(DRAWN_SEEDS))
         finite = math.isfinite(self.temperature)
@@ -84,17 +90,25 @@ class Sampling:
         self._check("bad_words", words, "non-empty tuples of token ids")
         self._check("seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63), or -1 for any")
         self._check("max_new_tokens", self.max_new_tokens >= 1, "a count >= 1")
-        self._check("stop", not isinstance(self.stop, str) and all(self.stop), "non-empty strings")
+        texts = not isinstance(self.stop, str) and all(map(_is_text, self.stop))
+        self._check("stop", texts, "non-empty strings of whole characters")
         self._check("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "token ids")
         callables = all(callable(one) for one in self.processors)
         self._check("processors", callables, "LogitsProcessor objects")
+
+    def _check_types(self) -> None:
+        for name in NUMBERS:
+            self._check(name, hasattr(getattr(self, name), "__float__"), "a number")
+        for name in OPTIONAL_NUMBERS:
+            value = getattr(self, name)
+            self._check(name, value is None or hasattr(value, "__float__"), "None or a number")
 
     def _check(self, name: str, ok: bool, expected: str) -> None:
         if not ok:
             raise SpecctlError(
                 f"sampling setting {name} is out of range",
                 where=f"Sampling.{name}",
-                found=repr(getattr(self, name)),
+                found=repr(getattr(self, name))[:80],
                 expected=expected,
                 do=f"give {name} another value, or leave it out",
             )
@@ -107,6 +121,12 @@ class Sampling:
     def truncation(self) -> Truncation:
         p = 1.0 if self.top_p is None else self.top_p
         return Truncation(self.top_k or 0, p, self.min_p or 0.0)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a text that UTF-8 can spell, and not an empty one."""
+    is_whole = isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+    return is_whole and value != ""
 
 
 def _is_random(seed: int | None) -> bool:

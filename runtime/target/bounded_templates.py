@@ -252,7 +252,7 @@ class Watched(NodeTransformer):
         self.generic_visit(node)
         return node if node.ctx != "load" else self._called("built", [node], node)
 
-    def _called(self, name: str, given: list[nodes.Expr], node: nodes.Node) -> nodes.Call:
+    def _called(self, name: str, given: list[Any], node: nodes.Node) -> nodes.Call:
         about = {"lineno": node.lineno, "environment": self.environment}
         function = nodes.EnvironmentAttribute(name, **about)
         return nodes.Call(function, given, [], None, None, **about)

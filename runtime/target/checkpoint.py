@@ -25,6 +25,7 @@ from specctl.core.errors import (
     is_out_of_memory,
     one_of_two,
 )
+from specctl.core.foreign_calls import is_panic
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import check_spec
 from specctl.models.compiled import CompiledLM
@@ -265,7 +266,9 @@ def load_tokenizer(folder: Path, config: Any) -> Any:
             folder, local_files_only=True, trust_remote_code=False
         )
         tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong kind show in use only
-    except Exception as error:  # tokenizers raises plain Exception for a damaged file
+    except BaseException as error:  # tokenizers raises plain Exception for a damaged file
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise IntegrityError(
             "the tokenizer cannot be read",
             found=str(error).split("\n")[0][:160],

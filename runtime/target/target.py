@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, one_of_two
+from specctl.core.foreign_calls import calling_tokenizer
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
@@ -162,7 +163,9 @@ class Target:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain text, with the special tokens the tokenizer puts in front."""
-        return list(self._tokenizer().encode(text))
+        tokenizer = self._tokenizer()
+        with calling_tokenizer(f"target {self.name}"):
+            return list(tokenizer.encode(text))
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -174,7 +177,8 @@ class Target:
         from specctl.runtime.target.chat_tokens import chat_tokens
 
         try:
-            return chat_tokens(self, messages, tools=tools)
+            with calling_tokenizer(f"target {self.name}"):
+                return chat_tokens(self, messages, tools=tools)
         except TemplateError as error:
             raise IncompatibleError(
                 f"the chat template of target {self.name} does not take this conversation",
@@ -215,14 +219,15 @@ class Target:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; end-of-text markers are left out."""
-        spelled = self.ends.spelled
-        return str(
-            self._tokenizer().decode(
-                [i for i in ids if i not in spelled] if spelled else list(ids),
-                skip_special_tokens=True,
-                clean_up_tokenization_spaces=False,
+        spelled, tokenizer = self.ends.spelled, self._tokenizer()
+        with calling_tokenizer(f"target {self.name}"):
+            return str(
+                tokenizer.decode(
+                    [i for i in ids if i not in spelled] if spelled else list(ids),
+                    skip_special_tokens=True,
+                    clean_up_tokenization_spaces=False,
+                )
             )
-        )
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:

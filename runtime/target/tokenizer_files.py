@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import IntegrityError
+from specctl.core.foreign_calls import is_panic
 from specctl.core.model_folder import refuse_stand_ins
 from specctl.runtime.target.checkpoint_folder import read_object
 from specctl.runtime.target.ends import EndsOfText, named_ends, united
@@ -73,7 +74,9 @@ def read_tokenizer(folder: Path) -> TokenizerFiles | None:
         return None
     try:
         backend = Tokenizer.from_file(str(file))
-    except Exception:  # the library raises plain Exception for whatever it cannot read
+    except BaseException as error:  # the library raises plain Exception for whatever it cannot read
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         return None
     settings = _object(folder / "tokenizer_config.json")
     named = {**_object(folder / "special_tokens_map.json"), **settings}
