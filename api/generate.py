@@ -151,8 +151,8 @@ def _split(
                 do=did_you_mean(name, known, "help(specctl.generate)"),
             )
     own = {name: value for name, value in settings.items() if name in SAMPLING}
-    if isinstance(own.get("stop"), str):
-        own["stop"] = (own["stop"],)
+    if "stop" in own:
+        own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"] or ())
     return (
         replace(sampling or Sampling(), **own),
         {name: value for name, value in settings.items() if name in DRAFTING},

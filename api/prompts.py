@@ -1,16 +1,23 @@
-"""What a `prompts` argument stands for: a text, token ids, a conversation, or a list of these."""
+"""What a `prompts` argument stands for: a text, token ids, a conversation, or several of these.
+
+Ids may be a list, a tensor, a NumPy array or what a tokenizer gave back; a conversation is messages
+whose content is a text or parts of type text; several may come in any iterable. Anything else is
+refused by a SpecctlError that says what it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Any  # Any: tensors and arrays
+IDS = "input_ids"  # of what a tokenizer gives back
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +29,89 @@ class EncodedPrompt:
 
 
 def encode_prompts(
-    target: Target, prompts: Prompt | Sequence[Prompt], chat: bool = False
+    target: Target, prompts: Prompt | Iterable[Prompt], chat: bool = False
 ) -> list[EncodedPrompt]:
     """Every prompt, encoded; one that cannot fit the target's context is refused unread. `chat`
     wraps texts in the target's chat template, as conversations always are."""
-    several: Any = prompts
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping))):
-        several = [prompts]
-    return [_encoded(target, prompt, chat) for prompt in several]
+    return [_encoded(target, prompt, chat) for prompt in _several(prompts)]
+
+
+def _several(prompts: Any) -> list[Any]:
+    """The prompts one by one: strings, ids as lists, conversations as lists."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        return _of_mapping(prompts)
+    if hasattr(prompts, "tolist") and hasattr(prompts, "ndim"):
+        return _of_array(prompts)
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise _no_prompt(prompts)
+    several = list(prompts)
+    if several and (_is_id(several[0]) or _is_message(several[0])):
+        return [several]
+    return [one for each in several for one in _one(each)]
+
+
+def _one(prompt: Any) -> list[Any]:
+    """The one prompt that an element of several stands for."""
+    found = _several(prompt) or [[]]  # no ids at all: refused where it would be read
+    if len(found) > 1:
+        raise _no_prompt(prompt)
+    return found
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> list[Any]:
+    """A message by itself, a record with messages, or a tokenizer's encoding, unpadded."""
+    if _is_message(prompt):
+        return [[prompt]]
+    if "messages" in prompt:
+        return _several(prompt["messages"])
+    if IDS not in prompt:
+        raise _no_prompt(prompt)
+    rows, mask = _several(prompt[IDS]), prompt.get("attention_mask")
+    if mask is None:
+        return rows
+    keep = _several(mask)
+    return [
+        [token for token, is_kept in zip(row, kept, strict=True) if is_kept]
+        for row, kept in zip(rows, keep, strict=True)
+    ]
+
+
+def _of_array(array: Any) -> list[Any]:
+    """One prompt of a row of ids, several of a matrix."""
+    is_whole = (
+        not str(array.dtype).removeprefix("torch.").startswith(("float", "bfloat", "complex"))
+    )
+    if array.ndim not in (1, 2) or not is_whole or str(array.dtype).endswith("bool"):
+        raise _no_prompt(array)
+    ids = array.tolist()
+    return [ids] if array.ndim == 1 else ids
+
+
+def _is_id(value: Any) -> bool:
+    """An integer, of NumPy or a tensor of no dimension as well."""
+    if isinstance(value, Integral):
+        return not isinstance(value, bool)
+    return getattr(value, "ndim", None) == 0 and hasattr(value, "__index__")
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value
+
+
+def _no_prompt(found: Any) -> SpecctlError:
+    kind = type(found).__name__
+    if hasattr(found, "dtype") and hasattr(found, "shape"):
+        kind += f" of {found.dtype}, shape {list(found.shape)}"
+    return SpecctlError(
+        "a prompt is no text",
+        where="prompts",
+        found=f"{kind}: {found!r}"[:120],
+        expected="a string, token ids (a list, or a tensor or array of whole numbers), or messages "
+        'such as {"role": "user", "content": "..."}',
+        do='specctl.generate(target, "import os")',
+    )
 
 
 def _encoded(target: Target, prompt: Any, chat: bool) -> EncodedPrompt:
@@ -38,17 +120,52 @@ def _encoded(target: Target, prompt: Any, chat: bool) -> EncodedPrompt:
             check_room(target, prompt.strip())
             return EncodedPrompt(tuple(target.encode(prompt)), prompt)
         prompt = [{"role": "user", "content": prompt}]
-    if prompt and all(isinstance(one, Mapping) for one in prompt):
-        text = str(prompt[-1].get("content", ""))
+    if prompt and all(map(_is_message, prompt)):
+        messages = [_plain_message(one) for one in prompt]
+        text = str(messages[-1].get("content") or "")
         check_room(target, text.strip())  # templates may leave out blanks at either end
-        return EncodedPrompt(tuple(target.encode_chat([dict(one) for one in prompt])), text)
-    if any(not isinstance(one, int) for one in prompt):
+        return EncodedPrompt(tuple(target.encode_chat(messages)), text)
+    if not all(map(_is_id, prompt)):
+        raise _no_prompt(prompt)
+    ids = tuple(int(token) for token in prompt)
+    outside = [token for token in ids if not 0 <= token < target.spec.vocab_size]
+    if outside:
         raise SpecctlError(
-            "a prompt is no text",
+            "a prompt has a token outside the target's vocabulary",
             where="prompts",
-            found=repr(prompt)[:80],
-            expected='a string, token ids, or messages such as {"role": "user", "content": "..."}',
-            do='specctl.generate(target, "import os")',
+            found=str(outside[0]),
+            expected=f"0 to {target.spec.vocab_size - 1}",
+            do="encode the prompt with the target's own tokenizer",
         )
-    ids = tuple(prompt)
     return EncodedPrompt(ids, "" if target.tokenizer is None else target.decode(ids))
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its text in one piece."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return dict(message)
+    parts = [content] if isinstance(content, Mapping) else content
+    if not isinstance(parts, (list, tuple)):
+        raise _no_content(content)
+    return {**message, "content": "".join(map(_text_of_part, parts))}
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    is_text = isinstance(part, Mapping) and part.get("type", "text") in ("text", "input_text")
+    if not is_text or not isinstance(part.get("text"), str):
+        raise _no_content(part)
+    return str(part["text"])
+
+
+def _no_content(found: Any) -> SpecctlError:
+    kind = found.get("type", type(found).__name__) if isinstance(found, Mapping) else type(found)
+    return SpecctlError(
+        "the content of a message is no text",
+        where="prompts",
+        found=f"{getattr(kind, '__name__', kind)}: {found!r}"[:120],
+        expected='a string, or parts such as {"type": "text", "text": "..."}; targets read text',
+        do="leave out what is no text, or put it into words",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -47,9 +48,10 @@ def load_target(
     from specctl.runtime.target.target import load_target as load
 
     if isinstance(target, Target):
+        target.lm.check_unchanged()
         return target
     if isinstance(target, (str, Path)):
-        return load(
+        found = load(
             str(target),
             revision=revision,
             dtype=dtype,
@@ -61,6 +63,9 @@ def load_target(
             device_map=device_map,
             tensor_parallel=tensor_parallel,
         )
+        for note in found.notes:
+            warnings.warn(note, stacklevel=2)
+        return found
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
             "this is no target",

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
+from typing import Self
 
 LISTED = 12  # names that are taken in at a glance; of more, the command that lists them is named
 
@@ -108,6 +109,39 @@ class DivergedError(SpecctlError):
     exit = Exit.DIVERGED
 
 
+class RowsError(SpecctlError):
+    """A round failed for some of its rows alone: `rows` are the indices of their requests, and the
+    others may go on."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        found: str = "",
+        expected: str = "",
+        do: str = "",
+        rows: tuple[int, ...] = (),
+        exit: Exit | None = None,
+    ) -> None:
+        super().__init__(what, found=found, expected=expected, do=do, exit=exit)
+        self.rows = rows
+
+    def of_rows(self, rows: tuple[int, ...]) -> Self:
+        """The same finding for other rows."""
+        about = {"found": self.found, "expected": self.expected, "do": self.do}
+        return type(self)(self.what, **about, rows=rows, exit=self.exit)
+
+
+class NumbersError(RowsError):
+    """The target's logits are NaN or infinite: nothing follows from them."""
+
+    exit = Exit.INCOMPATIBLE
+
+
+class BannedError(RowsError):
+    """Bias, banned words, processors or a grammar leave no token that may come next."""
+
+
 # What torch and its libraries say of an allocation that failed, where the type does not.
 _NO_MEMORY = (
     "can't allocate memory",
@@ -126,11 +160,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
 
 
+def alike(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known words most alike to `word`, best first; never `word` itself: what was refused is no
+    remedy, also where it is known in another place. Every suggestion comes from here."""
+    others = [name for name in dict.fromkeys(known) if name != word]
+    return difflib.get_close_matches(word, others, n=count, cutoff=cutoff)
+
+
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
-    """The known words nearest to `word`, for error messages."""
-    names = list(known)
-    close = difflib.get_close_matches(word, names, n=count, cutoff=0.3) or names[:count]
-    return ", ".join(close)
+    """The known words nearest to `word`, for error messages; any of them rather than none."""
+    names = [name for name in known if name != word]
+    return ", ".join(alike(word, names, count, 0.3) or names[:count])
+
+
+def write_instead(word: str, known: Iterable[str]) -> str:
+    """The remedy for an unknown key: the nearest known one, or to leave it out where none is."""
+    close = nearest(word, known)
+    if not close:
+        return f"leave {word} out"
+    return f"write {close.split(', ')[0]} instead of {word}  (nearest: {close})"
 
 
 def one_of(known: Iterable[str], listed: str) -> str:
@@ -141,7 +189,8 @@ def one_of(known: Iterable[str], listed: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     """The known names that a mistyped word is near to, as a question; `otherwise` without any."""
-    names, word = list(known), word.lower().strip()
+    names = [name for name in known if name != word]
+    word = word.lower().strip()
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
     close = close or [name for name in names if len(word) > 2 and word in name][:3]
     if not close:
@@ -161,7 +210,7 @@ def unknown(
     """The error for a name that is none of the known ones, at the key or flag `where`; `listed` is
     the command that shows them, where `where` is not a flag with few of them."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.55) or ["NAME, one of those"]
+    close = alike(name, names, cutoff=0.55) or ["NAME, one of those"]
     expected, do = "one of " + ", ".join(names), f"{where} {close[0]}"
     if listed:
         expected = one_of(names, listed)

@@ -203,6 +203,11 @@ class SlotKV:
         slot_B = slot_B.to(keys.device)
         return keys[:, :, : self._span][slot_B], values[:, :, : self._span][slot_B]
 
+    def clear(self, slot: int) -> None:
+        """Zeros in a slot: what masks hide still counts where it is NaN."""
+        for store in (*self.key_ZJLE, *self.value_ZJLE):
+            store[slot] = 0
+
     def keep(self, slot_B: Tensor, kept_len_B: Tensor, path_BP: Tensor) -> None:
         """Move the entries of the accepted path (fed indices, -1 = padding) to the front of the
         round's writes, so that position kept_len + j holds path[j]. Padding moves nothing."""

@@ -310,6 +310,11 @@ class LanguageModel(ABC):
             do="--set drafter.options.weight_bits=16, which drafts with the weights as they are",
         )
 
+    def check_unchanged(self) -> None:
+        """Raise IncompatibleError where somebody has changed the module that this one reads, in a
+        way that it would leave out."""
+        return
+
     def check_lending(self) -> None:
         """Raise IncompatibleError where layers cannot be run apart from each other."""
         return

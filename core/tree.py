@@ -144,6 +144,15 @@ class DraftTree:
             return torch.arange(T, device=self.parent_BN.device).expand(B, T)
         return self.ancestor_BTT().sum(-1) - 1
 
+    def path_to(self, row: int, fed: int) -> list[int]:
+        """Tokens of the nodes of a row from below the root to that fed index, read on the host."""
+        parents, tokens = self.parent_BN[row].tolist(), self.token_BN[row].tolist()
+        path, at = list[int](), fed - 1
+        while at >= 0:
+            path.append(tokens[at])
+            at = parents[at]
+        return path[::-1]
+
     def within(self, length_B: Tensor) -> DraftTree:
         """The tree without the nodes that lie deeper than their row's own length."""
         depth_BN = self.depth_BT()[:, 1:]

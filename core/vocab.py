@@ -46,6 +46,11 @@ class VocabMap:
     def size(self) -> int:
         return self.ids_K.numel()
 
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the kept ids are the first ones, all of them: only padding was cut."""
+        return not self.ids_K.is_meta and int(self.ids_K[-1]) == self.size - 1
+
     def d2t(self) -> Tensor:
         """int64 [K] offsets: target id = i + d2t[i]."""
         return self.ids_K - torch.arange(self.size, device=self.ids_K.device)

@@ -134,6 +134,9 @@ class CompiledLM(LanguageModel):
     def _take_back(self) -> None:
         self._is_lent = False
 
+    def check_unchanged(self) -> None:
+        self.lm.check_unchanged()
+
     def borrowed(self) -> Borrowed:
         return self.lm.borrowed()
 

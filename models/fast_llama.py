@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.core.errors import IncompatibleError
 from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import (
@@ -31,6 +32,7 @@ from specctl.core.language_model import (
 )
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
+from specctl.models.as_published import GivenModel, change_of, is_about
 from specctl.models.compiled import PATIENCE, CompiledLM
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import (
@@ -68,6 +70,7 @@ class FastLlama(LanguageModel):
     int4: Weights | None = None
     recorded: CompiledLM | None = None  # itself, drafting on a GPU
     module: LlamaModel
+    given: GivenModel | None = None
     config: Any = None  # of transformers, and how it generates, where the weights came from there
     generation_config: Any = None
 
@@ -78,7 +81,17 @@ class FastLlama(LanguageModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which record for themselves."""
-        return {**self.__dict__, "recorded": None}
+        return {**self.__dict__, "recorded": None, "given": None}
+
+    def check_unchanged(self) -> None:
+        change = None if self.given is None else self.given.change()
+        if change is not None:
+            raise IncompatibleError(
+                "the model was changed after it was loaded as a target",
+                found=change,
+                expected="the module as it was given to load_target",
+                do="call specctl.load_target(model) again: transformers' forward then runs it",
+            )
 
     @property
     def device(self) -> torch.device:
@@ -372,22 +385,27 @@ _CLASSES: Mapping[str, bool] = {
 
 def fast_llama_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> FastLlama | None:
     """A LeanLM over the very parameters of a transformers model; None if it has anything that the
-    lean forward does not do (other architecture, mixed layers, quantised or spread weights)."""
+    lean forward does not do (other architecture, mixed layers, quantised or spread weights, hooks
+    or whatever else was changed by hand)."""
     if type(model).__name__ not in _CLASSES or not _is_plain(model):
         return None
     spec = spec_of(model.config, eos_ids)
-    rotary = type(model.model.rotary_emb)(config=model.config)  # afresh: casts may have rounded it
+    theirs = model.model.rotary_emb
+    rotary = type(theirs)(config=model.config)  # afresh: casts may have rounded it
     inv_freq = rotary.inv_freq.detach().float()
-    if 2 * inv_freq.numel() != spec.head_dim:
+    if 2 * inv_freq.numel() != spec.head_dim or not is_about(theirs.inv_freq, inv_freq):
+        return None
+    if theirs.attention_scaling != rotary.attention_scaling:
         return None
     with torch.device("meta"):
         module = LlamaModel(_shape_of(model, spec), inv_freq, float(rotary.attention_scaling))
-    theirs = dict(model.named_parameters())
+    weights = dict(model.named_parameters())
     for name, _ in list(module.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
-        setattr(module.get_submodule(owner), leaf, theirs[name])
+        setattr(module.get_submodule(owner), leaf, weights[name])
     lm = FastLlama(module.eval(), spec)
     lm.config, lm.generation_config = model.config, getattr(model, "generation_config", None)
+    lm.given = GivenModel(model)
     return lm
 
 
@@ -435,4 +453,5 @@ def _is_plain(model: Any) -> bool:
         and model.model.layers[0].mlp.gate_proj.bias is None
         and len({p.device for p in model.parameters()}) == 1
         and not is_spread(model)
+        and change_of(model) is None
     )

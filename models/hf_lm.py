@@ -26,6 +26,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 from specctl.core.sub_layers import SubLayers
+from specctl.models.as_published import is_head_changed, own_attention
 from specctl.models.hf_parts import DecoderParts, check_parts, refused
 from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
 from specctl.models.hf_spec import (
@@ -187,8 +188,18 @@ class HfLM(LanguageModel):
     ) -> None:
         if not kv_layers:
             refuse_stateful(type(model), model.config)
+        if (kernel := own_attention(model)) is not None:
+            raise IncompatibleError(
+                f"{type(model).__name__} attends by an implementation of somebody's own",
+                found=f"attention implementation {kernel!r}",
+                expected="one of transformers: rounds need masks of trees, which ours obeys",
+                do='model.set_attn_implementation("sdpa"), or put what it adds into a hook',
+            )
         self.module = model
         self.spec = spec_of(model.config, eos_ids)
+        there = getattr(model.base_model, "layers", None)
+        if isinstance(there, nn.ModuleList) and len(there) < self.spec.num_layers:
+            self.spec = replace(self.spec, num_layers=len(there))  # some were taken out by hand
         text = model.config.get_text_config()
         kinds = tuple(field_of(text, "layer_types") or ())
         window = field_of(text, "sliding_window")
@@ -220,7 +231,8 @@ class HfLM(LanguageModel):
     def has_plain_head(self) -> bool:
         """Whether logits are the last state times the head, and nothing more: of what would run
         through our own forward, were it in one piece."""
-        return type(self.module).__name__ in PLAIN_HEADS and is_spread(self.module)
+        known = type(self.module).__name__ in PLAIN_HEADS and is_spread(self.module)
+        return known and not is_head_changed(self.module)
 
     def _try(self, model: Any) -> None:
         """Learn the shapes of the cache, and refuse the module if rounds are not what it says."""

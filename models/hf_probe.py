@@ -17,7 +17,7 @@ Letters: B rows, N nodes, R flat rows, S sequence, T fed tokens, V target vocabu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -32,6 +32,7 @@ from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import LanguageModel
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.hf_spec import ALIBI, field_of
+from specctl.models.not_finite import first_bad_module, is_bad, numbers_error, numbers_in
 from specctl.models.spread import is_piece
 
 KEPT = (9, 5)  # prompt tokens of the two rows
@@ -175,11 +176,23 @@ def ask_plainly(model: Any, windows: tuple[int, ...]) -> Plain:
                 out = model(input_ids=ids_RS, use_cache=True)
         except Exception:  # a module that reads another's weights, or a kernel of one dtype
             out, is_exact = model(input_ids=ids_RS, use_cache=True), False
+    _check_numbers(model, out.logits, lambda: model(input_ids=ids_RS, use_cache=False))
     cache = getattr(out, "past_key_values", None)
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "layers"):
         raise refused(model, "it keeps no cache of keys and values")
     return Plain(ids_RS, out.logits, _layers(cache), is_exact)
+
+
+def _check_numbers(model: Any, logits_RSV: Tensor, forward: Callable[[], object]) -> None:
+    """A model whose plain logits are no numbers is damaged, not of an unfit kind."""
+    bad_RS = is_bad(logits_RSV)
+    if not bool(bad_RS.any()):
+        return
+    row, at = bad_RS.nonzero()[0].tolist()
+    kind = str(model.dtype).removeprefix("torch.")
+    found = f"{numbers_in(logits_RSV[row, at])} behind {at + 1} tokens, in {kind}"
+    raise numbers_error(type(model).__name__, model, kind, found, first_bad_module(model, forward))
 
 
 def _ids(model: Any) -> Tensor:
@@ -320,6 +333,7 @@ def check_reading(model: Any) -> None:
         except Exception:  # a kernel of one dtype
             is_exact = False
             alone, both = _read_twice(model, ids_RS[:1, :short], beside)
+    _check_numbers(model, alone, lambda: model(input_ids=ids_RS[:1, :short], use_cache=False))
     away_N = _distance(both[0, :short], alone[0])
     away = float(away_N.max() if is_exact else away_N.median())
     if not away <= (BOUND if is_exact else ROUGH):
@@ -347,12 +361,19 @@ def _told(model: Any, what: str) -> Iterator[None]:
 def refused(model: Any, what: str, away: float | None = None) -> IncompatibleError:
     """The error for a module that cannot be a target, with the cause as far as it shows."""
     by = "" if away is None else f", by {away:.1%} of the logits"
-    cause = _cause(model)
+    places = _cache_places(model)
+    cause = places or _cause(model)
+    do = "choose a target with rotary or learned positions, e.g. a Llama or Qwen3"
+    if places is not None:
+        do = (
+            "let every layer be an object of its own whose attention has its place as layer_idx, "
+            "and set config.num_hidden_layers to their number"
+        )
     return IncompatibleError(
         f"{type(model).__name__} cannot be a target",
         found=f"{what}{by}" + (f": {cause}" if cause else ""),
         expected="a decoder that obeys 4-D masks and given positions",
-        do="choose a target with rotary or learned positions, e.g. a Llama or Qwen3",
+        do=do,
     )
 
 
@@ -368,3 +389,16 @@ def _cause(model: Any) -> str:
     if "position_ids" not in signature(type(model).forward).parameters:
         return "its forward takes no positions"
     return ""
+
+
+def _cache_places(model: Any) -> str | None:
+    """What is wrong with the numbers by which attentions find their layer of a cache: after layers
+    were taken out or put in by hand."""
+    parts = (part for _, part in model.named_modules(remove_duplicate=False))
+    found = [part.layer_idx for part in parts if hasattr(part, "layer_idx")]
+    numbers = sorted(set(found))
+    most = field_of(model.config.get_text_config(), "num_hidden_layers") or len(numbers)
+    if not numbers or (len(numbers) == len(found) and numbers[-1] < most):
+        return None
+    named = ", ".join(map(str, found[:16]))
+    return f"its layers are numbered {named} for the cache, of {most:,} that its configuration has"

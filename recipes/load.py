@@ -13,13 +13,16 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from specctl.core.errors import RecipeError, did_you_mean, nearest, one_of
+from specctl.core.errors import RecipeError, did_you_mean, one_of, write_instead
 from specctl.recipes.files import parse_yaml, recipe_names
 from specctl.recipes.lineage import BASED_ON, lineage, lineage_of, overlay
 from specctl.recipes.schema import Recipe, section_at
 from specctl.recipes.section import Section, flatten
 
 EMBEDDED = "tiny"  # the target that comes with specctl
+# What a recipe says of the text of its own source. It holds for no other: what a demonstration
+# learns of Python files would make a user's chats learn their prompts and foreign answers.
+OF_SOURCE = ("data.text_tokens", "data.train_on_prompt", "data.format", "data.split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,12 @@ def load_recipe(
     given = dict(flags or {})
     if target is not None:
         given["target.name"] = target
+    set_fields = [parse_set(text)[0] for text in sets]
+    ranks = {field: layers.index(layer) for field, layer in layer_of.items()}
+    ranks |= dict.fromkeys([*given, *set_fields], len(layers))
+    for field in foreign_to_source(ranks):
+        del tree["data"][field.partition(".")[2]]
+        origin.pop(field), files.pop(field)
     for field, value in given.items():
         _place(tree, field, value, where)
         origin[field] = (named or {}).get(field, "command line")
@@ -74,10 +83,23 @@ def recipe_in_memory(tree: Mapping[str, Any], where: str) -> Recipe:
 def with_fields(recipe: Recipe, fields: Mapping[str, Any], said_by: str) -> Recipe:
     """The recipe with dotted fields changed, and checked again; `said_by` is their origin."""
     tree, origin = recipe.to_json(), recipe.origin
+    is_shipped = {f: origin[f] == "base" or origin[f].startswith("recipe ") for f in OF_SOURCE}
+    ranks = {field: 0 if is_shipped[field] else 1 for field in OF_SOURCE}
+    ranks |= dict.fromkeys(fields, 1)
+    for field in foreign_to_source(ranks):
+        del tree["data"][field.partition(".")[2]]
+        del origin[field]
     for field, value in fields.items():
         _place(tree, field, value, said_by)
         origin |= dict.fromkeys(_leaves(field, value), said_by)
     return build_recipe(tree, said_by).with_origin(origin)
+
+
+def foreign_to_source(ranks: Mapping[str, int]) -> list[str]:
+    """The fields that were said of another source than the one that is read. `ranks`: of each field
+    how late it was said."""
+    source = ranks.get("data.source", 0)
+    return [field for field in OF_SOURCE if ranks.get(field, source) < source]
 
 
 def build_recipe(
@@ -189,13 +211,12 @@ def explain(
     if problem["type"] == "extra_forbidden":
         known = list((owner or Recipe).model_fields)
         known += [BASED_ON] if len(path) == 1 and where != "--set" else []
-        close = nearest(str(path[-1]), known)
         return RecipeError(
             f"unknown key {path[-1]!r}",
             where=f"{where}:{field}",
             found=str(path[-1]),
             expected="one of " + ", ".join(known),
-            do=f"write {close.split(', ')[0]} instead of {path[-1]}  (nearest: {close})",
+            do=write_instead(str(path[-1]), known),
         )
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
         return _unknown_choice(problem, path, f"{where}:{field}", _remedy(field, owner, path))

@@ -132,6 +132,21 @@ class DataPart(Section):
     drop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="strings left out of every text, e.g. image placeholders"
     )
+    map: dict[str, str] = Field(
+        default={},
+        description="fields of records that go by another name: {theirs: ours}, e.g. {passage: "
+        "context}; of messages {messages.theirs: ours}",
+    )
+    ignore: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="fields of records that are left out although they hold text"
+    )
+    max_left_out: Fraction = Field(
+        default=0.2, description="largest share of records that may be left out of the data"
+    )
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = Field(
+        default=None,
+        description="day (YYYY-MM-DD) that a chat template writes; null: the day of the first run",
+    )
     on_policy: Fraction = Field(
         default=0.0, description="share of each batch's rows that the drafter itself writes"
     )

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from specctl.core.errors import FileError, SpecctlError, nearest
+from specctl.core.model_folder import CONFIG, gguf_error, is_adapter_alone
 
 BRANCH = "main"  # of a repository where no revision is given
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -78,15 +79,24 @@ def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
     if path.is_dir():
         return ResolvedTarget(name, None, revision, path)
     if path.exists():
-        raise FileError(
-            "the target is a file, not a folder",
-            found=ascii(name),
-            expected="a folder with config.json, tokenizer and safetensors weights",
-            do=f"give the folder: {path.parent}",
-        )
+        raise _a_file(path)
     if is_hub_id(name):
         return ResolvedTarget(name, name, revision or BRANCH, None, _is_commit(revision))
     raise _unknown(name, path)
+
+
+def _a_file(path: Path) -> SpecctlError:
+    if path.suffix.lower() == ".gguf":
+        return gguf_error(path)
+    is_model = (path.parent / CONFIG).is_file() or is_adapter_alone(path.parent)
+    return FileError(
+        "the target is a file, not a folder",
+        found=ascii(str(path)),
+        expected=f"a folder with {CONFIG}, tokenizer and safetensors weights",
+        do=f"give the folder: {path.parent}"
+        if is_model
+        else f"give a folder that holds {CONFIG}, which {path.parent} does not",
+    )
 
 
 def is_hub_id(name: str) -> bool:

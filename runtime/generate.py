@@ -20,6 +20,7 @@ from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text_stream import TokenDecoder, whole_text
 from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
@@ -29,7 +30,7 @@ OnRound = Callable[[int, tuple[int, ...], int], None]  # prompt, new ids, how ma
 @dataclass(frozen=True, slots=True)
 class Output:
     """One continuation. `token_ids` are the emitted tokens, an ending EOS included; `text` leaves
-    special tokens out and ends before a stop string."""
+    special tokens out and ends before a stop string or a stop token."""
 
     prompt: str
     text: str
@@ -123,7 +124,9 @@ def generate(
     completions = engine.run(requests, report)
     seconds = time.perf_counter() - started
     texts = [p if isinstance(p, str) else _text(target, p) for p in prompts]
-    outputs = tuple(_output(target, t, c) for t, c in zip(texts, completions, strict=True))
+    plain = TokenDecoder(lambda ids: _text(target, ids))  # reads no vocabulary, which takes time
+    decoder = TokenDecoder.of(target) if sampling.stop else plain
+    outputs = tuple(_output(t, c, decoder) for t, c in zip(texts, completions, strict=True))
     rule = "chain" if parallel and sampling.temperature > 0 else rule
     mark = verification_of(rule, drafter, policy, sampled=sampling.temperature > 0)
     return Generated(
@@ -177,12 +180,9 @@ def _text(target: Target, tokens: Sequence[int]) -> str:
     return "" if target.tokenizer is None else target.decode(tokens)
 
 
-def trim_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string."""
-    ends = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(ends)] if ends else text
-
-
-def _output(target: Target, prompt: str, completion: Completion) -> Output:
-    text = trim_stop(_text(target, completion.tokens), completion.request.sampling.stop)
-    return Output(prompt, text, completion.tokens, completion.finish_reason)
+def _output(prompt: str, completion: Completion, decoder: TokenDecoder) -> Output:
+    """A stop token belongs to the ids and not to the text, as a stop string does not."""
+    tokens, sampling = completion.tokens, completion.request.sampling
+    is_token = completion.finish_reason == "stop" and tokens[-1] in sampling.stop_token_ids
+    text = whole_text(decoder, tokens[:-1] if is_token else tokens, sampling.stop)
+    return Output(prompt, text, tokens, completion.finish_reason)

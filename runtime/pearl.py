@@ -32,8 +32,10 @@ from specctl.core.errors import RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LmOut
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_parent, chain_tree, empty_tree
+from specctl.models.not_finite import not_numbers
 from specctl.runtime.engine.commit import cut
 from specctl.runtime.engine.device_clock import settle
+from specctl.runtime.engine.peaks import Peaks, nothing_left
 from specctl.runtime.engine.prefill import prefill
 from specctl.runtime.engine.request import Completion, Request, Row
 from specctl.runtime.policies.base import GrowRequest, Policy
@@ -92,6 +94,7 @@ class Pearl:
                 expected="a drafter that reads the text or the target's features",
                 do="leave parallel out",
             )
+        target.lm.check_unchanged()
         self.target, self.drafter, self.policy = target, drafter, policy
         self.gamma, self.needs = policy.length, drafter.needs()
         self.prefill_seconds = self.draft_seconds = self.verify_seconds = self.waited_seconds = 0.0
@@ -265,22 +268,32 @@ class PearlRow:
         candidates: Sequence[int],
         distributions: Sequence[Tensor | None],
         noise: RoundNoise,
-    ) -> tuple[int, int]:
-        """How many candidates are accepted, and the token behind them. The target has not read the
-        newest candidate: the distribution behind it is unknown, and the token drawn there is not
-        used."""
+    ) -> tuple[int, int | None]:
+        """How many candidates are accepted, and the token behind them (None: all are banned). The
+        target has not read the newest candidate: the distribution behind it is unknown, and the
+        token drawn there is not used."""
         assert out.logits_BTV is not None
         num_read = out.logits_BTV.shape[1] - 1
         tree = self._tree(candidates, distributions)
         read = self._tree(candidates[:num_read], distributions[:num_read])
-        scores_BTV = self.sampling.scores(out.logits_BTV, read, view)
+        given_BTV = out.logits_BTV.float()
+        processed_BTV = self.sampling.processed(given_BTV, read, view)
+        peaks = Peaks.of(given_BTV, processed_BTV, read)
+        scores_BTV = self.sampling.distribution(peaks.without_voids(processed_BTV))
         if len(candidates) > num_read:
             scores_BTV = torch.cat([scores_BTV, scores_BTV[:, -1:]], dim=1)
+            peaks = peaks.with_unread()
         sampled = "chain" if candidates else "target-only"
         rule = "greedy" if self.sampling.all_greedy else sampled
         verdict = run_rule(rule, tree, scores_BTV, noise)
-        packed = torch.stack([verdict.num_accepted_B, verdict.next_token_B])[:, 0].tolist()
-        return int(packed[0]), int(packed[1])
+        packed_BX = torch.stack([verdict.num_accepted_B, verdict.next_token_B], dim=1)
+        found = peaks.read_with(packed_BX, verdict)
+        if found.is_bad(0, num_read + 1):
+            target, at, known = self.pearl.target, peaks.first_bad(0), self.row.tokens
+            tokens = [*known, *read.path_to(0, at)]
+            raise not_numbers(target.lm, target.name, tokens, given_BTV[0, at], (self.row.index,))
+        (num_accepted, next_token), *_ = found.packed
+        return num_accepted, None if found.is_banned(0) else next_token
 
     def _tree(
         self, tokens: Sequence[int], distributions: Sequence[Tensor | None] = ()
@@ -302,12 +315,14 @@ class PearlRow:
         drafted: DraftedAhead,
         candidates: Sequence[int],
         accepted: int,
-        next_token: int,
+        next_token: int | None,
     ) -> tuple[int, ...]:
         row, now = self.row, self.now
         goes_on = bool(drafted.tokens) and accepted == len(candidates)
-        new = [*candidates[:accepted], *([] if goes_on else [next_token])]
-        kept, row.finished = cut(row, new, self.pearl.target)
+        last = [] if goes_on or next_token is None else [next_token]
+        kept, row.finished = cut(row, [*candidates[:accepted], *last], self.pearl.target)
+        if next_token is None and not goes_on and row.finished is None:
+            raise nothing_left((row.index,))
         row.tokens.extend(kept)
         row.kept_len = len(row.tokens) - 1
         row.num_rounds += 1

@@ -130,6 +130,8 @@ def train_draft(
         is_elsewhere = recipe.data.target_source != "inprocess"
         if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
             target = _load_target(recipe, accelerator.device)
+            for note in target.notes:
+                talker.say(f"note: {note}")
             if target.spread is not None:
                 talker.say(f"target {target.name}: {target.spread}; its forward is transformers'")
         if (slow := slow_dtype(target.dtype, target.device)) is not None:
@@ -138,7 +140,7 @@ def train_draft(
         # what this refuses, before answers are written
         initial = initial_of(recipe.drafter, target, load)
         if mark is not None:
-            if not _changes(mark, recipe, target, initial, ranks, allow):
+            if not _changes(mark, recipe, target, initial, ranks, allow, out):
                 talker.say(f"{finished_text(mark)}: {out} is left as it is")
                 accelerator.end_training()
                 return marked_result(mark, recipe, out)
@@ -272,6 +274,7 @@ def _changes(
     initial: Initial | None,
     ranks: Ranks,
     allow: Collection[str],
+    out: Path,
 ) -> list[str]:
     """What has changed, on purpose, since the run was finished. Nothing is written to see it."""
     saved = mark["fingerprint"]
@@ -279,7 +282,7 @@ def _changes(
         recipe,
         target.fingerprint,
         target.tokenizer_fingerprint,
-        rows_digest(recipe, target),
+        rows_digest(recipe, target, out),
         saved["vocab"],  # follows from the recipe and the rows
         ranks.size,
         None if initial is None else initial.digest,

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from specctl.core.errors import RecipeError, nearest, unreadable
+from specctl.core.errors import RecipeError, unreadable, write_instead
 
 META = "specctl.config_file"  # where the contexts of one command line keep the file
 
@@ -108,11 +108,10 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def _unknown(kind: str, key: str, known: Iterable[str], where: str) -> RecipeError:
-    close = nearest(key, known)
     return RecipeError(
         f"the configuration names an unknown {kind}",
         where=where,
         found=key,
         expected=f"a {kind} of specctl, written without dashes in front",
-        do=f"write {close.split(', ')[0]} instead of {key}  (nearest: {close})",
+        do=write_instead(key, known),
     )

@@ -20,7 +20,7 @@ from specctl.api.failures import first_line, user_error
 from specctl.cli.app.command import ClosedPipe, CommandInterrupted
 from specctl.cli.app.config_file import META
 from specctl.cli.app.console import STOPPED, Console
-from specctl.core.errors import Exit, SpecctlError
+from specctl.core.errors import Exit, SpecctlError, alike
 
 # typer may carry its own copy of click; its BadParameter is the one public way to the base class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -159,7 +159,7 @@ def _usage(error: Exception) -> SpecctlError:
     close = as_word = ""
     if context is not None and message.startswith("No such command"):
         wanted = message.split("'")[1] if "'" in message else ""
-        near = difflib.get_close_matches(wanted, context.command.list_commands(context), 1, NEAR)
+        near = alike(wanted, context.command.list_commands(context), cutoff=NEAR)
         meant = MEANT if context.parent is None else {}
         close = meant.get(wanted, "".join(near))
         message = f"unknown command {wanted!r}"
@@ -260,7 +260,7 @@ def near_flag(wanted: str, params: Iterable[Any]) -> str:
         return difflib.SequenceMatcher(None, *names).ratio() + shared
 
     flags = {f for p in params for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
-    likely = max(sorted(flags), key=likeness, default="")
+    likely = max(sorted(flags - {wanted}), key=likeness, default="")
     return likely if likely and likeness(likely) >= ALIKE else ""
 
 

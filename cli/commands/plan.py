@@ -240,6 +240,7 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
         *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
         *_data_rows(plan),
+        ("learns", _learned_text(recipe)),
         ("steps", f"{plan.steps:,}"),
         ("hardware", plan.cluster.text()),
         *_memory_rows(plan),
@@ -249,6 +250,22 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         *_hours_rows(plan),
     ]
     console.table(("what", "how much"), rows)
+
+
+def _learned_text(recipe: Recipe) -> str:
+    """Whose words are learned, which decides more than anything else what a drafter drafts."""
+    data, said_by = recipe.data, recipe.origin["data.regenerate"]
+    if data.on_policy == 1.0:
+        return "what the drafter itself writes"
+    if not data.regenerate:
+        words = f"the words of the data as they are (data.regenerate=false, by {said_by})"
+    elif data.endpoint is not None:
+        words = f"{data.prompts:,} answers of the target, written by {data.endpoint}"
+    else:
+        words = f"{data.prompts:,} answers of the target"
+    more = [f"{data.text_tokens:,} tokens of the data's own words"] if data.text_tokens else []
+    more += ["the prompts"] if data.train_on_prompt else []
+    return " + ".join([words, *more])
 
 
 def _where_text(recipe: Recipe) -> str:

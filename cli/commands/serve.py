@@ -190,6 +190,14 @@ def serve(
             help="Return a thinking model's thoughts as reasoning_content.",
         ),
     ] = True,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Answer 400 to a request with a field that is not known; else it is ignored, and "
+            "named in the header X-Specctl-Ignored.",
+        ),
+    ] = False,
     generation_config: GenerationConfigFlag = None,
     compiled: Compile = None,
 ) -> None:
@@ -240,6 +248,7 @@ def serve(
         verification=verification,
         defaults=defaults,
         style=ChatStyle.of(model, tool_parser, reasoning),
+        is_strict=strict,
     )
     level = logging.WARNING if console.quiet else logging.INFO
     send_logs(console.stderr, level, as_json=not console.stderr.isatty())

@@ -17,6 +17,7 @@ from specctl.core.errors import FileError, IntegrityError, did_you_mean, no_fold
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
     from specctl.recipes.targets import ResolvedTarget
+    from specctl.runtime.target.ends import EndsOfText
 
 
 def show(
@@ -53,6 +54,7 @@ def show(
         if str(path) in recipe_names():
             do = f"specctl recipes show {path}"
         raise no_folder(path, kinds, do)
+    from specctl.core.model_folder import is_adapter_alone, something_else
     from specctl.export.package.manifest import MANIFEST
 
     if (path / MANIFEST).is_file():
@@ -61,9 +63,11 @@ def show(
         result, following = _run(console, path)
     elif (path / "config.json").is_file():
         result, following = _model(console, path)
+    elif is_adapter_alone(path):
+        result, following = _adapter(console, path)
     else:
         names = sorted(p.name for p in path.iterdir())[:8]
-        raise FileError(
+        raise something_else(path) or FileError(
             f"{path} holds nothing that specctl knows",
             where=str(path),
             found=", ".join(names) or "an empty folder",
@@ -84,6 +88,7 @@ def _target_named(path: Path) -> ResolvedTarget | None:
 
 def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], list[str]]:
     from specctl.recipes.load import list_recipes
+    from specctl.runtime.target.hub import cached_folder
 
     place = str(found.path or found.repo)
     recipes = [info.name for info in list_recipes() if info.target == found.name]
@@ -100,6 +105,9 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
             (name.replace("_", " "), f"{value:,}" if type(value) is int else value)
             for name, value in sizes.items()
         ]
+    folder = found.path or cached_folder(found)
+    ends = None if folder is None else _ends(folder)
+    rows += _end_rows(ends)
     rows.append(("recipes", _recipes_text(recipes, found.name)))
     console.table(("field", "value"), rows)
     result = {
@@ -109,11 +117,37 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
         "repo": found.repo,
         "revision": found.revision,
         "shape": sizes or None,
+        "ends": None if ends is None else ends.to_json(),
         "recipes": recipes,
     }
     usual = [name for name in recipes if name.endswith("eagle3")]
     recipe = (usual or recipes or ["eagle3"])[0]
     return result, [f"specctl plan --target {found.name} --recipe {recipe}"]
+
+
+def _ends(path: Path) -> EndsOfText:
+    """Where the texts of a model folder end; config.json is read already where that matters."""
+    from specctl.runtime.target.checkpoint_folder import read_object
+    from specctl.runtime.target.tokenizer_files import ends_in
+
+    return ends_in(path, read_object(path / "config.json"))
+
+
+def _end_rows(ends: EndsOfText | None) -> list[tuple[str, object]]:
+    """Each end of text with where it comes from, and which of them ends what."""
+    if ends is None:
+        return [("ends of text", "known when its files are in the cache")]
+    spelled = {end.token_id: end.token or "no token" for end in ends.each}
+    turn = "nothing in its chat template" if ends.of_turn is None else spelled[ends.of_turn]
+    rows: list[tuple[str, object]] = [
+        ("ends of text", "; ".join(end.text() for end in ends.each) or "none"),
+        ("an answer ends with", turn),
+    ]
+    if ends.of_document is not None:
+        rows.append(("a document ends with", spelled[ends.of_document]))
+    if ends.left_out:
+        rows.append(("ends nothing", "; ".join(one.text() for one in ends.left_out)))
+    return rows
 
 
 def _recipes_text(names: Sequence[str], target: str) -> str:
@@ -271,8 +305,9 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
             where=error.where,
             found=error.found,
             expected="the config.json of a transformers model, a JSON object",
-            do="download the folder again",
+            do=error.do or "download the folder again",
         ) from None
+    ends = _ends(path)
     weights = sorted(p for p in path.iterdir() if p.suffix == ".safetensors")
     size = sum(p.stat().st_size for p in weights)
     inner = config.get("text_config")
@@ -286,9 +321,30 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("model type", config.get("model_type")),
         *((name.replace("_", " "), inner.get(name)) for name in wanted),
         ("weights", f"{len(weights)} safetensors files, {size:,} bytes"),
+        *_end_rows(ends),
     ]
     console.table(("field", "value"), rows)
     result = {"kind": "model", "path": str(path), "config": config, "weight_bytes": size}
+    result["ends"] = ends.to_json()
+    return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+
+
+def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
+    """A LoRA adapter of peft, which stands for its base with the adapter added."""
+    from specctl.core.model_folder import ADAPTER, ADAPTER_WEIGHTS
+    from specctl.runtime.target.checkpoint_folder import read_object
+
+    config, weights = read_object(path / ADAPTER), path / ADAPTER_WEIGHTS
+    size = weights.stat().st_size if weights.is_file() else 0
+    base = config.get("base_model_name_or_path")
+    rows: list[tuple[str, object]] = [
+        ("kind", "adapter (LoRA of peft): stands for its base with the adapter added"),
+        ("base", base or "not named: give it with --target BASE --adapter FOLDER"),
+        ("rank", config.get("r")),
+        ("weights", f"{size:,} bytes"),
+    ]
+    console.table(("field", "value"), rows)
+    result = {"kind": "adapter", "path": str(path), "base": base, "weight_bytes": size}
     return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
 
 

@@ -136,6 +136,16 @@ Seed = Annotated[
         "--seed", min=0, max=2**63 - 1, metavar="INTEGER", help="Seed of every random choice."
     ),
 ]
+DrawnSeed = Annotated[
+    int,
+    sampling_option(
+        "--seed",
+        min=-1,
+        max=2**63 - 1,
+        metavar="INTEGER",
+        help="Seed of every random choice; -1 draws one, and says which.",
+    ),
+]
 
 ConfigFile = Annotated[
     Path | None,

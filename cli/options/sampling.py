@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from specctl.cli.app.console import Console
-from specctl.cli.options.flags import Seed, sampling_option
+from specctl.cli.options.flags import DrawnSeed, sampling_option
 from specctl.core.errors import IntegrityError, SpecctlError, one_of_two, unknown
 
 if TYPE_CHECKING:
@@ -73,12 +73,14 @@ class SamplingFlags:
         bool, sampling_option("--ignore-eos", help="Continue past end of text.")
     ] = False
     generation_config: GenerationConfigFlag = None
-    seed: Seed = 0
+    seed: DrawnSeed = 0
 
     def settle(self, console: Console, target: Target) -> Sampling:
         """The settings for that target, which may ask for some; says what is done with those."""
         used = self.sampling(followed(console, target, self.generation_config))
         tell(console, target, self.generation_config, [used])
+        if self.seed == -1 and not used.greedy:
+            console.say(f"the seed is {used.seed} (--seed {used.seed} gives the same text)")
         return used
 
     def sampling(self, suggested: Suggested | None = None) -> Sampling:

@@ -146,6 +146,8 @@ class TargetChoice:
         )
         if is_new and target.device.type == "cpu" and (missing := library().missing):
             console.warn(f"it was not compiled, decoding is slower without it: {missing}")
+        for note in target.notes:
+            console.say(f"note: {note}")
         if target.spread is not None:
             console.say(f"target {self.name}: {target.spread}; its forward is transformers'")
         if target.inflated:

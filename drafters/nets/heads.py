@@ -71,6 +71,8 @@ def head_rows(borrowed: Borrowed, vocab: VocabMap | None) -> Tensor:
     """[K, D]: rows of the target's LM head that the draft vocabulary keeps."""
     if vocab is None:
         return borrowed.head_VD
+    if vocab.is_prefix:  # a view: no copy of a large head
+        return borrowed.head_VD[: vocab.size]
     return borrowed.head_VD[vocab.ids_K.to(borrowed.head_VD.device)]
 
 

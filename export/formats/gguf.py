@@ -141,7 +141,8 @@ def _check_tokenizer(source: ExportSource, reader: GgufReader) -> None:
             raise gate(
                 f"token {number} is {text!a}", f"{tokenizer.convert_ids_to_tokens(number)!a}"
             )
-    eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(spec.eos_ids))
+    eos = tokenizer.eos_token_id
+    eos = next(iter(spec.eos_ids), None) if eos is None else eos
     if reader.special_id("eos") != eos:
         raise gate(f"end of text {reader.special_id('eos')}", f"{eos}")
     vocabulary = vocabulary_of(tokenizer, spec)

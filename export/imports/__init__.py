@@ -139,7 +139,7 @@ def import_published(
     if measured is not None:
         about["acceptance"] = dict(measured.record)
     manifest = save_package(drafter, target, Path(out), command=command, **about)
-    notes = found.notes + _eos_note(drafter, target)
+    notes = published.notes + found.notes + _eos_note(drafter, target)
     return Report(importer.name, found.engine, manifest, notes, measured, published.claims)
 
 
@@ -169,7 +169,7 @@ def _refusing(name: str) -> Iterator[None]:
 def _eos_note(drafter: Drafter, target: Target) -> tuple[str, ...]:
     if drafter.vocab is None:
         return ()
-    cut = sorted(set(target.eos_ids) - set(drafter.vocab.ids_K.tolist()))
+    cut = sorted(set(target.usual_ends) - set(drafter.vocab.ids_K.tolist()))
     if not cut:
         return ()
     note = f"its vocabulary lacks end-of-text {cut}: it drafts no ends, and loads with --allow eos"

@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-2 heads (SafeAILab), and what trains the same net (HASS): `fc`, one layer
 without an input norm, and perhaps a copy of the target's embedding.
 
-Their config.json is that of a Llama of one layer, so `fc.weight` without an LM head beside it tells
-the format. EAGLE-2 changed how drafts grow and nothing that is stored; HASS and EAGLE cannot be
+Their config.json is that of a Llama of one layer, so `fc.weight` without EAGLE-3's norm tells the
+format. EAGLE-2 changed how drafts grow and nothing that is stored; HASS and EAGLE cannot be
 told apart by what is stored either, and all become the family `eagle`. Of a missing key `bias`
 SafeAILab makes a bias behind `fc`; where config.json says there is none, zeros are one.
 Letters: K draft vocabulary, N nodes, V target vocabulary.
@@ -21,8 +21,10 @@ from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import (
     ELSEWHERE,
+    HEAD,
     REPAIR,
     check_embedding,
+    check_head,
     check_value,
     count_of,
     filled,
@@ -56,11 +58,13 @@ def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
     named = config.get("architectures")
     is_named = isinstance(named, list) and len(named) == 1 and named[0] in NAMES
     others = {"speculators_config", "speculators_model_type", "draft_vocab_size"} & config.keys()
-    return is_named and not others and JOINED in names and "lm_head.weight" not in names
+    is_third = any(name.endswith("hidden_norm.weight") for name in names)  # EAGLE-3's
+    return is_named and not others and JOINED in names and not is_third
 
 
 def read(published: Published, target: Target) -> Imported:
-    body, tensors = published.config, dict(published.tensors)
+    body = published.config
+    tensors = {name.removeprefix("model."): t for name, t in published.tensors.items()}
     for key in NEEDED:
         if body.get(key) is None:
             what = "config.json does not say a size of the head"
@@ -72,7 +76,8 @@ def read(published: Published, target: Target) -> Imported:
     rows = target.spec.vocab_size if d2t is None else len(d2t)
     vocab = vocabulary(tensors, rows, target.spec.vocab_size)
     check_embedding(tensors.get(EMBEDDING), target)
-    weights = {n: t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING)}
+    check_head(tensors.get(HEAD), vocab, target)  # it drafts with the target's
+    weights = {n: t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
     options = EagleOptions(intermediate=count_of(config, "intermediate_size"))
     drafter = filled(lambda: Eagle(options, target.spec, vocab), weights)
     drafter.bind(target.borrowed())

@@ -21,24 +21,26 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 
 from specctl.drafters.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
-from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
+from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused, with_head
 from specctl.export.imports.published import Published
 from specctl.export.layouts.engines import LENGTH, taps_of_layer_ids
 from specctl.export.readers import sglang_eagle, vllm_eagle3
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.runtime.target.target import Target
 
+TIED = "tie_word_embeddings"
 NAME = "LlamaForCausalLMEagle3"  # what both engines call the model, whatever its trainer wrote
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 ADDED_YARN = {"rope_type", "type", "factor", "original_max_position_embeddings", "rope_theta"}
+ROWS, OWN_NORM = "draft_vocab_size", "hidden_norm.weight"  # what no layer of a Llama has
 NEEDED = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size",
-    "draft_vocab_size",
 )  # fmt: skip
 
 
@@ -48,24 +50,28 @@ def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
         return False
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
         return False
-    return "Eagle3" in named[0] or (named[0] == "LlamaForCausalLM" and "draft_vocab_size" in config)
+    is_head = ROWS in config or any(name.endswith(OWN_NORM) for name in names)
+    return "Eagle3" in named[0] or (named[0] == "LlamaForCausalLM" and is_head)
 
 
 def read(published: Published, target: Target) -> Imported:
     published, yarn = _as_trained(published, target)
-    body = published.config
-    _check(body)
-    config = _derived(body)
     tensors = {_public(name): tensor for name, tensor in published.tensors.items()}
     if len(tensors) != len(published.tensors):
         raise refused("two tensors have one meaning", "midlayer and layers.0", "one", REPAIR)
+    body, is_tied = _own_head(published.config, tensors), bool(published.config.get(TIED))
+    _check(body)
+    head = with_head(tensors, body[ROWS], target, is_tied)
+    tensors, config = dict(head.tensors), _derived(body)
     drafter = drafter_of(config, tensors, _taps(body, target.spec.num_layers), target)
     only_vllm = drafter.options.norm_before_residual or (LAYERS in body and not _nested(body))
     engine = vllm_eagle3.ENGINE if only_vllm else sglang_eagle.ENGINE
 
     def prove(source: ExportSource) -> None:
         trial, embedding_VD = Trial.of(source, FED_BACK), embedding_of(source)
-        with published.staged(architectures=[NAME], model_type="llama") as folder:
+        own = {"architectures": [NAME], "model_type": "llama", ROWS: body[ROWS], TIED: False}
+        as_read = tensors if tensors.keys() != published.tensors.keys() else None
+        with published.staged(as_read, **own) as folder:
             theirs = (
                 vllm_eagle3.VllmEagle3(folder, embedding_VD, vllm_eagle3.flat_config)
                 if only_vllm
@@ -74,9 +80,9 @@ def read(published: Published, target: Target) -> Imported:
         compare(engine, theirs, drafted_logits(twin(source, drafter), trial))
 
     if yarn is None:
-        return Imported(drafter, engine, prove, LENGTH)
+        return Imported(drafter, engine, prove, LENGTH, head.notes)
     readings = {"with the positions of config.json (YaRN)": _scaled(drafter, config, yarn)}
-    return Imported(drafter, engine, prove, LENGTH, (_yarn_note(yarn),), readings)
+    return Imported(drafter, engine, prove, LENGTH, (_yarn_note(yarn), *head.notes), readings)
 
 
 def _as_trained(published: Published, target: Target) -> tuple[Published, Mapping[str, Any] | None]:
@@ -138,6 +144,16 @@ def _scaled(drafter: Eagle3, config: Any, scaling: Mapping[str, Any]) -> Eagle3:
     return made
 
 
+def _own_head(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """config.json as of a head with its own LM head: how many rows where it does not say so (those
+    that are stored, else an id for each of `d2t`, else all), and not tied."""
+    said = body.get(ROWS)
+    if said is None:
+        counted = tensors.get("lm_head.weight", tensors.get("d2t"))
+        said = body.get("vocab_size") if counted is None else len(counted)
+    return {**body, ROWS: said, TIED: False}
+
+
 def _check(body: Mapping[str, Any]) -> None:
     """What must be written: an engine's defaults for these fit no head but by chance."""
     for key in NEEDED:
@@ -148,9 +164,14 @@ def _check(body: Mapping[str, Any]) -> None:
     if kind != "llama":
         what = "of flat EAGLE-3 folders those of Llama layers are imported"
         raise refused(what, f"model_type: {kind}", "llama", ELSEWHERE, "config.json:model_type")
-    if body.get("quantization_config") or body.get("tie_word_embeddings"):
-        found = "quantization_config" if body.get("quantization_config") else "tied embeddings"
-        raise refused("the head is not plain weights of its own", found, "neither", ELSEWHERE)
+    if body.get("quantization_config"):
+        what = "the head is quantised"
+        raise refused(what, "quantization_config", "plain weights", ELSEWHERE)
+    if not isinstance(body[ROWS], int) or isinstance(body[ROWS], bool):
+        what = "config.json does not say a size of the head"
+        raise refused(
+            what, f"{ROWS}: {body[ROWS]}", "a whole number", REPAIR, f"config.json:{ROWS}"
+        )
     inner = body.get("eagle_config") or {}
     at_once = inner.get("parallel_draft_step", 1)
     if at_once != 1 or inner.get("use_aux_hidden_state", True) is not True:
@@ -193,6 +214,7 @@ def _taps(body: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def _public(name: str) -> str:
+    name = name.removeprefix("model.")
     for old, new in sglang_eagle.RENAMED.items():
         if name.startswith(f"{old}."):
             return new + name.removeprefix(old)

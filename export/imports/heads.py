@@ -6,6 +6,7 @@ Letters: D hidden width, K draft vocabulary, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -119,6 +120,39 @@ def check_embedding(rows_VD: Tensor | None, target: Target) -> None:
 
 
 EMBEDDING = "the head has an embedding of its own, not the target's"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Tensors of which `lm_head.weight` is one, and what is to be said of where it came from."""
+
+    tensors: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
+
+
+def with_head(
+    tensors: Mapping[str, Tensor], rows: int, target: Target, is_tied: bool = False
+) -> Heads:
+    """The head's tensors; where none is an LM head, with the target's rows for the ids that it
+    speaks of: those of its embedding where config.json ties them."""
+    if HEAD in tensors:
+        return Heads(tensors, (STORED_HEAD,) if is_tied else ())
+    vocab, borrowed = vocabulary(tensors, rows, target.spec.vocab_size), target.borrowed()
+    if is_tied:
+        borrowed = replace(borrowed, head_VD=borrowed.embedding_VD * borrowed.embed_scale)
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    rows_KD = head_rows(borrowed, vocab).detach().to("cpu", dtype).clone()
+    whose = "embedding" if is_tied else "LM head"
+    note = f"the folder has no LM head: it drafts with the rows of the {whose} of {target.name}"
+    return Heads({**tensors, HEAD: rows_KD}, (note,))
+
+
+HEAD = "lm_head.weight"
+STORED_HEAD = (
+    "config.json says tie_word_embeddings: true beside an LM head: the head is read, as it was "
+    "trained. SGLang reads the embedding in its place; set the key to false for it"
+)
 
 
 def check_head(rows_KD: Tensor | None, vocab: VocabMap | None, target: Target) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from specctl.drafters.medusa import Medusa, MedusaOptions
 from specctl.export.formats.medusa import FILE, compare_heads
 from specctl.export.imports import Imported, Importer
-from specctl.export.imports.heads import REPAIR, count_of, filled, refused
+from specctl.export.imports.heads import count_of, filled, refused
 from specctl.export.imports.published import Published
 from specctl.export.readers.medusa import TgiMedusa
 from specctl.runtime.target.target import Target
@@ -25,7 +25,8 @@ def read(published: Published, target: Target) -> Imported:
     """As many heads and blocks as config.json says, no more and no fewer."""
     names = [path.name for path in published.files]
     if names != [FILE]:
-        raise refused("Medusa's heads lie in one file", ", ".join(names), FILE, REPAIR)
+        do = f"leave {FILE} alone of the safetensors in the folder, beside config.json"
+        raise refused("Medusa's heads lie in one file", ", ".join(names), FILE, do)
     config = SimpleNamespace(**published.config)
     num_heads, num_blocks = (count_of(config, f"medusa_num_{of}") for of in ("heads", "layers"))
     options = MedusaOptions(num_heads=num_heads, num_blocks=num_blocks)

@@ -24,6 +24,7 @@ from specctl.export.imports.heads import (
     filled,
     refused,
     vocabulary,
+    with_head,
 )
 from specctl.export.imports.layers import check_layers, check_positions
 from specctl.export.imports.published import Published
@@ -52,16 +53,19 @@ def read(published: Published, target: Target) -> Imported:
         layers=count_of(config, "num_hidden_layers"),
         taps=read_taps(taps, spec.num_layers),
     )
-    weights = _weights(published.tensors, config.pard_token, target)
+    head = with_head(published.tensors, rows, target)
+    weights = _weights(head.tensors, config.pard_token, target)
     drafter = filled(lambda: PEagle(options, spec, vocab), weights)
     drafter.bind(target.borrowed())
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, config.length - 1, without=config.pard_token)
-        theirs = VllmEagle3(published.folder, embedding_of(source)).drafted_logits(trial)
+        with published.staged(head.tensors) as folder:
+            theirs = VllmEagle3(folder, embedding_of(source)).drafted_logits(trial)
         compare(ENGINE, theirs, drafted_logits(twin(source, drafter), trial))
 
-    return Imported(drafter, ENGINE, prove, config.length, other_verifier(body, target))
+    notes = other_verifier(body, target) + head.notes
+    return Imported(drafter, ENGINE, prove, config.length, notes)
 
 
 def _check(config: Any, target: Target) -> None:

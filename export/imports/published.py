@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
+from specctl.core.model_folder import ADAPTER, is_adapter_alone, is_inside, something_else
 from specctl.export.package.files import (
     PICKLE_SUFFIXES,
-    list_files,
+    model_files,
     open_folder,
     read_header,
     read_json,
@@ -27,10 +28,12 @@ from specctl.export.package.files import (
 from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, read_manifest
 from specctl.export.package.tensors import read_tensors, write_tensors
 from specctl.models.mtp_layout import KINDS
-from specctl.runtime.target.checkpoint_folder import weight_files
+from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
 from specctl.runtime.target.mtp_checkpoint import read_layout, stored_module
+from specctl.runtime.target.stored_names import check_unwrapped, plain_name, wrapper_note
 
 CONFIG = "config.json"
+OF_A_RUN = ("training_args", "optimizer", "scheduler", "rng_state", "trainer_state", "scaler")
 MOST_CLAIMS, MOST_SHOWN = 3, 160
 _CLAIM = re.compile(
     r"(?=.*\d)(accept\w*[ _-](length|rate|len|per)|mean accepted|\btau\b)", re.IGNORECASE
@@ -45,19 +48,23 @@ CONVERT = (
 @dataclass(frozen=True, slots=True)
 class Published:
     """The folder, its configuration, its tensors by name, the files that hold them, and the lines
-    of its README that speak of acceptance."""
+    of its README that speak of acceptance. `notes` say how it was read; `is_renamed`: the files
+    have a wrapper's names, `tensors` those that are left without it."""
 
     folder: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     files: tuple[Path, ...]
     claims: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_renamed: bool = False
 
     @contextmanager
     def staged(self, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> Iterator[Path]:
         """A folder with the same weights, or with `tensors`, and a configuration with other values
         of these keys and without code, for a reader that asks for an engine's own spelling."""
         body = {key: value for key, value in self.config.items() if key != "auto_map"}
+        tensors = self.tensors if tensors is None and self.is_renamed else tensors
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / CONFIG).write_text(json.dumps(body | fields), encoding="utf-8")
@@ -73,24 +80,27 @@ def read_published(path: Path) -> Published:
     folder = open_folder(path)
     if (module := _carried(folder)) is not None:
         return module
-    files = list_files(folder)
-    _refuse_ours(folder, files)
-    pickles = [name for name in files if Path(name).suffix.lower() in PICKLE_SUFFIXES]
-    weights = [name for name in files if name.endswith(".safetensors")]
-    if pickles:
-        name = ascii(pickles[0])[1:-1]
-        raise IntegrityError(
-            "refused pickled weights: loading them can run code",
-            found=name,
-            expected="safetensors",
-            do="delete it: there are safetensors beside it"
-            if weights
-            else CONVERT.format(name=name, stem=Path(name).stem),
+    if is_adapter_alone(folder):
+        raise IncompatibleError(
+            "the folder holds a LoRA adapter, not a drafter's head",
+            found=ADAPTER,
+            expected=f"{CONFIG} and weights in safetensors",
+            do=f"of a draft model it drafts as it is: --draft {folder}; of a target: "
+            f"--target {folder}",
+            where=str(path),
         )
+    files = model_files(folder)
+    _refuse_ours(folder, files)
+    weights = [name for name in files if name.endswith(".safetensors")]
+    if INDEX in files:
+        weight_files(folder)  # what it names is plain safetensors
+    elif WEIGHTS not in files:
+        _refuse_pickles(folder)
     if CONFIG not in files or not weights:
-        raise FileError(
+        names = sorted(item.name for item in folder.iterdir())
+        raise something_else(folder) or FileError(
             "the folder holds no published drafter",
-            found=", ".join(sorted(files)[:5]) or "an empty folder",
+            found=", ".join(names[:5]) or "an empty folder",
             expected=f"{CONFIG} and weights in safetensors",
             do="give the whole folder: `hf download OWNER/NAME --local-dir FOLDER`",
             where=str(path),
@@ -98,8 +108,29 @@ def read_published(path: Path) -> Published:
     paths = tuple(
         files[name].resolve() if files[name].is_symlink() else files[name] for name in weights
     )
-    claims = _claims(files[CARD]) if CARD in files else ()
-    return Published(folder, read_json(files[CONFIG]), _tensors(weights, paths), paths, claims)
+    card = folder / CARD
+    claims = _claims(card) if card.is_file() and is_inside(card) else ()
+    stored = _tensors(weights, paths)
+    check_unwrapped(stored, str(folder))
+    tensors = {plain_name(name): tensor for name, tensor in stored.items()}
+    config, note = read_json(files[CONFIG]), wrapper_note(stored)
+    notes = (note,) if note else ()
+    return Published(folder, config, tensors, paths, claims, notes, is_renamed=bool(note))
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """Of a folder without safetensors of the usual name, whose weights they may be."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    kept = [name for name in names if not name.startswith(OF_A_RUN)]
+    pickles = [name for name in kept if Path(name).suffix.lower() in PICKLE_SUFFIXES]
+    if pickles and (folder / CONFIG).is_file():
+        name = ascii(pickles[0])[1:-1]
+        raise IntegrityError(
+            "refused pickled weights: loading them can run code",
+            found=name,
+            expected="safetensors",
+            do=CONVERT.format(name=name, stem=Path(name).stem),
+        )
 
 
 def _carried(folder: Path) -> Published | None:

@@ -11,7 +11,7 @@ from typing import Any
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
-from specctl.export.imports.heads import ELSEWHERE, refused
+from specctl.export.imports.heads import ELSEWHERE, count_of, refused, with_head
 from specctl.export.imports.published import Published
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3, draft_config
@@ -37,14 +37,18 @@ def read(published: Published, target: Target) -> Imported:
     taps = getattr(
         config, "eagle_aux_hidden_state_layer_ids", default_layers(target.spec.num_layers)
     )
-    drafter = drafter_of(config, published.tensors, taps, target)
+    rows = getattr(config, "draft_vocab_size", None) or count_of(config, "vocab_size")
+    head = with_head(published.tensors, rows, target)
+    drafter = drafter_of(config, head.tensors, taps, target)
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, FED_BACK)
-        theirs = VllmEagle3(published.folder, embedding_of(source)).drafted_logits(trial)
+        with published.staged(head.tensors) as folder:
+            theirs = VllmEagle3(folder, embedding_of(source)).drafted_logits(trial)
         compare(ENGINE, theirs, drafted_logits(twin(source, drafter), trial))
 
-    return Imported(drafter, ENGINE, prove, max(1, config.length), other_verifier(body, target))
+    notes = other_verifier(body, target) + head.notes
+    return Imported(drafter, ENGINE, prove, max(1, config.length), notes)
 
 
 def other_verifier(body: Mapping[str, Any], target: Target) -> tuple[str, ...]:

@@ -145,10 +145,18 @@ def _shape(manifest: Manifest, target: Target) -> list[Mismatch]:
             allow = None if tied else name.replace("_", "-")
             found.append(Mismatch(name, f"{here:,}", f"{there:,}", _load_it(manifest), allow))
     here, there = target.spec.vocab_size, manifest.vocabulary.target_size
-    if here != there:
+    if here != there and not _is_padding(manifest, target):
         cure = f"{_load_it(manifest)}, or train a drafter for this one with `specctl train-draft`"
-        found.append(Mismatch("vocab_size", f"{here:,} ids", f"{there:,} ids", cure, None))
+        allow = None if target.tokenizer is None else "padding"
+        found.append(Mismatch("vocab_size", f"{here:,} ids", f"{there:,} ids", cure, allow))
     return found
+
+
+def _is_padding(manifest: Manifest, target: Target) -> bool:
+    """Whether the sizes of the vocabularies differ by rows that no text has ids for."""
+    from specctl.runtime.target.unpadded import fits_both
+
+    return fits_both(target, manifest.tokenizer, manifest.vocabulary.target_size)
 
 
 def _texts(manifest: Manifest, target: Target) -> list[Mismatch]:
@@ -178,12 +186,22 @@ def _spec(manifest: Manifest, target: Target) -> list[Mismatch]:
         )
         for name in _SOFT_SPEC
         if getattr(target.spec, name) != getattr(spec, name)
+        and not (name == "eos_ids" and _are_among(spec.eos_ids, target))
     ]
+
+
+def _are_among(eos_ids: Sequence[int], target: Target) -> bool:
+    """The package's ends of text end the target's texts, beside others that a drafter need not
+    know; ids that only a configuration class brought along ended nothing."""
+    defaults = {one.token_id for one in target.ends.left_out}
+    return set(eos_ids) - defaults <= set(target.spec.eos_ids)
 
 
 def _weights(manifest: Manifest, target: Target) -> list[Mismatch]:
     record = manifest.target
     if record.fingerprint == target.fingerprint:
+        return []
+    if _is_padded_only(manifest, target):
         return []
     base = target.base_fingerprint or target.fingerprint
     if record.fingerprint == combined_fingerprint(base, record.adapters):
@@ -209,6 +227,16 @@ def _weights(manifest: Manifest, target: Target) -> list[Mismatch]:
             "target",
         )
     ]
+
+
+def _is_padded_only(manifest: Manifest, target: Target) -> bool:
+    """Whether the target has the very weights, and more rows behind the tokenizer's ids."""
+    from specctl.runtime.target.unpadded import fingerprint_without
+
+    size = manifest.vocabulary.target_size
+    if size >= target.spec.vocab_size or not _is_padding(manifest, target):
+        return False
+    return fingerprint_without(target, size) == manifest.target.fingerprint
 
 
 def _with_digests(text: str, adapters: Sequence[Any]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IntegrityError
+from specctl.core.model_folder import gguf_error, is_inside, refuse_pointer
 
 MAX_HEADER_BYTES = 8 << 20
 MAX_JSON_BYTES = 32 << 20
@@ -27,6 +28,7 @@ PICKLE_SUFFIXES = frozenset({
     ".h5", ".hdf5", ".keras", ".msgpack",
 })
 # fmt: on
+READ_SUFFIXES = frozenset([".json", ".safetensors", ".model", ".txt", ".jinja"])
 ARCHIVE_SUFFIXES = frozenset(
     [".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".whl", ".nemo"]
 )
@@ -36,6 +38,11 @@ CODE_SUFFIXES = frozenset([".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".sh"
 IR_WEIGHTS = frozenset(f"openvino_{name}.bin" for name in ("model", "tokenizer", "detokenizer"))
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+# What repositories hold beside a package, and nobody reads.
+_INERT = re.compile(
+    r"(licen[cs]e|notice|copying|use_policy)([._-].*)?|.*\.(png|jpe?g|gif|svg|webp|pdf)",
+    re.IGNORECASE,
+)
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 
 DTYPE_BYTES = {
@@ -67,6 +74,11 @@ def check_name(name: str) -> None:
         )
 
 
+def is_inert(name: str) -> bool:
+    """Whether a file of that name is a licence or a picture."""
+    return _NAME.fullmatch(name) is not None and _INERT.fullmatch(name) is not None
+
+
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
     """Turn a failure of the file system into a FileError."""
@@ -86,6 +98,8 @@ def open_folder(path: Path) -> Path:
     """The real path of a folder; a file or a missing path is refused with the reason."""
     if path.is_dir():
         return path.resolve()
+    if path.exists() and path.suffix.lower() == ".gguf":
+        raise gguf_error(path)
     if path.exists():
         raise IntegrityError(
             "a package is a folder, not a file",
@@ -103,21 +117,40 @@ def open_folder(path: Path) -> Path:
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """Every visible entry of a package by name; links that leave it and non-files are refused.
+    """Every visible file of a package by name; links that leave it and non-files are refused.
+    Folders are nobody's business here: no file in them is read.
 
     The hub cache is the one exception: there a snapshot links into the blobs of its repository.
     """
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") and path.is_dir() and not path.is_symlink():
-            continue  # bookkeeping of git or of the hub client
+        if path.is_dir() and not path.is_symlink():
+            continue
         if path.is_symlink() and (blobs is None or path.resolve().parent != blobs.resolve()):
             raise _refused(path, "a symbolic link", "regular files")
         if not stat.S_ISREG(path.stat().st_mode):
             raise _refused(path, "not a regular file", "regular files in one flat folder")
         if not path.name.startswith("."):
             found[path.name] = path
+    return found
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """The files that are read of a foreign model's folder, by name: its JSON, texts, tokenizer and
+    safetensors. One that is a link out of the folder, or no file, is refused; whatever else lies
+    there (pictures, pickles, other formats, folders) is left alone."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.suffix.lower() not in READ_SUFFIXES:
+            continue
+        if path.is_dir():
+            continue
+        if path.is_symlink() and not (path.exists() and is_inside(path)):
+            raise _refused(path, "a symbolic link", "regular files")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _refused(path, "not a regular file", "regular files")
+        found[path.name] = path
     return found
 
 
@@ -145,6 +178,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_bounded(path: Path) -> bytes:
     """The bytes of a file that is no larger than a JSON file may be."""
+    refuse_pointer(path)
     with path.open("rb") as stream:
         raw = stream.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:
@@ -188,6 +222,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
     Never reads more than the header, never trusts a size that the file does not back.
     """
+    refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -21,6 +21,7 @@ from specctl.core.errors import (
     SpecctlError,
     did_you_mean,
 )
+from specctl.core.model_folder import is_adapter_alone, something_else
 from specctl.drafters import families
 from specctl.drafters.nets.options import read_options
 from specctl.export.package.files import open_folder, reading
@@ -170,13 +171,18 @@ def _look(path: Path) -> Found:
         refuse_export(manifest, path, LOADABLE)
         native = manifest.format == "specctl"
         return Found(Kind.PACKAGE if native else Kind.PRETRAINED, folder.name, folder)
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or is_adapter_alone(folder):
         return Found(Kind.PRETRAINED, folder.name, folder)
+    if (other := something_else(folder)) is not None:
+        raise other
+    is_run = (folder / "run.yaml").is_file()
     raise FileError(
         "the folder holds no drafter",
         found=", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "an empty folder",
         expected=f"{MANIFEST} (a specctl package) or config.json (a transformers model)",
-        do="give the package folder of a run, such as runs/NAME/package",
+        do=f"let the run finish: give its command again (specctl show {path} says how far it is)"
+        if is_run
+        else "give the package folder of a run, such as runs/NAME/package",
         where=str(path),
     )
 

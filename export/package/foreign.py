@@ -15,7 +15,12 @@ from specctl.core.errors import SpecctlError
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.load import read_package
 from specctl.export.package.manifest import MANIFEST, check_files
-from specctl.export.package.pretrained import inspect_folder, load_lm, load_tokenizer
+from specctl.export.package.pretrained import (
+    inspect_folder,
+    load_lm,
+    load_tokenizer,
+    whole_model,
+)
 from specctl.recipes.targets import resolve
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
@@ -29,17 +34,18 @@ def load_foreign(
     if target.tokenizer is None or "tokenizer" in allow:
         return None
     is_package = (folder / MANIFEST).is_file() and not (folder / "config.json").is_file()
-    if not is_package:
-        inspect_folder(folder)  # before transformers reads anything of it
-    tokenizer = _packaged_tokenizer(folder) if is_package else load_tokenizer(folder)
+    base = None if is_package else whole_model(folder)
+    if base is not None:
+        inspect_folder(base.folder)  # before transformers reads anything of it
+    tokenizer = _packaged_tokenizer(folder) if base is None else base.tokenizer()
     if tokenizer is None or tokenizer_fingerprint(tokenizer) == target.tokenizer_fingerprint:
         return None
-    if is_package:
+    if base is None:
         drafter = read_package(folder, None).to(target.device, target.dtype)
         lm = drafter.language_model()
         assert lm is not None, "only small-lm packages are asked for a tokenizer"
     else:
-        lm = load_lm(folder, inspect_folder(folder)[1], target)
+        lm = load_lm(base, inspect_folder(base.folder)[1], target)
     return translated(lm, tokenizer, tokenizer.eos_token_id, target, method)
 
 

@@ -25,9 +25,11 @@ from specctl.core.errors import (
     one_of,
 )
 from specctl.core.installed import pip_upgrade
+from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.drafters.nets.options import read_options
+from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.package.compat import Mismatch, check_compatible, made_for, raise_first
 from specctl.export.package.files import open_folder
 from specctl.export.package.manifest import (
@@ -38,6 +40,7 @@ from specctl.export.package.manifest import (
     check_files,
     refuse_export,
 )
+from specctl.export.package.padding import Parts, padded_parts, padded_small_lm
 from specctl.export.package.tensors import MAP_NAMES, read_tensors
 from specctl.runtime.target.target import Target
 
@@ -67,8 +70,31 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     _check_modest(manifest, len(tensors))
     options = parse_options(family, manifest.options)
     own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}
+    size = manifest.vocabulary.target_size if target is None else target.spec.vocab_size
     with _building():
-        return _built(manifest, family, options, vocab, own)
+        if size == manifest.vocabulary.target_size:
+            return _built(manifest, family, options, vocab, own)
+        return _padded(manifest, Parts(family, options, manifest.model_spec, vocab, own), size)
+
+
+def _padded(manifest: Manifest, parts: Parts, size: int) -> Drafter:
+    """The drafter for a target of as many ids, padded otherwise than the one it was made for."""
+    if issubclass(parts.family.options, SmallLmOptions):
+        made = _built(manifest, parts.family, parts.options, parts.vocab, parts.tensors)
+        assert isinstance(made, SmallLm)
+        return padded_small_lm(made, parts, size)
+    fit = padded_parts(parts, size)
+    try:
+        return _built(manifest, fit.family, fit.options, fit.vocab, fit.tensors, fit.spec)
+    except SpecctlError as error:
+        raise IncompatibleError(
+            f"vocab_size: a drafter of family {parts.family.name} cannot be padded otherwise",
+            found=f"{size:,} ids; {error.what}",
+            expected=f"{parts.spec.vocab_size:,} ids, as in {made_for(manifest)}",
+            do="load the target it was made for, or train a drafter for this one with `specctl "
+            "train-draft`",
+            where="vocab_size",
+        ) from error
 
 
 def _built(
@@ -77,12 +103,18 @@ def _built(
     options: Any,
     vocab: VocabMap | None,
     own: Mapping[str, Tensor],
+    padded: ModelSpec | None = None,
 ) -> Drafter:
+    spec = manifest.model_spec if padded is None else padded
     with torch.device("meta"):  # shapes first, so that no option can ask for memory
-        shell = family.build(options, manifest.model_spec, vocab)
-    _check_needs(manifest, shell)
+        shell = family.build(options, spec, vocab)
+        if padded is None:
+            _check_needs(manifest, shell)
+        else:  # what it was trained on has the sizes of before
+            whole = VocabMap(vocab.ids_K, manifest.model_spec.vocab_size) if vocab else None
+            _check_needs(manifest, family.build(options, manifest.model_spec, whole))
     _check_layout(shell, own)
-    drafter = family.build(options, manifest.model_spec, vocab)
+    drafter = family.build(options, spec, vocab)
     drafter.to(torch.device("cpu"), getattr(torch, manifest.dtype))
     drafter.load_tensors(own)
     if drafter.module is not None:
@@ -230,12 +262,12 @@ def _check_eos(
     if vocab is None:
         return
     kept = set(vocab.ids_K.tolist())
-    cut = [i for i in target.eos_ids if i not in kept]
+    cut = [i for i in target.usual_ends if i not in kept]
     if cut:
         miss = Mismatch(
             "eos",
             f"end-of-text id {cut[0]} was cut from the drafter's vocabulary",
-            f"all of {list(target.eos_ids)} kept",
+            f"all of {list(target.usual_ends)} kept",
             "trim again with `specctl vocab-trim`, which always keeps special tokens",
             "eos",
         )

@@ -28,9 +28,11 @@ from pydantic import (
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
 from specctl.core.files import sha256_file
 from specctl.core.installed import pip_upgrade
+from specctl.core.model_folder import CONFIG, refuse_pointer
 from specctl.core.spec import ModelSpec, check_spec
 from specctl.export.package.files import (
     check_name,
+    is_inert,
     list_files,
     open_folder,
     parse_json,
@@ -239,13 +241,7 @@ def read_manifest(path: Path | str) -> Manifest:
 def _read(path: Path) -> Manifest:
     file = path if path.name == MANIFEST and not path.is_dir() else open_folder(path) / MANIFEST
     if not file.is_file() or (file.is_symlink() and file.resolve().parent.name != "blobs"):
-        raise FileError(
-            "the folder is not a specctl package",
-            found=f"no regular {MANIFEST}",
-            expected=f"a folder written by specctl, with {MANIFEST} in it",
-            do="give the package folder of a run, such as runs/NAME/package",
-            where=str(file.parent),
-        )
+        raise _no_package(file.parent)
     raw = read_bounded(file)
     _check_version(parse_json(raw, MANIFEST))
     try:
@@ -261,6 +257,28 @@ def _read(path: Path) -> Manifest:
             do="get the package again, or export it again from its run",
         )
     return manifest
+
+
+def _no_package(folder: Path) -> FileError:
+    """The error for a folder without a manifest, by what lies there instead."""
+    do = "give the package folder of a run, such as runs/NAME/package"
+    found = f"no regular {MANIFEST}"
+    if (folder / CONFIG).is_file():
+        found += f", but {CONFIG}: a model"
+        do = f"a whole model is no package, and drafts as it is: --draft {folder}; a published "
+        do += f"head becomes a package by: specctl import {folder} --target NAME --out FOLDER"
+    elif (folder / "run.yaml").is_file():
+        found += ", but a run.yaml: a run that has written no package yet"
+        do = (
+            f"let the run finish: give its command again (specctl show {folder} says how far it is)"
+        )
+    return FileError(
+        "the folder is not a specctl package",
+        found=found,
+        expected=f"a folder written by specctl, with {MANIFEST} in it",
+        do=do,
+        where=str(folder),
+    )
 
 
 def _check_version(body: Mapping[str, Any]) -> None:
@@ -325,14 +343,18 @@ def check_files(path: Path | str) -> Manifest:
 def _check(path: Path) -> Manifest:
     folder = open_folder(path)
     manifest = read_manifest(folder)
-    present = list_files(folder)
+    listed = manifest.files.keys()
+    present = {n: p for n, p in list_files(folder).items() if n in listed or not is_inert(n)}
     for name in (*manifest.files, *present):
         check_name(name)
     if len({name.casefold() for name in manifest.files} | {MANIFEST}) != len(manifest.files) + 1:
         raise _fault("two file names differ only in case", MANIFEST, "distinct names")
     for name, record in manifest.files.items():
+        if (folder / name).is_dir():
+            raise _fault("a file of the package is not a regular file", name, "the file")
         if name not in present:
             raise _fault("a file of the package is missing", name, "the file")
+        refuse_pointer(present[name])
         size = present[name].stat().st_size
         if size != record.bytes:
             raise _fault("a file has another size", f"{name}: {size:,}", f"{record.bytes:,} bytes")

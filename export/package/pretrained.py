@@ -6,35 +6,43 @@ that leaves the folder, headers that fit their files, a configuration that fits 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError, is_out_of_memory
 from specctl.core.language_model import LanguageModel
+from specctl.core.model_folder import is_adapter_alone, refuse_pointers
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.package.compat import Mismatch, check_allow, check_compatible, raise_first
 from specctl.export.package.files import (
-    PICKLE_SUFFIXES,
     TensorEntry,
     check_name,
-    list_files,
+    model_files,
     open_folder,
     read_header,
     read_json,
 )
 from specctl.export.package.manifest import MANIFEST, check_files
+from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
+from specctl.recipes.targets import ResolvedTarget
+from specctl.runtime.target import hub
+from specctl.runtime.target.adapter import read_adapters, with_adapters
 from specctl.runtime.target.checkpoint_folder import (
     check_size,
     from_folder,
     misfit,
     read_settings,
+    refuse_named_code,
     weight_files,
 )
+from specctl.runtime.target.lora_folder import base_of
+from specctl.runtime.target.stored_names import wrapper_note
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
 CONFIG = "config.json"
@@ -46,11 +54,13 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
     folder = open_folder(path)
     if (folder / MANIFEST).exists():
         check_compatible(check_files(folder), target, allow)
-    config, shapes = inspect_folder(folder)
+    base = whole_model(folder)
+    config, shapes = inspect_folder(base.folder)
     check_vocab(config, shapes, target, allow)
-    tokenizer = load_tokenizer(folder)
-    _check_tokenizer(tokenizer, folder, target, allow)
-    return described(SmallLm.from_lm(load_lm(folder, shapes, target), target.spec))
+    _check_tokenizer(base.tokenizer(), folder, target, allow)
+    drafter = described(SmallLm.from_lm(load_lm(base, shapes, target), target.spec))
+    drafter.note = base.note(shapes)
+    return drafter
 
 
 def described(drafter: SmallLm) -> SmallLm:
@@ -60,22 +70,42 @@ def described(drafter: SmallLm) -> SmallLm:
     return drafter
 
 
+@dataclass(frozen=True, slots=True)
+class DraftFolders:
+    """Where a draft's model lies, and the adapters that are added to it; `given` is what was named:
+    the model's folder, or that of the adapter."""
+
+    given: Path
+    folder: Path
+    adapters: tuple[str, ...] = ()
+
+    def tokenizer(self) -> Any:
+        """The tokenizer that the draft reads with, None if it has none."""
+        own = load_tokenizer(self.given)
+        return load_tokenizer(self.folder) if own is None else own
+
+    def note(self, names: Iterable[str]) -> str:
+        """What is to be said of how it was read."""
+        said = [wrapper_note(names)]
+        if self.adapters:
+            said.append(f"a LoRA adapter, loaded with its base, {self.folder}")
+        return "; ".join(f"draft {self.given.name}: {text}" for text in said if text)
+
+
+def whole_model(folder: Path) -> DraftFolders:
+    """The folder, or the base of the adapter that lies there."""
+    if not is_adapter_alone(folder):
+        return DraftFolders(folder, folder)
+    found = base_of(ResolvedTarget(str(folder), None, None, folder), folder)
+    return DraftFolders(folder, hub.folder_of(found.resolved), found.adapters)
+
+
 def inspect_folder(folder: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     """The configuration and the tensors of a folder, or a typed refusal."""
-    files = list_files(folder)
-    pickles = [name for name in files if Path(name).suffix.lower() in PICKLE_SUFFIXES]
-    if pickles:
-        raise IntegrityError(
-            "refused pickled weights: loading them can run code",
-            found=ascii(pickles[0])[1:-1],
-            expected="model.safetensors",
-            do="delete the pickle if there is a safetensors file beside it, or convert it first",
-        )
-    if CONFIG not in files:
-        raise IntegrityError("the folder has no config.json", do="give a whole model folder")
-    config = read_json(files[CONFIG])
-    read_settings(folder)
-    return config, _tensors(folder)
+    files = model_files(folder)
+    config = read_json(files[CONFIG]) if CONFIG in files else None
+    settings = read_settings(folder)  # names what lies there instead of a model
+    return settings if config is None else config, _tensors(folder)
 
 
 def _tensors(folder: Path) -> dict[str, TensorEntry]:
@@ -126,6 +156,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     if not any((folder / name).exists() for name in _TOKENIZERS):
         return None
+    refuse_pointers(folder)
+    refuse_named_code(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a foreign file through a foreign parser: any type may come
@@ -171,10 +203,11 @@ def _difference(draft: Any, target: Any) -> str:
     )
 
 
-def load_lm(folder: Path, shapes: Mapping[str, TensorEntry], target: Target) -> LanguageModel:
-    """The folder's model on the target's device and dtype, frozen; no weight may be made up."""
+def load_lm(base: DraftFolders, shapes: Mapping[str, TensorEntry], target: Target) -> LanguageModel:
+    """The draft's model on the target's device and dtype, frozen; no weight may be made up."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    folder, added = base.folder, read_adapters(base.adapters)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         check_size(config, [entry.shape for entry in shapes.values()], CONFIG)
@@ -208,7 +241,11 @@ def load_lm(folder: Path, shapes: Mapping[str, TensorEntry], target: Target) -> 
                 "every weight of the architecture, and no other",
                 CONFIG,
             )
+    weights = dict(model.named_parameters())
+    refuse_not_finite(weights, "get the folder again, or save the model anew: it is damaged")
     model.to(target.device).eval().requires_grad_(False)
+    if added:
+        model = with_adapters(model, added, is_merged=fast_llama_from_hf(model) is not None)
     return fast_llama_from_hf(model) or HfLM(model)
 
 

@@ -66,7 +66,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
+def refuse_not_finite(
+    tensors: Mapping[str, Tensor], do: str = "package an earlier checkpoint of the run"
+) -> None:
+    """Raise IntegrityError for weights with NaN or infinities, or of a quantised dtype; `do`: what
+    helps against the former."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.itemsize < 2:
             raise IntegrityError(
@@ -81,7 +85,7 @@ def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
                 "the drafter's weights are not finite",
                 found=f"NaN or Inf in {name}",
                 expected="finite numbers",
-                do="package an earlier checkpoint of the run",
+                do=do,
                 where=name,
             )
 

@@ -130,16 +130,22 @@ class Shared:
     draft_ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, draft: TokenBytes, target: TokenBytes) -> Shared:
+    def of(
+        cls,
+        draft: TokenBytes,
+        target: TokenBytes,
+        documents: tuple[int | None, int | None] = (None, None),
+    ) -> Shared:
         """Equal texts, equal markers, and the two ends of text; where several ids of one side mean
-        the same, the lowest."""
+        the same, the lowest. `documents`: what ends a document in either, where that is another."""
         pairs = {i: draft.id_of[text] for text, i in target.id_of.items() if text in draft.id_of}
         for name, i in target.marker_id.items():
             if name in draft.marker_id:
                 pairs[i] = draft.marker_id[name]
-        if target.eos_id is not None and draft.eos_id is not None:
-            pairs = {t: d for t, d in pairs.items() if d != draft.eos_id}
-            pairs[target.eos_id] = draft.eos_id
+        for theirs, ours in (documents, (draft.eos_id, target.eos_id)):
+            if theirs is not None and ours is not None:
+                pairs = {t: d for t, d in pairs.items() if d != theirs}
+                pairs[ours] = theirs
         order = sorted(pairs)
         return cls(tuple(order), tuple(pairs[i] for i in order))
 

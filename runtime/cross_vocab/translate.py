@@ -30,6 +30,7 @@ from specctl.runtime.cross_vocab.string_rejection import StringRejection
 from specctl.runtime.cross_vocab.token_bytes import Reader, Shared, TokenBytes
 from specctl.runtime.cross_vocab.translated import Texts, Translated, Translation
 from specctl.runtime.policies import policies_of
+from specctl.runtime.target.ends import TOKENIZER, NamedEnds, united
 from specctl.runtime.target.target import Target
 
 METHODS = ("auto", "tli", "slem", "slrs")
@@ -46,12 +47,16 @@ def translated(
     lm: LanguageModel, tokenizer: Any, eos_id: int | None, target: Target, method: str = "auto"
 ) -> Drafter:
     """A drafter for `target` around a model of another tokenizer. `auto` takes TLI where the
-    vocabularies share enough tokens."""
+    vocabularies share enough tokens. Where both have a chat template, the end of a turn stands for
+    the end of a turn, else the end of a document for that of a document."""
     check_method(method)
-    target_eos = target.eos_ids[0] if target.eos_ids else None
-    draft = TokenBytes.of(tokenizer, lm.spec.vocab_size, eos_id)
-    ours = TokenBytes.of(target.tokenizer, target.spec.vocab_size, target_eos)
-    shared = Shared.of(draft, ours)
+    theirs = united([NamedEnds(TOKENIZER, eos_id)], tokenizer, lm.spec.vocab_size)
+    documents = (theirs.of_document, target.end_of_document)
+    is_chat = theirs.of_turn is not None and target.ends.of_turn is not None
+    ends = (theirs.of_turn, target.end_of_turn) if is_chat else documents
+    draft = TokenBytes.of(tokenizer, lm.spec.vocab_size, ends[0])
+    ours = TokenBytes.of(target.tokenizer, target.spec.vocab_size, ends[1])
+    shared = Shared.of(draft, ours, documents)
     smaller = min(len(draft.text_of), len(ours.text_of))
     if method == "auto":
         method = "tli" if len(shared.target_ids) >= LEAST_SHARED * smaller else "slem"

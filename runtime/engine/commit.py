@@ -24,8 +24,10 @@ from specctl.core.drafter import Needs, Outcome
 from specctl.core.language_model import LmOut
 from specctl.core.tree import DraftTree
 from specctl.runtime.engine.lazy_drafter import ranked
+from specctl.runtime.engine.peaks import BadRows, Peaks
 from specctl.runtime.engine.request import Emission, Row, TokenLogprob
 from specctl.runtime.engine.round import Round
+from specctl.runtime.target.stop_strings import ends_with_stop
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import Verdict
 
@@ -36,10 +38,15 @@ LEAST = -9999.0  # said of what cannot be drawn: JSON has no infinities
 
 
 def commit(
-    round: Round, tree: DraftTree, verdict: Verdict, logits_BTV: Tensor, target: Target
+    round: Round,
+    tree: DraftTree,
+    verdict: Verdict,
+    logits_BTV: Tensor,
+    target: Target,
+    peaks: Peaks,
 ) -> list[Emission]:
     """What every row gets, by row; `logits_BTV` are the processed ones. A round that was cut
-    rejected nothing."""
+    rejected nothing. Raises `BadRows` for those whose logits are no numbers, or leave no token."""
     packed = verdict.next_token_B[:, None]
     if tree.num_nodes and tree.is_chain:
         counts = [verdict.num_accepted_B, tree.valid_BN.sum(1)]
@@ -51,13 +58,21 @@ def commit(
         is_behind_B = (tree.valid_BN & (tree.parent_BN + 1 == end_B1)).any(1)
         counts = [verdict.num_accepted_B, tree.valid_BN.sum(1), is_behind_B]
         packed = torch.cat([packed, torch.stack(counts, dim=1), path_BP], dim=1)
-    done = []
-    for b, (row, (next_token, *rest)) in enumerate(zip(round.rows, packed.tolist(), strict=True)):
+    done, bad = list[Emission](), BadRows()
+    read = peaks.read_with(packed, verdict)
+    for b, (row, (next_token, *rest)) in enumerate(zip(round.rows, read.packed, strict=True)):
         num_accepted, num_drafted, *path = rest or (0, 0)
-        is_behind = num_drafted > num_accepted
+        is_behind, num_fed = num_drafted > num_accepted, num_drafted + 1
         if not tree.is_chain:
-            is_behind, *path = path
+            (behind, *path), num_fed = path, tree.num_nodes + 1
+            is_behind = bool(behind)
+        if read.is_bad(b, num_fed):
+            bad.numbers.append(b)
+            continue
         new, finished = cut(row, [*path[:num_accepted], next_token], target)
+        if read.is_banned(b) and len(new) > num_accepted:
+            bad.banned.append(b)
+            continue
         is_rejected = bool(is_behind) and len(new) > num_accepted
         logprobs = None
         if row.request.logprobs is not None:
@@ -65,6 +80,8 @@ def commit(
         done.append(
             Emission(row, tuple(new), num_accepted, finished, num_drafted, is_rejected, logprobs)
         )
+    if bad.numbers or bad.banned:
+        raise bad
     return done
 
 
@@ -85,8 +102,10 @@ def cut(row: Row, new: Sequence[int], target: Target) -> tuple[list[int], str | 
                 return kept, "eos"
         if token in sampling.stop_token_ids:
             return kept, "stop"
-        if sampling.stop and _ends_with_stop(row, kept, sampling.stop, target):
-            return kept, "stop"
+        if sampling.stop:
+            generated = [*row.tokens[row.prompt_len :], *kept]
+            if ends_with_stop(target, generated, sampling.stop):
+                return kept, "stop"
         if len(kept) >= room:
             return kept, "length" if len(kept) >= row.room else "context"
     return kept, None
@@ -97,14 +116,6 @@ def _is_accepted(row: Row, kept: Sequence[int], grammar: Grammar) -> bool:
     one says nothing new."""
     *text, end = [*row.tokens[row.prompt_len :], *kept]
     return not grammar.eos_ids.isdisjoint(text) or grammar.accepts(text, end)
-
-
-def _ends_with_stop(row: Row, kept: Sequence[int], stops: Sequence[str], target: Target) -> bool:
-    """A stop string occurs in the last few tokens: every token covers at least one byte of it."""
-    window = max(len(stop.encode()) for stop in stops) + 4
-    generated = [*row.tokens[row.prompt_len :][-window:], *kept][-window:]
-    text = target.decode(generated)
-    return any(stop in text for stop in stops)
 
 
 # -- what is reported ------------------------------------------------------------------------------

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Drafter, Needs, Outcome, RoundSeconds, Space
+from specctl.core.errors import NumbersError, RowsError
 from specctl.core.tree import DraftTree
+from specctl.models.not_finite import not_numbers
 from specctl.runtime.batching.base import Batching, Choosing
 from specctl.runtime.engine.commit import commit, outcome_of
 from specctl.runtime.engine.device_clock import mark, seconds_between, settle
 from specctl.runtime.engine.lazy_drafter import LazyDrafter
+from specctl.runtime.engine.peaks import BadRows, Peaks, nothing_left
 from specctl.runtime.engine.request import Completion, Emission, Request, Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.round_drafter import PolicyDrafter, RoundDrafter
@@ -61,6 +64,7 @@ class Engine:
         wrap_drafter: Callable[[RoundDrafter], RoundDrafter] | None = None,
         told: RoundSeconds | None = None,
     ) -> None:
+        target.lm.check_unchanged()
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
         self.told = told
         self._choosing = batching if isinstance(batching, Choosing) else None
@@ -85,6 +89,9 @@ class Engine:
         planner = RoundPlanner(self.context, *who, self._usual_rule != "target-only")
         self.scheduler = Scheduler(self.reader, planner, num_slots, prefill_chunk)
         self.draft_seconds = self.verify_seconds = self.catch_up_seconds = 0.0
+        self._numbers: NumbersError | None = None  # why the target's logits were none, once known
+        self._space: Space | None = None
+        self._is_stained = False  # the drafter may have read what was no number
 
     def run(
         self,
@@ -118,7 +125,8 @@ class Engine:
         size = (self.num_slots, self.max_len, self.policy.nodes, self.target.device)
         shared = self.reader.kv if self._shares_kv else None
         about = self.target.dtype, self.target.identity, shared, self.target.is_recorded
-        self.drafting.open(Space(*size, *about))
+        self._space = Space(*size, *about)
+        self.drafting.open(self._space)
 
     def submit(self, index: int, request: Request) -> None:
         """Put a request in the queue; `index` names it for as long as it lives."""
@@ -147,7 +155,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Emission]:
-        """One round of every active row: what each of them emitted."""
+        """One round of every active row: what each of them emitted. Raises `RowsError` for rows
+        that cannot be decoded, which leave; the others are where they were."""
+        self._clean()
         round = self.scheduler.next_round()  # active rows, sampling, noise, plan
         if round is None:
             return []
@@ -158,10 +168,16 @@ class Engine:
         drafted = mark(self.target.device)
         tree, out = self.reader.read(round, tree)
         assert out.logits_BTV is not None
-        logits_BTV = round.sampling.processed(out.logits_BTV, tree, round.view)
+        given_BTV = out.logits_BTV.float()
+        logits_BTV = round.sampling.processed(given_BTV, tree, round.view)
+        peaks = Peaks.of(given_BTV, logits_BTV, tree)
+        logits_BTV = peaks.without_voids(logits_BTV)
         verdict = self._verify(round, tree, logits_BTV)
         self.reader.keep(round, tree, verdict)
-        done = commit(round, tree, verdict, logits_BTV, self.target)
+        try:
+            done = commit(round, tree, verdict, logits_BTV, self.target, peaks)
+        except BadRows as bad:
+            raise self._failed(round, tree, bad, peaks) from None
         self.scheduler.extend_rows(done)
         waited, verified = self.drafting.catch_up_seconds, time.perf_counter()
         drafting = seconds_between(began, drafted)
@@ -171,6 +187,33 @@ class Engine:
         outcome = outcome_of(round, tree, verdict, out, done, self.drafting.heard())
         self._learn(outcome, out.logits_BTV, spent, verified)
         return self.scheduler.retire(done)
+
+    def _failed(self, round: Round, tree: DraftTree, bad: BadRows, peaks: Peaks) -> RowsError:
+        """Why rows cannot be decoded. They leave, and nothing is kept of what they cached."""
+        places = bad.numbers or bad.banned
+        rows = [round.rows[b] for b in places]
+        indices = tuple(row.index for row in rows)
+        for row in rows:
+            if bad.numbers:
+                self.reader.kv.clear(row.slot)
+                row.kept_len, self._is_stained = 0, True
+            self.scheduler.cancel(row.index)
+        if not bad.numbers:
+            return nothing_left(indices)
+        if self._numbers is None:
+            b, at = places[0], peaks.first_bad(places[0])
+            tokens = [*round.view.tokens[b], *tree.path_to(b, at)]
+            model, name = self.target.lm, self.target.name
+            self._numbers = not_numbers(model, name, tokens, peaks.logits_BTV[b, at])
+        return self._numbers.of_rows(indices)
+
+    def _clean(self) -> None:
+        """Have the drafter begin anew once no row is left that it drafts for: masks do not keep
+        NaN in its caches from other rows."""
+        if self._is_stained and not (self.rows or self.scheduler.prefilling):
+            assert self._space is not None, "open() reserves the caches"
+            self.drafting.open(self._space)
+            self._is_stained = False
 
     def _verify(self, round: Round, tree: DraftTree, logits_BTV: Tensor) -> Verdict:
         """Which drafted tokens are accepted, and the token behind them."""

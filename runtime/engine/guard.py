@@ -2,7 +2,8 @@
 
 A drafter that raises, hands out NaN or names tokens that do not exist costs speed, never an answer:
 the row it failed for is decoded plainly from then on, with its text as the target's distribution
-has it. A failure that cannot be pinned on one row takes the drafts of all rows that were drafted
+has it. What was drawn from NaN the verification rules leave out (`verify/walk.py`); here it is
+counted. A failure that cannot be pinned on one row takes the drafts of all rows that were drafted
 for; rows that join later are tried anew, until failures come one upon another and drafting ends for
 good. The drafter no longer sees a row that it failed for, so what it garbled there harms nobody.
 Letters: B rows, K draft vocabulary, N nodes, T fed tokens.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import DraftState, Outcome, RoundSeconds, RoundView, Space
-from specctl.core.tree import DraftTree, QRows
+from specctl.core.tree import DraftTree, NodeKind, QRows
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.round_drafter import RoundDrafter
@@ -119,13 +120,15 @@ class Guard(RoundDrafter):
         self._seen.append(~(logits.flatten(1).amax(1) < torch.inf))
 
     def _checked(self, tree: DraftTree, slots: tuple[int, ...]) -> DraftTree:
-        """The tree without rows that were drafted from no distribution, or with tokens that do not
-        exist."""
+        """The tree without rows that name tokens that do not exist, and where nothing is drawn
+        without those drafted from no distribution. A row that draws keeps what it drew in front of
+        that: to drop it for what came behind would favour some of those tokens."""
         token_BN = tree.token_BN
-        bad_B = ((token_BN < 0) | (token_BN >= self.vocab_size)).any(1)
+        bad_B = lost_B = ((token_BN < 0) | (token_BN >= self.vocab_size)).any(1)
         for seen_B in self._seen:
-            bad_B = bad_B | seen_B
-        self._bad = slots, bad_B
+            lost_B = lost_B | seen_B
+        self._bad = slots, lost_B
+        bad_B = lost_B if tree.kind is NodeKind.POINT else bad_B
         if not tree.num_nodes or (bad_B.device.type == "cpu" and not bool(bad_B.any())):
             return tree
         bad_B1, q = bad_B[:, None], tree.q

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specctl.core.tree import DraftTree, NodeKind, QRows
 from specctl.runtime.verify import RULES, run_rule
-from specctl.runtime.verify.scalar_parts import NoiseChooser, ScalarTree, draw
+from specctl.runtime.verify.scalar_parts import NoiseChooser, ScalarTree, draw, drawn_from_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,10 @@ def _row(tree: DraftTree, b: int, p_TV: np.ndarray, q_TV: np.ndarray | None) -> 
     ]
     if tree.is_chain:  # the scalar chain rules read the drafted length from the token list
         token = token[: len(fed) + 1]
-    return ScalarTree(
-        token, parent, children, list(p_TV), None if q_TV is None else list(q_TV), tree.kind
+    num_fed = len(token)
+    q = None if q_TV is None else list(q_TV[:num_fed])
+    return drawn_from_numbers(
+        ScalarTree(token, parent[:num_fed], children, list(p_TV), q, tree.kind)
     )
 
 

@@ -25,6 +25,7 @@ from specctl.runtime.verify.scalar_parts import (
     Ended,
     ScalarRule,
     ScalarTree,
+    drawn_from_numbers,
     point,
     without,
 )
@@ -77,7 +78,8 @@ def outcomes(rule: ScalarRule, tree: ScalarTree) -> Iterator[tuple[float, Ended]
 @dataclass(frozen=True, slots=True)
 class Case:
     """One exact experiment. `shape[n]` is the parent of node n (-1 = root), siblings in draw order.
-    `p` and `q` hold a distribution for every path up to the depth of the shape (q: below it)."""
+    `p` and `q` hold a distribution for every path up to the depth of the shape (q: below it; NaN or
+    infinities where a drafter has broken down)."""
 
     name: str
     rule: str
@@ -165,6 +167,8 @@ def _distribution_of_draw(case: Case, node: int, tokens: list[int]) -> Distribut
     """The distribution of node's token after the tokens of the nodes before it."""
     parent = case.shape[node]
     distribution = case.q[tuple(tokens[i] for i in _line(case.shape, parent))]
+    if not np.isfinite(distribution).all():  # what is drawn from no distribution is any token
+        return np.full(case.vocab_size, 1.0 / case.vocab_size)
     siblings = [other for other, up in enumerate(case.shape) if up == parent]
     if case.kind is NodeKind.TOP_PLUS_ONE:
         fixed = fixed_siblings(distribution, len(siblings) - 1)
@@ -210,7 +214,7 @@ def drafted(case: Case, tokens: Sequence[int], given_q: Distributions) -> Scalar
     children = [[c for c in range(1, num_fed) if parent[c] == fed] for fed in range(num_fed)]
     p = [case.p[path] for path in paths]
     q = None if case.kind is NodeKind.POINT else [given_q.get(path, p[0]) for path in paths]
-    return ScalarTree(token, parent, children, p, q, case.kind)
+    return drawn_from_numbers(ScalarTree(token, parent, children, p, q, case.kind))
 
 
 def _line(shape: Sequence[int], node: int) -> list[int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specctl.core.drafter import RoundView
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
+from specctl.models.not_finite import check_logits
 from specctl.runtime.policies.base import GrowRequest, Policy
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
@@ -27,7 +28,8 @@ MIN_EXPECTED = 10.0
 
 
 def dense_logits(target: Target, rows: Sequence[Sequence[int]]) -> Tensor:
-    """[B, S, V] float32: logits of whole sequences of one length, without a cache."""
+    """[B, S, V] float32: logits of whole sequences of one length, without a cache. Raises
+    NumbersError where they are no numbers."""
     ids_BS = torch.tensor([list(row) for row in rows], device=target.device)
     one_BS = torch.zeros_like(ids_BS)
     masks = target.lm.document_masks(one_BS)
@@ -35,6 +37,7 @@ def dense_logits(target: Target, rows: Sequence[Sequence[int]]) -> Tensor:
     with torch.inference_mode():
         logits_BSV = target.lm.dense(ids_BS, position_BS, masks).logits_BTV
     assert logits_BSV is not None
+    check_logits(target.lm, target.name, ids_BS, logits_BSV)
     return logits_BSV.float()
 
 

@@ -12,6 +12,7 @@ V target vocabulary, W window, X any axes.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,13 +33,17 @@ if TYPE_CHECKING:
     from specctl.runtime.sampling.noise import RoundNoise
 
 
+DRAWN_SEEDS = 1 << 32  # few enough to type one again
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request is sampled and when it ends; None means off, temperature 0 means greedy.
 
     Penalties count prompt and answer alike. `processors` are transformers LogitsProcessor objects;
     they see one row at a time, at every drafted node with that node's own text. `grammar` is what
-    the answer must follow (`compile_grammar`); it is applied last before the temperature.
+    the answer must follow (`compile_grammar`); it is applied last before the temperature. A `seed`
+    of -1 or None is drawn when the settings are made, and `seed` then says which it is.
     """
 
     temperature: float = 0.0
@@ -59,6 +64,8 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if _is_random(self.seed):
+            object.__setattr__(self, "seed", secrets.randbelow(DRAWN_SEEDS))
         finite = math.isfinite(self.temperature)
         self._check("temperature", finite and self.temperature >= 0, "a finite number >= 0")
         is_count = self.top_k is None or 1 <= self.top_k < 2**31
@@ -75,7 +82,7 @@ class Sampling:
         self._check("logit_bias", real, "token ids with finite biases (or -inf)")
         words = all(word and min(word) >= 0 for word in self.bad_words)
         self._check("bad_words", words, "non-empty tuples of token ids")
-        self._check("seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63)")
+        self._check("seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63), or -1 for any")
         self._check("max_new_tokens", self.max_new_tokens >= 1, "a count >= 1")
         self._check("stop", not isinstance(self.stop, str) and all(self.stop), "non-empty strings")
         self._check("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "token ids")
@@ -100,6 +107,10 @@ class Sampling:
     def truncation(self) -> Truncation:
         p = 1.0 if self.top_p is None else self.top_p
         return Truncation(self.top_k or 0, p, self.min_p or 0.0)
+
+
+def _is_random(seed: int | None) -> bool:
+    return seed is None or seed == -1
 
 
 class SamplingBatch:

@@ -41,7 +41,7 @@ from specctl.runtime.server.replies.tokens import TokenTexts
 from specctl.runtime.server.requests.body import BodyReader, StrictRoute
 from specctl.runtime.server.requests.chat_template import ChatStyle
 from specctl.runtime.server.requests.generate_request import DEFAULTS, GeneratePlan, RequestReader
-from specctl.runtime.server.requests.protocol import ChatRequest, CompletionRequest, ignored_fields
+from specctl.runtime.server.requests.protocol import ChatRequest, CompletionRequest
 from specctl.runtime.server.requests.responses_fields import ResponsesRequest
 from specctl.runtime.server.token_routes import token_routes
 
@@ -55,7 +55,6 @@ ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": EVENTS}
 
 
 Body = ChatRequest | CompletionRequest | ResponsesRequest
-IGNORED = "X-Specctl-Ignored"  # names the fields of a request that change nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +74,19 @@ class Front:
         self.check_model(body.model)
         asked = body.as_chat() if isinstance(body, ResponsesRequest) else body
         plan = await unless_gone(self.desk.plan(asked, request.state.owner), request.receive)
-        ignored = [*plan.ignored, *(ignored_fields(body) if asked is not body else ())]
-        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        request.state.ignored += plan.ignored
         answer = await self._submit(body, asked, plan)
         try:
             if not body.stream:
                 whole = await unless_gone(collected(answer), request.receive)
                 self._note(request, asked, answer)
-                return JSONResponse(whole, headers=headers)
+                return JSONResponse(whole)
             events = self._noted(request, asked, answer)
             first = await unless_gone(anext(events), request.receive)
         except BaseException:
             cancel(answer)
             raise
-        return EventStream(answer, first, events, headers)
+        return EventStream(answer, first, events)
 
     async def _submit(
         self, body: Body, asked: ChatRequest | CompletionRequest, plan: GeneratePlan
@@ -168,11 +166,13 @@ def create_app(
     verification: str = "lossless",
     defaults: Sampling = DEFAULTS,
     style: ChatStyle | None = None,
+    is_strict: bool = False,
 ) -> FastAPI:
     """The application. `name`: what clients call the target. `keys` (or a whole `door`): who may
     ask; None lets everybody in. `verification`: lossless or approximate, told with every answer.
     `defaults`: how a request is sampled that does not say it. `style`: how the target writes tool
-    calls and thoughts, if that is not to be read from its chat template."""
+    calls and thoughts, if that is not to be read from its chat template. `is_strict`: requests with
+    unknown fields are refused."""
     pages = page_routes()
     door = door if door is not None else Door(keys if keys is not None else Keys())
     browsed = frozenset(page.path for page in pages) | {DOCS}
@@ -193,7 +193,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.bodies = BodyReader(service.limits.max_body)
+    app.state.bodies = BodyReader(service.limits.max_body, is_strict)
     app.router.route_class = StrictRoute
     texts = TokenTexts(service.target)
     desk = RequestReader(service, defaults, style)
@@ -203,8 +203,7 @@ def create_app(
     token_routes(app, front.desk, front.check_model)
     app.router.routes.extend(pages)
     app.router.routes.append(docs_route(app))
-    bodies = (CompletionRequest, ChatRequest, ResponsesRequest)
-    errors.install(app, [name for body in bodies for name in body.model_fields])
+    errors.install(app)
     app.add_middleware(AuthMiddleware, door=door)
     app.add_middleware(RequestLog, on_answered=metrics.answered)
     return app

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,9 +11,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import NumbersError, SpecctlError, alike
 from specctl.runtime.server.engine_thread.contract import Busy, TooLong, Unavailable
 
+Path = tuple[int | str, ...]  # keys and places that lead through a body
 RETRY_SECONDS = 5  # told with a 503: the server loads, or another one takes over
 UNSUPPORTED = {
     "echo": "echo is not supported: the prompt's own log-probabilities are not computed",
@@ -25,6 +25,17 @@ UNSUPPORTED = {
     "is refused, never cut",
     "add_generation_prompt": "add_generation_prompt is not supported: the template always opens "
     "the answer; leave it out",
+    "continue_final_message": "continue_final_message is not supported: the template always opens "
+    "a new answer; leave it out",
+    "chat_template": "chat_template is not supported: the target's own writes the conversation; "
+    "chat_template_kwargs sets its variables",
+    "documents": "documents are not supported: put their text into a message",
+    "allowed_token_ids": "allowed_token_ids is not supported: ask for a grammar",
+    "bad_words": "bad_words are not supported: ban tokens with logit_bias",
+    "logits_processors": "logits_processors are not supported",
+    "prompt_embeds": "prompt_embeds are not supported: send text or token ids",
+    "prompt_logprobs": "prompt_logprobs is not supported: the prompt's own log-probabilities are "
+    "not computed",
     "best_of": "best_of is not supported: ask for n choices and choose among them",
     "functions": "functions are not supported: send them as tools",
     "function_call": "functions are not supported: send tools and tool_choice",
@@ -90,6 +101,8 @@ def api_error(error: SpecctlError) -> ApiError:
     if isinstance(error, Unavailable):
         later = {"Retry-After": str(RETRY_SECONDS)}
         return ApiError(503, message, code=error.state, headers=later)
+    if isinstance(error, NumbersError):
+        return ApiError(500, message, code="target_not_finite")
     code = "context_length_exceeded" if isinstance(error, TooLong) else None
     return ApiError(400, message, code=code)
 
@@ -106,8 +119,8 @@ def outgrown() -> ApiError:
     return ApiError(400, f"{message}; do: {do}", code="grammar_exceeded")
 
 
-def install(app: FastAPI, fields: Sequence[str] = ()) -> None:
-    """Answer every error of `app` in that shape; `fields`: names that requests may have."""
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in that shape."""
 
     def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -120,7 +133,7 @@ def install(app: FastAPI, fields: Sequence[str] = ()) -> None:
 
     def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return invalid_field(error.errors(), error.body, fields).response()
+        return invalid_field(error.errors(), error.body).response()
 
     def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, SpecctlError)
@@ -131,28 +144,29 @@ def install(app: FastAPI, fields: Sequence[str] = ()) -> None:
     app.add_exception_handler(SpecctlError, refused)
 
 
-def invalid_field(
-    errors: Sequence[Mapping[str, Any]], body: Any, fields: Sequence[str]
-) -> ApiError:
+def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """What is wrong with a request, naming its field: of several errors (a field may be one type or
     another) the one that follows the body deepest."""
     first = max(errors, key=lambda error: len(_path(error, body)))
     path, message = _path(first, body), str(first["msg"]).removeprefix("Value error, ")
-    where, names = _written(path), [part for part in path if isinstance(part, str)]
+    where, names = written_path(path), [part for part in path if isinstance(part, str)]
     if not path:
         told = message if first["type"] == "value_error" else "the body must be a JSON object"
         return ApiError(400, told, code="invalid_value")
     unsupported = UNSUPPORTED.get(names[-1]) if names else None
     if unsupported is not None:
         return ApiError(400, unsupported, param=where, code="unsupported_parameter")
-    if first["type"] == "extra_forbidden":
-        close = get_close_matches(names[-1], fields, 1) if len(path) == 1 else []
-        told = f"unknown field {where!r}" + "".join(f"; did you mean {name!r}?" for name in close)
-        return ApiError(400, told, param=where, code="unknown_parameter")
     return ApiError(400, f"{where}: {message}", param=where, code="invalid_value")
 
 
-def _path(error: Mapping[str, Any], body: Any) -> list[int | str]:
+def unknown_field(path: Path, known: Sequence[str]) -> ApiError:
+    """A field that the object at its place does not have; `known`: those that it may have."""
+    where = written_path(path)
+    close = "".join(f"; did you mean {name!r}?" for name in alike(str(path[-1]), known))
+    return ApiError(400, f"unknown field {where!r}{close}", param=where, code="unknown_parameter")
+
+
+def _path(error: Mapping[str, Any], body: Any) -> Path:
     """Where an error is: the keys that lead through the body, the names of alternative types left
     out."""
     path: list[int | str] = []
@@ -165,10 +179,10 @@ def _path(error: Mapping[str, Any], body: Any) -> list[int | str]:
         elif isinstance(part, int) and isinstance(body, list) and part < len(body):
             path.append(part)
             body = body[part]
-    return path
+    return tuple(path)
 
 
-def _written(path: Sequence[int | str]) -> str:
+def written_path(path: Path) -> str:
     """`messages[0].content`, cut where a client sends endless names."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in path)
-    return text.lstrip(".")[:200]
+    return text.removeprefix(".")[:200]

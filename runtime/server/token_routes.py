@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from specctl.runtime.server.errors import ApiError, ErrorBody
 from specctl.runtime.server.requests.fields import TEXT, Few, Strict, Text, Token, Word
@@ -19,8 +19,14 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
+_HAS_PROMPT: JsonValue = {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
+_HAS_MESSAGES: JsonValue = {"required": ["messages"], "properties": {"messages": {"type": "array"}}}
+
+
 class TokenizeRequest(Strict):
     """A text, or a conversation as the chat template writes it."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_HAS_PROMPT, _HAS_MESSAGES]})
 
     model: Word | None = None
     prompt: Text | None = None

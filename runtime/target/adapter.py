@@ -27,8 +27,8 @@ from typing import Any
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.core.installed import library
+from specctl.core.model_folder import is_inside, refuse_pointer
 from specctl.runtime.target.checkpoint_folder import (
-    is_inside,
     read_object,
     refuse_code,
     refuse_special_files,
@@ -175,6 +175,7 @@ def _check_files(folder: Path) -> None:
                 do="copy the file into the folder",
                 where=str(folder),
             )
+        refuse_pointer(path)
 
 
 def _check_settings(config: Mapping[str, Any], where: str) -> None:

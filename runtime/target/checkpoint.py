@@ -38,6 +38,7 @@ from specctl.runtime.target.checkpoint_folder import (
     foreign_config,
     from_folder,
     read_settings,
+    stored_names,
     stored_shapes,
     straight_to,
     weight_files,
@@ -52,6 +53,7 @@ from specctl.runtime.target.quantised import (
     resident_bytes,
     stored_by_name,
 )
+from specctl.runtime.target.stored_names import wrapper_note
 from specctl.runtime.target.tensor_parallel import (
     bytes_of_process,
     check_launched,
@@ -67,7 +69,8 @@ UNBUILDABLE = "transformers cannot build this configuration"
 class Loaded:
     """A checkpoint in memory, the commit it came from where that is known, the kind of the
     multimodal model whose text side it is (None: it is the whole model), and the sampling that it
-    asks for. `spread`: how its weights are spread, None for one device."""
+    asks for. `spread`: how its weights are spread, None for one device; `notes`: what is to be said
+    of how it was read."""
 
     model: Any
     tokenizer: Any
@@ -75,6 +78,7 @@ class Loaded:
     inside_of: str | None
     suggested: Suggested | None = None
     spread: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,9 @@ def load_checkpoint(
     whole = config.model_type if is_multimodal(config) else None
     model = _load_model(folder, wanted, whole is not None, fields)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
-    return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested, said)
+    note = wrapper_note(stored_names(weight_files(folder)))
+    notes = (f"{resolved.name}: {note}",) if note else ()
+    return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested, said, notes)
 
 
 def _spread_fields(
@@ -239,10 +245,15 @@ def check_causal(config: Any, where: str, is_read_only: bool = False) -> None:
     refuse_stateful(model_class, text, is_read_only)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the files of a tokenizer lie in a folder."""
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+    return any((folder / name).exists() for name in known)
+
+
 def load_tokenizer(folder: Path, config: Any) -> Any:
     """The tokenizer of a folder, refused where it is not this model's."""
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-    if not any((folder / name).exists() for name in known):
+    if not has_tokenizer(folder):
         raise FileError(
             "the folder holds no tokenizer",
             expected="tokenizer.json beside the weights",

@@ -24,6 +24,16 @@ from specctl.core.errors import (
     SpecctlError,
     is_out_of_memory,
 )
+from specctl.core.model_folder import (
+    ADAPTER,
+    is_adapter_alone,
+    is_inside,
+    refuse_pointer,
+    refuse_pointers,
+    something_else,
+)
+from specctl.runtime.target.adapter_alone import AdapterAlone
+from specctl.runtime.target.stored_names import check_unwrapped, renamed
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # JSON that transformers reads for a model and its tokenizer, and follows.
@@ -53,19 +63,27 @@ _OTHER_LAYOUT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 def read_settings(folder: Path) -> dict[str, Any]:
     """config.json, after all that transformers would follow in it and beside it was looked at."""
     refuse_special_files(folder)
+    if is_adapter_alone(folder):
+        raise AdapterAlone(folder)
     config = read_object(folder / "config.json")
-    for name in SETTINGS:
-        if (folder / name).exists():
-            body = config if name == "config.json" else read_object(folder / name)
-            refuse_code(body, str(folder / name))
+    refuse_pointers(folder)
+    refuse_named_code(folder)
     _refuse_other_weights(folder, config)
     _check_counts(config, str(folder / "config.json"))
     return config
 
 
+def refuse_named_code(folder: Path) -> None:
+    """Refuse code that any JSON of a folder names, which transformers would follow."""
+    for name in SETTINGS:
+        if (folder / name).exists():
+            refuse_code(read_object(folder / name), str(folder / name))
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of bounded size and depth."""
     try:
+        refuse_pointer(path)
         with path.open("rb") as stream:
             raw = stream.read(MAX_JSON_BYTES + 1)
         if len(raw) > MAX_JSON_BYTES:
@@ -74,7 +92,7 @@ def read_object(path: Path) -> dict[str, Any]:
         if _depth(content) > MAX_JSON_DEPTH:
             raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
     except FileNotFoundError:
-        raise FileError(
+        raise something_else(path.parent) or FileError(
             "the folder is not a transformers checkpoint",
             found=f"no {path.name}",
             expected="config.json, tokenizer and safetensors weights",
@@ -157,8 +175,16 @@ def refuse_special_files(folder: Path) -> None:
 def _refuse_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Ways to weights besides model.safetensors and its index."""
     names = sorted(path.name for path in folder.iterdir())
+    if ADAPTER in names:
+        raise IntegrityError(
+            "the folder holds a whole model and an adapter, and does not say which is meant",
+            found=f"{ADAPTER} beside the weights",
+            expected="one of the two",
+            do=f"where the weights are merged already, take {ADAPTER} out of the folder; else keep "
+            "the adapter in a folder of its own, and give that folder",
+            where=str(folder),
+        )
     found = [name for name in names if _OTHER_LAYOUT.fullmatch(name)]
-    found += [name for name in names if name == "adapter_config.json"]
     found += [key for key, value in _entries(config) if key == "transformers_weights" and value]
     if found:
         raise IntegrityError(
@@ -240,20 +266,14 @@ def _check_weight_file(folder: Path, name: str) -> None:
             do="copy the file into the folder, or give the folder where it lies",
             where=str(folder),
         )
-
-
-def is_inside(path: Path) -> bool:
-    """Whether a file lies in its folder; a snapshot of the hub's cache links into its blobs."""
-    real, folder = path.resolve(), path.parent.resolve()
-    if real.parent == folder:
-        return True
-    is_snapshot = folder.parent.name == "snapshots"
-    return is_snapshot and real.parent == (folder.parent.parent / "blobs").resolve()
+    refuse_pointer(path)
 
 
 def _no_weights(folder: Path) -> SpecctlError:
     names = sorted(path.name for path in folder.iterdir())
     pickled = [name for name in names if Path(name).suffix in PICKLES]
+    if other := something_else(folder):
+        return other
     if not pickled:
         return FileError(
             "the folder holds no weights",
@@ -290,6 +310,17 @@ def stored_shapes(files: Iterable[Path]) -> list[tuple[int, ...]]:
                 where=str(path),
             ) from error
     return shapes
+
+
+def stored_names(files: Iterable[Path]) -> list[str]:
+    """The name of every tensor, from headers that were found whole."""
+    from safetensors import safe_open
+
+    names: list[str] = []
+    for path in files:
+        with safe_open(path, framework="numpy") as file:
+            names += file.keys()
+    return names
 
 
 def check_size(config: Any, shapes: Iterable[tuple[int, ...]], where: str) -> None:
@@ -347,15 +378,25 @@ def foreign_config(what: str, where: str) -> Iterator[None]:
 
 
 def from_folder(kind: Any, folder: Path, **fields: Any) -> Any:
-    """`kind.from_pretrained` of a folder: plain safetensors of that folder, no code, no network."""
-    weight_files(folder)
-    return kind.from_pretrained(
+    """`kind.from_pretrained` of a folder: plain safetensors of that folder, no code, no network.
+    What wrappers of training put before the names of its weights is left out."""
+    names = stored_names(weight_files(folder))
+    check_unwrapped(names, str(folder))
+    mapping = renamed(names)
+    more = {"key_mapping": mapping} if mapping else {}
+    loaded = kind.from_pretrained(
         folder,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
+        **more,
         **fields,
     )
+    if mapping:  # else save_pretrained would write the names of the wrapper again
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        kept = getattr(model, "_weight_conversions", None) or []
+        model._weight_conversions = [c for c in kept if not set(c.source_patterns) & set(mapping)]
+    return loaded
 
 
 def straight_to(device: Any) -> dict[str, Any]:

@@ -36,6 +36,20 @@ def download(resolved: ResolvedTarget, offline: bool, check: Callable[[Path], ob
     return folder
 
 
+def cached_folder(resolved: ResolvedTarget) -> Path | None:
+    """Where a repository's configuration lies in the local cache; None where it does not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    assert resolved.repo is not None
+    found = try_to_load_from_cache(resolved.repo, "config.json", revision=resolved.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def folder_of(resolved: ResolvedTarget, offline: bool = False) -> Path:
+    """Where the files of a resolved name lie, fetched where they are not here."""
+    return resolved.path or download(resolved, offline, lambda _: None)
+
+
 def _network_error(resolved: ResolvedTarget, offline: bool, error: Exception) -> NetworkError:
     kind = type(error).__name__
     at = f"{resolved.repo} at {resolved.revision}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,22 @@ def write_target(target: Target, folder: Path) -> None:
     finally:
         if bars:
             logging.enable_progress_bar()
+    _write_ends(target.eos_ids, folder / "generation_config.json")
     write_tokenizer(target.tokenizer, folder)
     for path in folder.iterdir():
         path.chmod(0o644)  # whoever may read the folder may serve it
+
+
+def _write_ends(eos_ids: Sequence[int], path: Path) -> None:
+    """Every end of the target's texts in the file that engines read them from; what else it says
+    is kept."""
+    body = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    named = body.get("eos_token_id")
+    if not eos_ids or {*(named if isinstance(named, list) else [named])} == {*eos_ids}:
+        return
+    body.pop("_from_model_config", None)  # else transformers makes it anew from config.json
+    body["eos_token_id"] = list(eos_ids) if len(eos_ids) > 1 else eos_ids[0]
+    path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -35,9 +35,9 @@ from specctl.runtime.target.checkpoint import (
 )
 from specctl.runtime.target.checkpoint_folder import foreign_config, weight_files
 from specctl.runtime.target.device import choose_device, choose_dtype
+from specctl.runtime.target.ends import ends_of
 from specctl.runtime.target.target import (
     Target,
-    eos_ids_of,
     fingerprint_of,
     template_digest,
     tokenizer_fingerprint,
@@ -258,8 +258,8 @@ def load_served(
     tokenizer = load_tokenizer(folder, config)
     count = sum(path.stat().st_size for path in weight_files(folder)) // stored.itemsize
     lm = ServedLM(config, weights, (), choose_dtype(dtype, where, stored, count), where)
-    eos_ids = eos_ids_of(_with_generation(lm.module, folder), tokenizer)
-    lm.spec = spec_of(config, eos_ids)
+    ends = ends_of(_with_generation(lm.module, folder), tokenizer)
+    lm.spec = spec_of(config, ends.ids)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
     return Target(
         name=name,
@@ -269,7 +269,8 @@ def load_served(
         fingerprint=_fingerprint(lm, weights),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         template_digest=template_digest(tokenizer),
-        eos_ids=eos_ids,
+        eos_ids=ends.ids,
+        ends=ends,
         suggested=read_suggested(folder),
     )
 

@@ -34,6 +34,7 @@ from specctl.runtime.target.adapter import (
     read_adapters,
     with_adapters,
 )
+from specctl.runtime.target.chat_turns import as_taken
 from specctl.runtime.target.checkpoint import Spread, load_checkpoint
 from specctl.runtime.target.device import (
     FEW_BITS,
@@ -42,6 +43,8 @@ from specctl.runtime.target.device import (
     choose_dtype,
     refuse_idle_cuda,
 )
+from specctl.runtime.target.ends import NO_ENDS, EndsOfText, ends_of
+from specctl.runtime.target.lora_folder import beside, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ class Target:
     the kind of multimodal model whose text side it is; `suggested` the sampling that its checkpoint
     asks for; `adapters` what was added to the weights, in that order: `fingerprint` then covers
     them, and `base_fingerprint` is that of the weights alone; `spread` says how the weights are
-    spread over devices, files or processes, None for one device."""
+    spread over devices, files or processes, None for one device; `ends` where each of `eos_ids`
+    comes from; `notes` what is to be said of how its folder was read."""
 
     name: str
     revision: str | None
@@ -91,6 +95,8 @@ class Target:
     adapters: tuple[AppliedAdapter, ...] = ()
     base_fingerprint: str | None = None
     spread: str | None = None
+    ends: EndsOfText = NO_ENDS
+    notes: tuple[str, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -100,6 +106,26 @@ class Target:
     def identity(self) -> Identity:
         """What a memory of this target's token ids and habits is kept under."""
         return Identity(self.tokenizer_fingerprint, self.fingerprint)
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """The token that ends an answer of the assistant: what the chat template writes behind
+        it, else what ends any text; None where nothing does."""
+        return self._end(self.ends.of_turn, self.end_of_document)
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The token that ends a text that is no conversation; None where nothing does."""
+        return self._end(self.ends.of_document, self.eos_ids[0] if self.eos_ids else None)
+
+    @property
+    def usual_ends(self) -> tuple[int, ...]:
+        """The ends that a drafter must be able to propose, else it never proposes to stop."""
+        others = set(self.ends.ids) - set(self.ends.usual)
+        return tuple(end for end in self.eos_ids if end not in others)
+
+    def _end(self, found: int | None, other: int | None) -> int | None:
+        return found if found in self.eos_ids else other
 
     @property
     def can_run(self) -> bool:
@@ -176,7 +202,7 @@ class Target:
             )
         return str(
             tokenizer.apply_chat_template(
-                list(messages),
+                as_taken(tokenizer, messages),
                 tools=list(tools) or None,
                 add_generation_prompt=True,
                 tokenize=False,
@@ -186,9 +212,12 @@ class Target:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; end-of-text markers are left out."""
+        spelled = self.ends.spelled
         return str(
             self._tokenizer().decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                [i for i in ids if i not in spelled] if spelled else list(ids),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
             )
         )
 
@@ -208,16 +237,17 @@ class Target:
         """A target around a transformers model, which is frozen and put in eval mode.
         `is_read_only`: one that cannot be run here may still be read, to train drafters for it."""
         model.eval().requires_grad_(False)
-        eos_ids = eos_ids_of(model, tokenizer)
+        ends = ends_of(model, tokenizer)
         return cls(
             name=name,
             revision=None,
-            lm=fast_llama_from_hf(model, eos_ids) or _any_lm(model, eos_ids, is_read_only),
+            lm=fast_llama_from_hf(model, ends.ids) or _any_lm(model, ends.ids, is_read_only),
             tokenizer=tokenizer,
             fingerprint=fingerprint(model),
             tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             template_digest=None if tokenizer is None else template_digest(tokenizer),
-            eos_ids=eos_ids,
+            eos_ids=ends.ids,
+            ends=ends,
         )
 
 
@@ -232,16 +262,6 @@ def _any_lm(model: Any, eos_ids: tuple[int, ...], is_read_only: bool) -> Languag
         read = ReadingLM(model, eos_ids, error.found or error.what)
         check_reading(model)
         return read
-
-
-def eos_ids_of(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """Every id that ends a text: generation config first, then config, then tokenizer."""
-    sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
-    for source in sources:
-        found = getattr(source, "eos_token_id", None)
-        if found is not None:
-            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
-    return ()
 
 
 def load_target(
@@ -284,7 +304,16 @@ def load_target(
         refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
-    loaded = load_checkpoint(resolved, first, where, offline, is_read_only, spread)
+    found = load_model(
+        resolved,
+        lambda one: load_checkpoint(one, first, where, offline, is_read_only, spread),
+        offline,
+    )
+    loaded = found.loaded
+    if found.folders:
+        adapters = beside(found.folders, adapters)
+        _check_spread(spread, inflate, compile, adapters)
+        added = read_adapters(adapters)
     target = _adapted(loaded.model, loaded.tokenizer, name, is_read_only, added)
     target = replace(
         target,
@@ -292,8 +321,9 @@ def load_target(
         inside_of=loaded.inside_of,
         suggested=loaded.suggested,
         spread=loaded.spread,
+        notes=loaded.notes,
     )
-    del loaded  # what is released of the weights below is to be freed
+    del found, loaded  # what is released of the weights below is to be freed
     if inflate is not None:
         from specctl.runtime.target.inflate import inflate as blow_up
 

@@ -5,30 +5,34 @@ and all of it at the end. Two things are held back: tokens whose bytes may still
 (half of one; a run of byte-fallback tokens, whose decoder decides about the whole run at once), and
 text that may be the beginning of a stop string. Tokens are decoded with those before them, back to
 the last complete character, because a decoder may treat the first token of a text differently (the
-space in front of a word).
+space in front of a word). Control tokens are left out of the text, but a stop string may spell one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from specctl.runtime.target.stop_strings import HeldText, StopStrings, special_tokens
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
 
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDecoder:
-    """How tokens become text; all streams of a target share one."""
+    """How tokens become text; all streams of a target share one. `byte_ids`: the tokens of byte
+    fallback, and the byte of each; `special_ids`: those that are left out of the text, and their
+    spelling."""
 
     decode: Callable[[Sequence[int]], str]
-    byte_ids: frozenset[int] = frozenset()  # of byte fallback
-    special_ids: frozenset[int] = frozenset()  # left out of the text
+    byte_ids: Mapping[int, int] = field(default_factory=dict)
+    special_ids: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, target: Target, shown: frozenset[int] = frozenset()) -> TokenDecoder:
@@ -36,17 +40,15 @@ class TokenDecoder:
         are spelled in the text, which otherwise leaves them out."""
         if target.tokenizer is None:
             return cls(lambda tokens: "")
-        words = target.tokenizer.get_vocab()
-        byte_ids = frozenset(i for word, i in words.items() if _BYTE.fullmatch(word))
-        added = target.tokenizer.added_tokens_decoder
-        special = {int(i) for i, token in added.items() if token.special}
-        hidden = special.union(target.tokenizer.all_special_ids) - shown
-        return cls(
-            _spelling(target, hidden) if shown else target.decode, byte_ids, frozenset(hidden)
-        )
+        found = ((i, _BYTE.fullmatch(word)) for word, i in target.tokenizer.get_vocab().items())
+        byte_ids = {i: int(match[1], 16) for i, match in found if match is not None}
+        spelled = {i: target.tokenizer.convert_ids_to_tokens(i) for i in target.ends.spelled}
+        special = {**special_tokens(target.tokenizer), **spelled}
+        hidden = {i: word for i, word in special.items() if i not in shown}
+        return cls(_spelling(target, hidden) if shown else target.decode, byte_ids, hidden)
 
 
-def _spelling(target: Target, hidden: set[int]) -> Callable[[Sequence[int]], str]:
+def _spelling(target: Target, hidden: Mapping[int, str]) -> Callable[[Sequence[int]], str]:
     """Decodes with all control tokens but the hidden ones."""
 
     def decode(tokens: Sequence[int]) -> str:
@@ -58,52 +60,64 @@ def _spelling(target: Target, hidden: set[int]) -> Callable[[Sequence[int]], str
 
 
 class TextStream:
-    """The text of one continuation. One writer: whoever feeds it."""
+    """The text of one continuation. One writer: whoever feeds it. `keeps_stop`: the text ends
+    behind the stop string, not before it.
 
-    def __init__(self, decoder: TokenDecoder, stops: Sequence[str] = ()) -> None:
-        self._decoder, self._stops = decoder, tuple(stop for stop in stops if stop)
+    `position` counts the characters of the text in front of the next token, whether they were given
+    out or are held back."""
+
+    def __init__(
+        self, decoder: TokenDecoder, stops: Sequence[str] = (), keeps_stop: bool = False
+    ) -> None:
+        self.position = 0
+        self._decoder = decoder
+        self._held = HeldText(StopStrings.of(stops, decoder.special_ids), keeps_stop)
         self._tokens: list[int] = []  # the last clean stretch, then what came after it
         self._num_base, self._base = 0, ""  # that stretch: its tokens, its text
-        self._in_bytes, self._held, self._is_over = False, "", False
+        self._run = bytearray()  # of byte fallback, since that stretch
+        self._in_bytes, self._num_chars = False, 0
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._held.stop
 
     def add(self, token: int) -> str:
         """The text that this token sets free."""
         self._tokens.append(token)
-        if token not in self._decoder.special_ids:  # those are left out, and end nothing
-            self._in_bytes = token in self._decoder.byte_ids
+        marker = self._decoder.special_ids.get(token)
+        if marker is not None:  # left out, and ends no run of bytes
+            return self._held.pass_marker(marker) + self._clean()
+        self._in_bytes = token in self._decoder.byte_ids
         if self._in_bytes:
-            return ""
-        text = self._decoder.decode(self._tokens)
-        if text.endswith(_BROKEN) or len(text) <= len(self._base):
-            return ""
-        new, self._tokens = text[len(self._base) :], self._tokens[self._num_base :]
-        self._num_base, self._base = len(self._tokens), self._decoder.decode(self._tokens)
-        return self._before_stop(new)
+            self._run.append(self._decoder.byte_ids[token])
+        return self._clean()
 
     def end(self) -> str:
         """What was held back, now that nothing follows."""
-        new = self._before_stop(self._decoder.decode(self._tokens)[len(self._base) :])
-        if self._is_over:
-            return new
-        self._is_over = True
-        return new + self._held
+        new = self._decoder.decode(self._tokens)[len(self._base) :]
+        return self._held.pass_text(new) + self._held.end()
 
-    def _before_stop(self, new: str) -> str:
-        if self._is_over or not self._stops:
-            return "" if self._is_over else new
-        text = self._held + new
-        ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if ends:
-            self._is_over = True
-            return text[: min(ends)]
-        kept = self._beginning(text)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+    def _clean(self) -> str:
+        """What is set free where the tokens so far end with a whole character."""
+        if self._in_bytes:
+            self.position = self._num_chars + len(self._run.decode(errors="ignore"))
+            return ""
+        text = self._decoder.decode(self._tokens)
+        new = text[len(self._base) :]
+        self.position = self._num_chars + len(new.rstrip(_BROKEN))
+        if text.endswith(_BROKEN) or not new:
+            return ""
+        self._num_chars += len(new)
+        self._tokens = self._tokens[self._num_base :]
+        self._num_base, self._base = len(self._tokens), self._decoder.decode(self._tokens)
+        self._run.clear()
+        return self._held.pass_text(new)
 
-    def _beginning(self, text: str) -> int:
-        """How many of the last characters may begin a stop string."""
-        longest = min(len(text), max(map(len, self._stops)) - 1)
-        for count in range(longest, 0, -1):
-            if any(stop.startswith(text[-count:]) for stop in self._stops):
-                return count
-        return 0
+
+def whole_text(decoder: TokenDecoder, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
+    """The text of a continuation that has ended, up to the first stop string."""
+    if not stops:
+        return decoder.decode(tokens)
+    stream = TextStream(decoder, stops)
+    return "".join(map(stream.add, tokens)) + stream.end()

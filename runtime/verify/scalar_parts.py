@@ -44,6 +44,27 @@ class ScalarTree:
     kind: NodeKind
 
 
+def drawn_from_numbers(tree: ScalarTree) -> ScalarTree:
+    """The tree without what was drawn from NaN or infinities: behind such a q there is no draft."""
+    if tree.q is None:
+        return tree
+    bad = [fed for fed, q in enumerate(tree.q) if not np.isfinite(q).all()]
+    if not bad:
+        return tree
+    end = len(tree.token)
+    if all(tree.parent[fed] == fed - 1 for fed in range(1, end)):  # a chain ends with its list
+        end = min(end, bad[0] + 1)
+    kept = range(end)
+    return ScalarTree(
+        tree.token[:end],
+        tree.parent[:end],
+        [[] if fed in bad else [c for c in tree.children[fed] if c < end] for fed in kept],
+        tree.p[:end],
+        [np.zeros_like(tree.q[fed]) if fed in bad else tree.q[fed] for fed in kept],
+        tree.kind,
+    )
+
+
 # A rule ends at a fed index and leaves the distribution of the token after it.
 Ended = tuple[int, Distribution]
 ScalarRule = Callable[[ScalarTree, Chooser], Ended]

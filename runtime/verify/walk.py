@@ -9,14 +9,14 @@ vocabulary, X any axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.core.tree import DraftTree, NodeKind
+from specctl.core.tree import DraftTree, NodeKind, QRows
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.scalar_parts import ScalarRule
 
@@ -43,7 +43,7 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A verification rule, the scalar one that it must decide like, and the trees for which it is
-    lossless."""
+    lossless. Whatever `run` is, it never sees what was drawn from no distribution."""
 
     name: str
     summary: str
@@ -52,6 +52,36 @@ class Rule:
     reference: ScalarRule
     kinds: Set[NodeKind]
     chains_only: bool = False
+
+    def __post_init__(self) -> None:
+        run = self.run
+
+        @wraps(run)
+        def on_numbers(tree: DraftTree, scores_BTV: Tensor, noise: Noise) -> Verdict:
+            return run(drawn_from_numbers(tree), scores_BTV, noise)
+
+        object.__setattr__(self, "run", on_numbers)
+
+
+def drawn_from_numbers(tree: DraftTree) -> DraftTree:
+    """The tree without the nodes that were drawn from NaN or infinities, and all below them: behind
+    such a distribution there is no draft. It follows from the tokens in front of it alone, never
+    from those drawn from it, so that cutting there favours no token."""
+    if tree.q is None or not tree.num_nodes:
+        return tree
+    prob_BTK = tree.q.prob_BTK
+    is_bad_BT = ~(prob_BTK.sum(-1).abs() < torch.inf)
+    if prob_BTK.device.type == "cpu" and not bool(is_bad_BT.any()):
+        return tree
+    if tree.is_chain:
+        is_cut_BN = is_bad_BT[:, :-1].cummax(1).values
+    else:
+        above_BTT = tree.ancestor_BTT() & ~torch.eye(
+            tree.num_nodes + 1, dtype=torch.bool, device=prob_BTK.device
+        )
+        is_cut_BN = (above_BTT & is_bad_BT[:, None]).any(-1)[:, 1:]
+    q = QRows(prob_BTK.masked_fill(is_bad_BT[:, :, None], 0.0), tree.q.ids_K)
+    return replace(tree, valid_BN=tree.valid_BN & ~is_cut_BN, q=q)
 
 
 def chain_verdict(num_accepted_B: Tensor, next_token_B: Tensor, depth: int) -> Verdict:

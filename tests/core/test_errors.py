@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from specctl.core.errors import LISTED, RecipeError, SpecctlError, did_you_mean, one_of, unknown
+from specctl.core.errors import (
+    LISTED,
+    RecipeError,
+    SpecctlError,
+    alike,
+    did_you_mean,
+    nearest,
+    one_of,
+    unknown,
+    write_instead,
+)
 from specctl.core.tree import NodeKind
 from specctl.drafters import families, family
 from specctl.export.package.find import locate
@@ -39,6 +49,33 @@ def test_names_are_listed_while_they_are_few_and_named_by_their_command_when_man
 )
 def test_a_mistyped_word_is_asked_about(word: str, said: str) -> None:
     assert did_you_mean(word, ("chain", "eagle", "eagle3", "prompt-lookup"), "look") == said
+
+
+def test_a_suggestion_is_never_what_was_typed() -> None:
+    """Also where the same word is known in another place."""
+    known = ("reasoning", "reasoning_effort", "seed")
+    assert alike("reasoning", known) == ["reasoning_effort"]
+    assert nearest("reasoning", known, 1) == "reasoning_effort"
+    assert nearest("seed", ("seed",)) == ""
+    assert did_you_mean("reasoning", known, "look") == "did you mean reasoning_effort?"
+    assert did_you_mean("seed", ("seed", "stop"), "look") == "look"
+    assert write_instead("seed", known).startswith("write reasoning")
+    assert write_instead("seed", ("seed",)) == "leave seed out"
+    error = unknown("rule", "chain", ("chain", "chains"), "serve.rule")
+    assert error.do == "serve.rule chains"
+
+
+def test_every_suggestion_comes_from_one_place() -> None:
+    """The rooms look words up by `specctl.core.errors`, which leaves out what was typed."""
+    root = Path(__file__).parents[2]
+    rooms = ("api", "cli", "core", "drafters", "export", "models", "recipes", "runtime", "train")
+    users = [
+        str(path.relative_to(root))
+        for room in rooms
+        for path in (root / room).rglob("*.py")
+        if "get_close_matches" in path.read_text()
+    ]
+    assert users == ["core/errors.py"]
 
 
 def test_an_unknown_name_is_an_error_of_the_kind_that_is_asked_for() -> None:

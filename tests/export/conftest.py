@@ -114,9 +114,11 @@ def make_toy(plain_target: Target) -> Callable[..., Toy]:
 
 @pytest.fixture
 def save(plain_target: Target, tmp_path: Path) -> Callable[..., Path]:
-    """save(drafter, name="package", **fields) -> the folder of its package."""
+    """save(drafter, name="package", of=plain_target, **fields) -> the folder of its package."""
 
-    def write(drafter: Drafter, name: str = "package", **fields: Any) -> Path:
+    def write(
+        drafter: Drafter, name: str = "package", of: Target = plain_target, **fields: Any
+    ) -> Path:
         out = tmp_path / name
         about: dict[str, Any] = {
             "serve": SERVE,
@@ -124,7 +126,7 @@ def save(plain_target: Target, tmp_path: Path) -> Callable[..., Path]:
             "acceptance": None,
             "command": ["specctl", "train-draft", "--target", "some/target"],
         }
-        save_package(drafter, plain_target, out, **{**about, **fields})
+        save_package(drafter, of, out, **{**about, **fields})
         return out
 
     return write

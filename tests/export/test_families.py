@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.core.drafter import Drafter
-from specctl.core.language_model import Borrowed
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.export.formats import export, formats
@@ -17,26 +15,10 @@ from specctl.export.package.check import check_package
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.runtime.target.target import Target
+from specctl_testing.export.family_drafters import made
 
 REAL = [name for name in families() if name != "toy"]
 PROMPTS = [[1, 5, 9, 5, 9, 5], [7, 7, 3], [20, 30, 2]]
-SIZES = {"small-lm": {"layers": 1, "width": 16, "head_dim": 8}}
-
-
-def made(name: str, target: Target, vocab: VocabMap | None = None) -> Drafter:
-    """A drafter of the family with every weight shaken, bound to the target."""
-    family = families()[name]
-    torch.manual_seed(0)
-    drafter = family.build(family.options(**SIZES.get(name, {})), target.spec, vocab)
-    if drafter.module is not None:
-        with torch.no_grad():
-            for weight in drafter.module.parameters():
-                weight.add_(0.1 * torch.randn_like(weight))
-    if drafter.needs().borrow:
-        borrowed = target.borrowed()
-        assert isinstance(borrowed, Borrowed)
-        drafter.bind(borrowed)
-    return drafter
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -275,7 +275,6 @@ def test_weights_that_do_not_fit_the_config_are_refused(
 @pytest.mark.parametrize(
     ("name", "body", "named"),
     [
-        ("pytorch_model.bin", b"x", "pickled weights"),
         ("config.json", b"{", "JSON file cannot be read"),
         ("config.json", b'{"vocab_size": 48}', "transformers cannot load"),
         ("config.json", b'{"model_type": "t5", "vocab_size": 48}', "transformers cannot load"),

@@ -114,6 +114,18 @@ def test_sentencepiece_like_tokenizers_become_scores(
     assert types[made.convert_tokens_to_ids("the")] == NORMAL
 
 
+def test_llama_cpp_is_told_every_end_of_text(target: Target) -> None:
+    made = byte_tokenizer()
+    made.chat_template = "{% for m in messages %}{{ m.content }}<|pad|>{% endfor %}"
+    spec = replace(target.spec, eos_ids=(1, 0))  # neither names what the template ends turns with
+    ids = vocabulary_of(made, spec).special.special_token_ids
+    assert {kind: ids.get(kind) for kind in ("eos", "eot", "eom")} == {"eos": 1, "eot": 2, "eom": 0}
+    made.chat_template = None
+    ids = vocabulary_of(made, replace(target.spec, eos_ids=(1,))).special.special_token_ids
+    assert ids["eos"] == 1
+    assert not {"eot", "eom"} & set(ids)
+
+
 def test_wrong_scores_do_not_pass(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -290,9 +290,7 @@ def test_the_hub_caches_own_links_are_followed(package: Path, plain_target: Targ
         list_files(snapshot)
 
 
-@pytest.mark.parametrize(
-    "name", ["package.zip", "package.tar.gz", "model.safetensors", "draft.gguf"]
-)
+@pytest.mark.parametrize("name", ["package.zip", "package.tar.gz", "model.safetensors"])
 def test_files_and_archives_are_not_packages(
     name: str, plain_target: Target, tmp_path: Path
 ) -> None:

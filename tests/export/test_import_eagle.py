@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,29 @@ def test_a_drafter_that_reads_otherwise_is_caught(
         taken(folder, target, tmp_path / "package")
 
 
+def test_an_lm_head_is_the_target_s_or_refused(
+    target: Target, publish: Any, tmp_path: Path
+) -> None:
+    rows_VD = target.borrowed().head_VD.detach().clone()
+
+    def with_head(config: Config, tensors: Tensors, rows_VD: torch.Tensor = rows_VD) -> None:
+        config["architectures"] = ["LlamaForCausalLM"]
+        tensors["lm_head.weight"] = rows_VD
+
+    _, folder = publish("sglang", with_head, family="eagle")
+    assert taken(folder, target, tmp_path / "package").manifest.family == "eagle"
+    shutil.rmtree(folder)
+    _, folder = publish(
+        "sglang", lambda c, t: with_head(c, t, torch.zeros_like(rows_VD)), family="eagle"
+    )
+    with pytest.raises(IncompatibleError, match=r"an LM head of its own"):
+        taken(folder, target, tmp_path / "other")
+
+
 def test_a_whole_llama_is_no_head(target: Target, publish: Any, tmp_path: Path) -> None:
     def whole(config: Config, tensors: Tensors) -> None:
         config["architectures"] = ["LlamaForCausalLM"]
-        tensors["lm_head.weight"] = torch.zeros(48, 16)
+        del tensors["fc.weight"]
 
     _, folder = publish("sglang", whole, family="eagle")
     with pytest.raises(IncompatibleError, match=r"no format.*specctl bench"):

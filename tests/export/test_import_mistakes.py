@@ -129,8 +129,6 @@ REFUSED: list[tuple[str, tuple[str, ...], Change, str]] = [
     ("activation", BOTH, layer_says(hidden_act="gelu"), r"hidden_act: gelu"),
     ("heads", BOTH, layer_says(num_attention_heads="4"), r"num_attention_heads.*4"),
     ("model type", ("sglang",), layer_says(model_type="gemma2"), r"model_type: gemma2.*llama"),
-    ("tied", ("sglang",), layer_says(tie_word_embeddings=True), r"tied embeddings"),
-    ("no rows told", ("sglang",), layer_says(draft_vocab_size=None), r"no draft_vocab_size"),
     ("at once", ("sglang",), layer_says(eagle_config={"parallel_draft_step": 4}), r"step 4"),
 ]
 
@@ -196,8 +194,7 @@ def test_a_reader_that_disagrees_stops_the_import(
 def test_pickled_weights_are_never_loaded(target: Target, publish: Any, tmp_path: Path) -> None:
     _, folder = publish("sglang")
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
-    with pytest.raises(SpecctlError, match=r"run code.*pytorch_model.bin.*delete it"):
-        taken(folder, target, tmp_path / "package")
+    taken(folder, target, tmp_path / "beside-safetensors")
     (folder / WEIGHTS).unlink()
     with pytest.raises(SpecctlError, match=r"weights_only=True.*safetensors.torch.save_file"):
         taken(folder, target, tmp_path / "package")

@@ -18,6 +18,7 @@ from specctl.export.package.compat import ALLOWABLE, mismatches
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import WEIGHTS, read_manifest
+from specctl.runtime.target.ends import EndsOfText, NamedEnds, NoEnd, united
 from specctl.runtime.target.target import Target
 
 
@@ -64,11 +65,9 @@ TARGETS: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "other rope base": ({"rope_theta": 5e5}, "rope_theta", "rope-theta"),
     "longer context": ({"max_positions": 512}, "max_positions", "max-positions"),
     "other begin of text": ({"bos_id": 7}, "bos_id", "bos-id"),
-    "other end of text": ({"eos_ids": (9,)}, "eos_ids", "eos-ids"),
     "other padding": ({"pad_id": 8}, "pad_id", "pad-id"),
     "scaled embedding": ({"embed_scale": 4.0}, "embed_scale", "embed-scale"),
 }
-SPEC_ONLY = {"other end of text"}  # a Target has eos_ids of its own as well
 
 
 @pytest.mark.parametrize("case", TARGETS)
@@ -77,10 +76,6 @@ def test_an_incompatible_target_is_refused_by_field(
 ) -> None:
     changes, field, allow = TARGETS[case]
     target = altered(plain_target, **changes)
-    if case in SPEC_ONLY:
-        target = replace(
-            plain_target, lm=altered_spec(plain_target, **changes), eos_ids=plain_target.eos_ids
-        )
     with pytest.raises(IncompatibleError) as caught:
         load_package(package, target)
     error = caught.value
@@ -105,6 +100,41 @@ def altered_spec(target: Target, **fields: Any) -> Any:
     return SimpleNamespace(
         spec=replace(target.spec, **fields), device=target.device, dtype=target.dtype
     )
+
+
+def ending(target: Target, *ids: int) -> Target:
+    return replace(target, lm=altered_spec(target, eos_ids=ids), eos_ids=ids)
+
+
+@pytest.mark.parametrize("known", [(), (2,), (2, 9), (9, 2)])
+def test_a_package_that_knows_no_other_ends_of_text_fits(
+    known: tuple[int, ...], package: Path, plain_target: Target, reseal: Any
+) -> None:
+    reseal(package, lambda body: body["spec"].update(eos_ids=list(known)))
+    load_package(package, ending(plain_target, 2, 9))
+
+
+@pytest.mark.parametrize("known", [(9,), (2, 9)])
+def test_an_end_of_text_that_the_target_lacks_is_refused(
+    known: tuple[int, ...], package: Path, plain_target: Target, reseal: Any
+) -> None:
+    reseal(package, lambda body: body["spec"].update(eos_ids=list(known)))
+    target = ending(plain_target, 2)
+    with pytest.raises(IncompatibleError, match="eos_ids of target and drafter differ") as caught:
+        load_package(package, target)
+    assert "--allow eos-ids" in caught.value.do
+    load_package(package, target, ["eos-ids"])
+    default = NoEnd(9, "config", "an ordinary token of the tokenizer")
+    load_package(package, replace(target, ends=EndsOfText(left_out=(default,))))
+
+
+def test_an_end_that_no_drafter_needs_may_be_cut(
+    make_toy: Any, save: Any, plain_target: Target
+) -> None:
+    folder = save(make_toy(VocabMap(torch.tensor([0, 2, 3, 4]), plain_target.spec.vocab_size)))
+    named = [NamedEnds("generation_config", 2), NamedEnds("tokenizer", 9)]
+    ends = united(named, None, plain_target.spec.vocab_size)
+    load_package(folder, replace(ending(plain_target, 2, 9), ends=ends))
 
 
 def test_all_differences_are_told_at_once(package: Path, plain_target: Target) -> None:

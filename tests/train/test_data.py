@@ -93,17 +93,26 @@ def test_a_template_that_shortens_old_turns_masks_up_to_the_end_marker(
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     encoded = encode_sample(tokenizer, chat(), (5,))
-    assert predicted(tokenizer, encoded) == ["def f1(x):<|end|>", "(thinking) return x<|end|>"]
+    answers = ["(thinking) def f1(x):<|end|>", "(thinking) return x<|end|>"]
+    assert predicted(tokenizer, encoded) == answers
+    _, second = encoded.documents()
+    assert "(thinking)" not in tokenizer.decode(second.ids).split("how are you?")[0]
 
 
-def test_a_template_that_rewrites_the_question_is_refused(plain_tokenizer: Any) -> None:
+def test_each_answer_stands_behind_the_prompt_that_a_rewriting_template_writes_for_it(
+    plain_tokenizer: Any,
+) -> None:
     tokenizer = copy.deepcopy(plain_tokenizer)
     tokenizer.chat_template = (
         "{{ messages | length }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
         "{% endfor %}"
     )
-    with pytest.raises(ValueError, match="rewrites what stands before"):
-        encode_sample(tokenizer, chat(), (5,))
+    documents = encode_sample(tokenizer, chat(), (5,)).documents()
+    texts = [preview(tokenizer, document) for document in documents]
+    assert texts == [
+        "1<|user|>hello[[def f1(x):<|end|>]]",
+        "3<|user|>hello<|assistant|>def f1(x):<|user|>how are you?[[return x<|end|>]]",
+    ]
 
 
 def test_markers_around_the_wrong_words_stop_with_a_preview(plain_tokenizer: Any) -> None:
@@ -299,10 +308,11 @@ def test_rows_too_short_for_any_answer_are_an_error(
 def test_conversations_without_an_answer_are_left_out_by_name(
     chat_target: Target, tmp_path: Path
 ) -> None:
-    path = write_lines(tmp_path / "q.jsonl", {"messages": [TALK[0]]}, {"messages": list(TALK[:2])})
+    good = {"messages": list(TALK[:2])}
+    path = write_lines(tmp_path / "q.jsonl", {"messages": [TALK[0]]}, *[good] * 4)
     console = SilentReporter()
     data = prepare(recipe(path), chat_target, tmp_path, console)
-    assert data.manifest.documents == 1
+    assert data.manifest.documents == 4
     assert any("no assistant turn" in w and "q.jsonl:1" in w for w in console.warnings)
 
 

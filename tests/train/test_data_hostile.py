@@ -68,8 +68,8 @@ def test_a_line_without_end_is_left_out_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_records, "LONGEST_LINE", 1000)
-    long = {**GOOD, "more": "x" * 5000}
-    exact = json.dumps({**GOOD, "more": ""})
+    long = {**GOOD, "metadata": "x" * 5000}
+    exact = json.dumps({**GOOD, "metadata": ""})
     exact = exact.replace('""', '"' + "x" * (1000 - len(exact)) + '"')
     assert len(exact) == 1000
     lines = [json.dumps(one) for one in (GOOD, long, GOOD)] + [exact, exact + " ", "y" * 7000]

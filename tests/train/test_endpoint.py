@@ -17,9 +17,10 @@ import pytest
 from specctl.core.errors import IncompatibleError, NetworkError, RecipeError
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data import endpoint as module
-from specctl.train.data.answers import AnswerPlan, Dialogue, PromptCut
+from specctl.train.data.answers import AnswerJob, AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.prepare import prepare
 from specctl.train.data.records import Sample
@@ -264,3 +265,58 @@ def test_rows_of_a_recipe_are_what_its_endpoint_wrote(chat_target: Target, tmp_p
     assert again.digest == data.digest
     with pytest.raises(ValueError, match="endpoint is ignored with regenerate false"):
         DataPart(endpoint="http://a:1", regenerate=False)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reply", "prompt", "kept", "reason"),
+    [
+        # an end of either kind is the last token, whatever is said beside it: nothing is added
+        ([20, 21, "<|end|>"], {}, "chat", [20, 21, "<|end|>"], "eos"),
+        ([20, 21, "<|eos|>"], {"stop_reason": None}, "chat", [20, 21, "<|eos|>"], "eos"),
+        ([20, "<|end|>"], {"stop_reason": "<|end|>"}, "text", [20, "<|end|>"], "eos"),
+        ([20, "<|end|>", 30], {"finish_reason": "length"}, "chat", [20, "<|end|>"], "eos"),
+        ([20, 21], {"finish_reason": "length"}, "chat", [20, 21], "length"),
+        # the engine leaves the end out and names it, as a token or as its spelling
+        ([20, 21], {"stop_reason": "<|eos|>"}, "chat", [20, 21, "<|eos|>"], "eos"),
+        ([20, 21], {"matched_stop": "<|end|>"}, "text", [20, 21, "<|end|>"], "eos"),
+        # or does not name it: as answers, or as texts, end
+        ([20, 21], {}, "chat", [20, 21, "<|end|>"], "eos"),
+        ([20, 21], {}, "text", [20, 21, "<|eos|>"], "eos"),
+        ([], {}, "chat", ["<|end|>"], "eos"),
+        # a token that is an end for the engine alone, in its place or only named
+        ([20, 7], {"stop_reason": 7}, "chat", [20, 7], "eos"),
+        ([20], {"stop_reason": 7}, "chat", [20, 7], "eos"),
+        ([20, "<|pad|>"], {}, "chat", [20, "<|pad|>"], "eos"),
+        # a stop string of the server's own
+        ([20, 21], {"stop_reason": "###"}, "chat", [20, 21], "stop"),
+    ],
+)
+def test_an_answer_keeps_the_ids_that_the_engine_wrote(
+    ids: list[Any],
+    reply: dict[str, Any],
+    prompt: str,
+    kept: list[Any],
+    reason: str,
+    chat_target: Target,
+) -> None:
+    def numbers(tokens: list[Any]) -> list[int]:
+        convert = chat_target.tokenizer.convert_tokens_to_ids
+        return [convert(each) if isinstance(each, str) else each for each in tokens]
+
+    fake = FakeEndpoint(chat_target, written(chat_target))
+    fake.url = "http://localhost:1"
+    asked = numbers(["<|bos|>", "<|user|>", 9, "<|assistant|>"] if prompt == "chat" else [9, 10])
+    choice = {"finish_reason": "stop", "token_ids": numbers(ids), **reply}
+    job = AnswerJob(0, 0, asked, Sampling())
+    writer = writer_for(chat_target, fake)
+    found = writer._read(job, {"choices": [choice]}, writer.servers[0])
+    assert found == (numbers(kept), reason)
+
+
+def test_an_answer_of_a_target_without_ends_keeps_its_ids(chat_target: Target) -> None:
+    target = replace(chat_target, eos_ids=())
+    writer = EndpointWriter(target, EndpointSettings(("http://localhost:1",)), SilentReporter())
+    choice = {"finish_reason": "stop", "token_ids": [20, 21]}
+    job = AnswerJob(0, 0, [9], Sampling())
+    found = writer._read(job, {"choices": [choice]}, writer.servers[0])
+    assert found == ([20, 21], "eos")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.chat_turns import written_on
 from specctl.train.data.chat import answerable
 from specctl.train.data.pack import Document
 from specctl.train.data.records import Message, Sample
@@ -27,7 +28,8 @@ TURN_SEEDS = 1 << 40  # between the seeds of a conversation's turns
 class AnswerPlan:
     """How prompts are cut and answered. No prompt is longer than `longest` tokens (None: than the
     target's context leaves room for); a conversation ends where its next one would be. `switch`:
-    what the chat template is told of thinking."""
+    what the chat template is told of thinking; `date`: the day that it writes, where it writes one
+    (the answers are kept without it: another day asks for none anew)."""
 
     prompts: int
     prompt_tokens: int
@@ -39,12 +41,19 @@ class AnswerPlan:
     top_k: int | None = None
     longest: int | None = None
     switch: Mapping[str, bool] | None = None
+    date: str | None = None
+
+    def variables(self, tokenizer: Any) -> dict[str, Any]:
+        """What the chat template reads beside the messages."""
+        dated = written_on(tokenizer, self.date) if self.date else {}
+        return {**(self.switch or {}), **dated}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
     """A conversation and the places of the assistant's turns that are written anew. A turn that
-    calls a tool whose result follows stays as the data have it: the result answers that call."""
+    calls a tool whose result follows stays as the data have it (the result answers that call), and
+    so does one that is marked as given."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...]
@@ -55,7 +64,9 @@ class Dialogue:
         messages = sample.messages
         roles = [message["role"] for message in messages] + ["end"]
         turns = [
-            i for i, role in enumerate(roles[:-1]) if role == "assistant" and roles[i + 1] != "tool"
+            i
+            for i, role in enumerate(roles[:-1])
+            if role == "assistant" and roles[i + 1] != "tool" and i not in sample.given
         ]
         if roles[-2] != "assistant":
             turns.append(len(messages))  # it waits for its answer
@@ -73,11 +84,11 @@ class Dialogue:
         ]
 
     def prompt(
-        self, tokenizer: Any, switch: Mapping[str, bool] | None, answers: Sequence[str]
+        self, tokenizer: Any, variables: Mapping[str, Any] | None, answers: Sequence[str]
     ) -> list[int]:
         """Ids behind which the turn after those answers is written; ValueError where the chat
         template refuses the conversation."""
-        return answerable(tokenizer, self.said(answers), self.tools, switch)
+        return answerable(tokenizer, self.said(answers), self.tools, variables)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ from specctl.runtime.measure.reporter import Reporter
 
 class Defects:
     """What was left out of the data, by reason, and where first; how many records each source
-    gave, and remarks on how it was read. One writer: the job."""
+    gave, and remarks on how it was read. `num_records` counts what was left out of records and
+    conversations, without files. One writer: the job."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.first: dict[str, str] = {}
+        self.num_records = 0
         self.remarks: list[str] = []
         self.records: Counter[str] = Counter()  # usable ones, by source
         self.chosen: Counter[str] = Counter()  # of these, those to be answered; empty: not settled
@@ -24,9 +26,17 @@ class Defects:
         self._num_told = 0  # of the remarks
         self._are_shares_told = False
 
-    def note(self, reason: str, where: str, count: int = 1) -> None:
+    def note(self, reason: str, where: str, count: int = 1, is_file: bool = False) -> None:
         self.counts[reason] += count
+        self.num_records += 0 if is_file else count
         self.first.setdefault(reason, where)
+
+    def add(self, other: Defects) -> None:
+        """Count what others left out, too."""
+        for reason, count in other.counts.items():
+            self.counts[reason] += count
+            self.first.setdefault(reason, other.first[reason])
+        self.num_records += other.num_records
 
     def remark(self, text: str) -> None:
         """Something that the user should know of how the data are read; said once."""

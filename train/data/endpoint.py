@@ -26,7 +26,8 @@ from specctl.core.installed import library
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import OVER, AnswerJob, Done
+from specctl.train.data.answers import AnswerJob, Done
+from specctl.train.data.answers_end import as_written
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -376,22 +377,17 @@ class EndpointWriter:
         if ids is None:
             self._tally.without_ids += 1
             ids = self._encoded(str(choice.get("text") or ""))
-        reason, eos = str(choice.get("finish_reason")), self.target.eos_ids
+        reason = str(choice.get("finish_reason"))
         if reason not in ("stop", "length"):
             raise _Again(f"finish reason {reason}")
         ids = [int(token) for token in ids]
-        ends = [at for at, token in enumerate(ids) if token in eos]
-        if ends:
-            ids = ids[: ends[0] + 1]
-        elif reason == "stop":
-            stopped = choice.get("stop_reason")
-            ids.append(stopped if stopped in eos else eos[0])
+        ids, reason = as_written(ids, choice, job.prompt_ids, self.target)
         if not ids:
             raise _Again("an empty answer")
         if max(ids) >= self.target.spec.vocab_size or min(ids) < 0:
             most = f"ids below {self.target.spec.vocab_size:,}"
             raise self._other_tokenizer(server, f"token {max(ids):,}", most)
-        return ids, OVER if ends or reason == "stop" else "length"
+        return ids, reason
 
     def _encoded(self, text: str) -> list[int]:
         """The ids of an answer that came as text alone."""

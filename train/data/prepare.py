@@ -6,8 +6,12 @@ when the target wrote the answers, the target. Data are reused only if it is the
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import heapq
+import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +19,18 @@ from typing import Any
 import numpy as np
 
 from specctl.core.errors import RecipeError, SpecctlError
-from specctl.core.files import digest_of
+from specctl.core.files import digest_of, write_json
 from specctl.core.printable import counted
+from specctl.recipes.files import recipe_names
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
+from specctl.runtime.target.chat_turns import template_text, writes_date, written_on
 from specctl.runtime.target.target import Target
 from specctl.train.data.answers import AnswerPlan, WrittenAnswer
-from specctl.train.data.chat import encode_sample, thinking_switch
+from specctl.train.data.chat import Encoded, Variables, encode_sample, thinking_switch
 from specctl.train.data.context import check_context, check_ids
 from specctl.train.data.endpoint import EndpointSettings, EndpointWriter
+from specctl.train.data.layouts import FieldChoices
 from specctl.train.data.pack import Document, PackedRows, best_fit, cut_documents, pack
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, without
@@ -32,8 +39,14 @@ from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
 from specctl.train.data.sources import Defects, read_samples
 from specctl.train.distributed.ranks import Ranks
 
+DAY = "date.json"  # in OUT/data: the day that the chat template writes
 LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row
 LATER = ("top_p", "top_k", "thinking")  # count where set, so that rows made before them stay
+BY_SET = (
+    "--set 'data.map={{{name}: {close}}}' reads it as that; "
+    "--set 'data.ignore=[{name}]' leaves it out"
+)
+FEW = 7  # records that may be left out of however small a file
 POOR_FILL = 0.8  # below this, another row length is looked for
 
 __all__ = ["TokenData", "encode_document", "prepare"]
@@ -55,22 +68,30 @@ def prepare(
     folder, data, defects = out / "data", recipe.data, Defects()
     if data.regenerate and data.limit_tokens is not None:
         console.warn("data.limit_tokens is ignored while the target writes the answers")
-    samples, source_digest = _select(data, defects)
+    samples, source_digest = _select(data, target, defects)
+    check_own_answers(recipe, samples)
     defects.tell_reading(console)
-    settings = _settings(recipe, target, source_digest)
-    digest = digest_of(settings)
     manifest = None
     with ranks.together():  # nobody writes before all have looked
         manifest = read_manifest(folder)
+        day = _day(data, target, out)
+    if ranks.is_main:
+        _keep_day(day, folder)
+    settings = _settings(recipe, target, source_digest, day)
+    digest = digest_of(settings)
     if manifest is not None and manifest.digest == digest:
         console.say(f"data: reusing {counted(manifest.rows, 'row')} ({digest[:12]})")
         return TokenData(folder, manifest)
+    _say_kinds(samples, console)
+    own = _own_words(recipe, target, samples, day, defects, console)
     answers: list[WrittenAnswer] = []
     if data.regenerate:
-        answers = answer_prompts(recipe, target, samples, folder, defects, console, ranks)
+        answers = answer_prompts(recipe, target, samples, folder, defects, console, ranks, day)
+    documents = [each for a in answers for each in a.documents(data.train_on_prompt)]
     with ranks.together():
         if ranks.is_main:
-            _write(recipe, target, samples, answers, (folder, digest, settings), defects, console)
+            place = (folder, digest, settings)
+            _write(recipe, target, documents, own, place, defects, console)
     manifest = read_manifest(folder)
     assert manifest is not None, "the first rank has written it"
     return TokenData(folder, manifest)
@@ -79,23 +100,16 @@ def prepare(
 def _write(
     recipe: Recipe,
     target: Target,
-    samples: Sequence[Sample],
-    answers: Sequence[WrittenAnswer],
+    documents: Sequence[Document],
+    own: Sequence[Document],
     place: tuple[Path, str, dict[str, Any]],
     defects: Defects,
     console: Reporter,
 ) -> None:
     """The rows of answers and of the source's own words, in the folder, by digest and settings."""
-    data, (folder, digest, settings) = recipe.data, place
-    if data.regenerate:
-        documents = [each for a in answers for each in a.documents(data.train_on_prompt)]
-        if data.text_tokens:
-            documents += _encoded(data, target, samples, defects, data.text_tokens)
-    else:
-        documents = _encoded(data, target, samples, defects, data.limit_tokens)
-    rows = _rows(documents, recipe, target, defects, console)
-    writer = "target" if data.regenerate else "source"
-    writer = "both" if data.regenerate and data.text_tokens else writer
+    folder, digest, settings = place
+    rows = _rows([*documents, *own], recipe, target, defects, console)
+    writer = "both" if documents and own else "target" if documents else "source"
     manifest = write_rows(folder, rows, digest, settings, writer, defects)
     defects.tell(console)
     console.say(
@@ -105,19 +119,97 @@ def _write(
     )
 
 
-def rows_digest(recipe: Recipe, target: Target) -> str:
+def _own_words(
+    recipe: Recipe,
+    target: Target,
+    samples: Sequence[Sample],
+    day: str | None,
+    defects: Defects,
+    console: Reporter,
+) -> list[Document]:
+    """What is learned of the source's own words: all of it where the target writes nothing; beside
+    answers up to `data.text_tokens`, where the source has any."""
+    data = recipe.data
+    if not data.regenerate:
+        return _encoded(data, target, samples, defects, data.limit_tokens, day)
+    if not data.text_tokens:
+        return []
+    try:
+        return _encoded(data, target, samples, Defects(), data.text_tokens, day)
+    except RecipeError as error:
+        if error.where != "data.source":
+            raise
+    console.warn("data.text_tokens has no effect: the source has neither text nor answers")
+    return []
+
+
+def _day(data: DataPart, target: Target, out: Path) -> str | None:
+    """The day that the chat template writes in this run: as the recipe says, else that on which its
+    data were first prepared; None for a template that writes none."""
+    if not writes_date(template_text(target.tokenizer)):
+        return None
+    path = out / "data" / DAY
+    if data.date is None and path.exists():
+        found: str = json.loads(path.read_text(encoding="utf-8"))["date"]
+        return found
+    return data.date or datetime.date.today().isoformat()
+
+
+def _keep_day(day: str | None, folder: Path) -> None:
+    """Write down the day for the runs that continue this one."""
+    if day is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / DAY, {"date": day})
+
+
+def _say_kinds(samples: Sequence[Sample], console: Reporter) -> None:
+    """Warn of what the samples hold that is not text."""
+    for kind, count in Counter(kind for s in samples for kind in s.left_out).most_common():
+        console.warn(f"data: {count:,} x {kind} left out: a drafter reads text alone")
+
+
+def check_own_answers(recipe: Recipe, samples: Sequence[Sample]) -> None:
+    """RecipeError where a recipe's own setting, and not the user's, would make the drafter learn
+    answers that the target may not have written."""
+    data, origin = recipe.data, recipe.origin
+    said_by = origin["data.regenerate"]
+    kind, _, name = said_by.partition(" ")
+    is_shipped = kind in ("base", "stage") or (kind == "recipe" and name in recipe_names())
+    is_explicit = not is_shipped or said_by == origin["data.source"]
+    if data.regenerate or is_explicit or data.on_policy == 1.0:
+        return
+    foreign = next((s for s in samples if not s.ids and _has_answer(s)), None)
+    if foreign is not None:
+        raise RecipeError(
+            f"{recipe.name} would learn the answers in the data, which the target may not have "
+            "written",
+            where=foreign.where,
+            found=f"data.regenerate: false, set by {said_by}, and conversations with answers",
+            expected="answers of the target, or a setting of yours to learn those of the data",
+            do="--set data.regenerate=true lets the target write them; "
+            "--set data.regenerate=false learns them as they are",
+        )
+
+
+def _has_answer(sample: Sample) -> bool:
+    spoken = [i for i, message in enumerate(sample.messages) if message["role"] == "assistant"]
+    return bool(set(spoken) - {*sample.given, *sample.unanswered})
+
+
+def rows_digest(recipe: Recipe, target: Target, out: Path) -> str:
     """The digest of the rows that `prepare` would return; nothing is written."""
-    _, source_digest = _select(recipe.data, Defects())
-    return digest_of(_settings(recipe, target, source_digest))
+    _, source_digest = _select(recipe.data, target, Defects())
+    return digest_of(_settings(recipe, target, source_digest, _day(recipe.data, target, out)))
 
 
-def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
+def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Sample], str]:
     """The samples to use and a digest of them. For regeneration: `prompts` of them, chosen by a
     seeded hash of their number, so that the choice needs no second reading; else all of them."""
     whole = hashlib.sha256()
     chosen: list[tuple[int, int, Sample]] = []
+    choices, number = field_choices(data, target.tokenizer), 0
     for number, sample in enumerate(
-        read_samples(data.source, data.format, data.split, data.seed, defects)
+        read_samples(data.source, data.format, data.split, data.seed, defects, choices)
     ):
         sample = without(sample, data.drop)
         whole.update(sample.digest())
@@ -136,16 +228,40 @@ def _select(data: DataPart, defects: Defects) -> tuple[list[Sample], str]:
             '"prompt" and "response", or "text"',
             do="correct the file or data.source",
         )
+    check_share(defects, number + 1, data.max_left_out)
     if data.regenerate:
         defects.chose(number for _, number, _ in chosen)
     samples = [s for _, _, s in sorted(chosen, key=lambda entry: entry[1])]
     return samples, whole.hexdigest()
 
 
-def _settings(recipe: Recipe, target: Target, source_digest: str) -> dict[str, Any]:
+def field_choices(data: DataPart, tokenizer: Any = None) -> FieldChoices:
+    """What the recipe says of the fields of records, and what it can say; the chat template of the
+    tokenizer says which other keys of messages it reads."""
+    return FieldChoices(data.map, frozenset(data.ignore), template_text(tokenizer), BY_SET)
+
+
+def check_share(defects: Defects, num_good: int, most: float) -> None:
+    """RecipeError where a larger share of the records was left out than the recipe allows; a few
+    are only warned of, with their reasons."""
+    share = defects.num_records / max(1, defects.num_records + num_good)
+    if share > most and defects.num_records > FEW:
+        raise RecipeError(
+            f"{share:.0%} of the records would be left out of the data",
+            where="data.source",
+            found="; ".join(defects.lines()),
+            expected=f"at most {most:.0%} (data.max_left_out)",
+            do="correct the data; or go on without them: "
+            f"--set data.max_left_out={min(1.0, math.ceil(share * 100) / 100):g}",
+        )
+
+
+def _settings(
+    recipe: Recipe, target: Target, source_digest: str, day: str | None
+) -> dict[str, Any]:
     """All that decides the content of the rows."""
     data = recipe.data
-    used = {"seed", "limit_tokens"}
+    used = {"seed", "limit_tokens"} | ({"thinking"} if data.thinking is not None else set())
     writer = None
     if data.regenerate:
         used = {"seed", "prompts", "prompt_tokens", "new_tokens", "temperature", "greedy_share"}
@@ -161,6 +277,7 @@ def _settings(recipe: Recipe, target: Target, source_digest: str) -> dict[str, A
         "writer": writer,
         "seq_len": recipe.train.seq_len,
         "train_on_prompt": data.train_on_prompt,
+        **({} if day is None else {"date": day}),
         **data.model_dump(mode="json", include=used),
     }
 
@@ -171,9 +288,13 @@ def write_answers_alone(
     """The answers that `prepare` would make rows of, kept in OUT/data, without the rows."""
     check_context(recipe, target.spec)
     defects = Defects()
-    samples, _ = _select(recipe.data, defects)
+    samples, _ = _select(recipe.data, target, defects)
     defects.tell_reading(console)
-    answers = answer_prompts(recipe, target, samples, out / "data", defects, console)
+    folder = out / "data"
+    day = _day(recipe.data, target, out)
+    _keep_day(day, folder)
+    _say_kinds(samples, console)
+    answers = answer_prompts(recipe, target, samples, folder, defects, console, day=day)
     defects.tell(console)
     return answers
 
@@ -186,9 +307,10 @@ def answer_prompts(
     defects: Defects,
     console: Reporter,
     ranks: Ranks | None = None,
+    day: str | None = None,
 ) -> list[WrittenAnswer]:
     """The target's answers to prompts of the samples, kept in `folder`: by the engine, or by the
-    recipe's endpoint."""
+    recipe's endpoint. `day`: what the chat template writes as the date."""
     data, ranks = recipe.data, ranks if ranks is not None else Ranks()
     plan = AnswerPlan(
         data.prompts,
@@ -201,8 +323,12 @@ def answer_prompts(
         data.top_k,
         recipe.train.seq_len - min(LEAST_ANSWER, recipe.train.seq_len // 2),
         thinking_switch(target.tokenizer, data.thinking),
+        day,
     )
-    prompts = cut_prompts(target, samples, plan, defects)
+    left_out = Defects()
+    prompts = cut_prompts(target, samples, plan, left_out)
+    check_share(left_out, len(samples) - left_out.num_records, data.max_left_out)
+    defects.add(left_out)
     if len(prompts) < plan.prompts:
         console.warn(f"data: only {len(prompts):,} of {plan.prompts:,} prompts found in the source")
     if not prompts:
@@ -218,44 +344,77 @@ def answer_prompts(
 
 
 def _encoded(
-    data: DataPart, target: Target, samples: Sequence[Sample], defects: Defects, limit: int | None
+    data: DataPart,
+    target: Target,
+    samples: Sequence[Sample],
+    defects: Defects,
+    limit: int | None,
+    day: str | None,
 ) -> list[Document]:
     """Documents from the source's own words, up to `limit` tokens."""
     documents: list[Document] = []
-    num_tokens = 0
+    num_tokens = num_read = 0
+    dated = written_on(target.tokenizer, day) if day else {}
+    variables = {**thinking_switch(target.tokenizer, data.thinking), **dated}
+    left_out = Defects()
     for sample in samples:
         if limit is not None and num_tokens >= limit:
             break
         try:
-            documents.append(encode_document(target, sample, data.train_on_prompt))
+            made = encode_documents(target, sample, data.train_on_prompt, variables)
         except ValueError as error:
-            defects.note(str(error), sample.where)
+            left_out.note(str(error), sample.where)
             continue
-        num_tokens += len(documents[-1].ids)
+        documents += made
+        num_read += 1
+        num_tokens += sum(len(document.ids) for document in made)
     if not documents:
-        answers = "--set data.regenerate=true lets the target answer"
-        raise _nothing_left(defects, "a sample with something to predict", answers)
+        answers = (
+            "the target answers them otherwise: --set data.regenerate=true"
+            if not data.regenerate
+            else "leave data.text_tokens out"
+        )
+        raise _nothing_left(left_out, "a sample with something to predict", answers)
+    check_share(left_out, num_read, data.max_left_out)
+    defects.add(left_out)
     return documents
 
 
 def encode_document(target: Target, sample: Sample, train_on_prompt: bool = False) -> Document:
-    """Token ids and loss mask of a sample; raw text counts whole and ends in EOS."""
+    """The first document of a sample."""
+    return encode_documents(target, sample, train_on_prompt)[0]
+
+
+def encode_documents(
+    target: Target,
+    sample: Sample,
+    train_on_prompt: bool = False,
+    variables: Variables | None = None,
+) -> list[Document]:
+    """Token ids and loss mask of a sample; raw text counts whole and ends in EOS. A conversation
+    whose beginning the chat template writes otherwise later gives several. Where a sample says
+    itself what is learned, prompts are not. `variables`: what the chat template reads besides."""
     if sample.ids:
         ours = target.tokenizer_fingerprint or ""
         if sample.tokenizer and not ours.startswith(sample.tokenizer):
             raise ValueError("the token ids are of another tokenizer")
-        ids, mask = list(sample.ids), list(sample.mask)
+        found = [Encoded(list(sample.ids), list(sample.mask))]
     elif sample.messages:
-        encoded = encode_sample(target.tokenizer, sample, target.eos_ids)
-        ids, mask = encoded.ids, encoded.mask
+        encoded = encode_sample(target.tokenizer, sample, target.eos_ids, variables)
+        found = encoded.documents()
     else:
-        ids = [*target.encode(sample.text), *target.eos_ids[:1]]
-        mask = [True] * len(ids)
+        end = target.end_of_document
+        ids = [*target.encode(sample.text), *([] if end is None else [end])]
+        found = [Encoded(ids, [True] * len(ids))]
+    is_marked = bool(sample.ids or sample.given)
+    return [_document(one, target, sample, train_on_prompt and not is_marked) for one in found]
+
+
+def _document(encoded: Encoded, target: Target, sample: Sample, is_whole: bool) -> Document:
+    ids, mask = encoded.ids, [True] * len(encoded.ids) if is_whole else encoded.mask
     if len(ids) < 2:
         raise ValueError("shorter than two tokens")
     check_ids(ids, target)
-    if train_on_prompt:
-        mask = [True] * len(ids)
     return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), sample.domain)
 
 

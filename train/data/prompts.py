@@ -57,12 +57,13 @@ def longest_prompt(target: Target, plan: AnswerPlan) -> int:
 
 
 def prompt_key(cut: PromptCut) -> bytes:
-    """The same for prompts that ask for the same answers: what is rewritten does not count."""
-    body = hashlib.sha256(array("i", cut.ids).tobytes())
-    if cut.dialogue is not None:
-        said = cut.dialogue.said([""] * len(cut.dialogue.turns))
-        body.update(json.dumps([said, cut.dialogue.tools], sort_keys=True).encode())
-    return body.digest()
+    """The same for prompts that ask for the same answers: what is rewritten does not count, nor
+    what else a chat template writes around the messages, such as the day."""
+    if cut.dialogue is None:
+        return hashlib.sha256(array("i", cut.ids).tobytes()).digest()
+    said = cut.dialogue.said([""] * len(cut.dialogue.turns))
+    body = json.dumps([said, cut.dialogue.tools, cut.dialogue.turns], sort_keys=True)
+    return hashlib.sha256(b"chat:" + body.encode()).digest()
 
 
 def _cut_prompt(
@@ -72,7 +73,7 @@ def _cut_prompt(
         dialogue = Dialogue.of(sample)
         if not dialogue.turns:
             raise ValueError("nothing stands before the assistant's turn")
-        ids = dialogue.prompt(target.tokenizer, plan.switch, ())
+        ids = dialogue.prompt(target.tokenizer, plan.variables(target.tokenizer), ())
         if len(ids) > room:
             raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
         check_ids(ids, target)

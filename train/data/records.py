@@ -1,4 +1,5 @@
-"""One record of training data: a text or a conversation, whatever way its source writes it down."""
+"""One record of training data: a text or a conversation, whatever way its source writes it down
+(`layouts.py` has the table of them)."""
 
 from __future__ import annotations
 
@@ -9,22 +10,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-PAIRS = (
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-    ("question", "answer"),
+from specctl.core.errors import RecipeError
+from specctl.train.data.layouts import (
+    CALLERS,
+    CONTENT_KEYS,
+    IMAGES,
+    KEPT_KEYS,
+    LAYOUTS,
+    NO_CHOICES,
+    ROLE_KEYS,
+    SYSTEMS,
+    THOUGHT_KEYS,
+    FieldChoices,
+    FieldReader,
+    RecordContent,
+    learns,
+    listed,
+    role_of,
 )
+
 DEEPEST = 64  # lists and objects within each other in a message or a tool
-SYSTEM = ("system", "system_prompt")  # what a record may say before its first turn
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}
+SECOND_SYSTEM = "system prompt beside the conversation's own"
+IGNORED = -100  # the label of a token that is not learned, in rows made for transformers
 
 Message = dict[str, Any]
 
@@ -33,7 +40,9 @@ Message = dict[str, Any]
 class Sample:
     """One document: `text`, or `messages` (role and content) with the tools they may call; and
     where it has been tokenized, the very ids, which of them are to be predicted, and the
-    fingerprint of the tokenizer ("": unknown)."""
+    fingerprint of the tokenizer ("": unknown). `given`: assistant turns that are read and neither
+    learned nor written anew; `unanswered`: places where the target is to answer, and nobody has;
+    `left_out`: what is not text, by kind."""
 
     where: str
     domain: str
@@ -43,6 +52,9 @@ class Sample:
     ids: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
     tokenizer: str = ""
+    given: tuple[int, ...] = ()
+    unanswered: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def digest(self) -> bytes:
         """sha256 of what the sample says; its place does not count, so data may be moved."""
@@ -51,7 +63,8 @@ class Sample:
             return hashlib.sha256(b"ids:" + body.encode()).digest()
         if not self.messages:
             return hashlib.sha256(b"text:" + self.text.encode()).digest()
-        body = json.dumps([self.messages, self.tools], sort_keys=True)
+        marks = [self.given, self.unanswered] if self.given or self.unanswered else []
+        body = json.dumps([self.messages, self.tools, *marks], sort_keys=True)
         return hashlib.sha256(b"chat:" + body.encode()).digest()
 
 
@@ -61,6 +74,16 @@ def parse_line(line: str | bytes) -> Any:
         return json.loads(line)
     except RecursionError:
         raise ValueError("line is nested too deep") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """The same without the keys that say nothing: a table has every key of any of its rows in every
+    object."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(inner) for inner in value]
+    return value
 
 
 def check_values(value: Any, owner: str = "a message", depth: int = 0) -> None:
@@ -80,41 +103,139 @@ def check_values(value: Any, owner: str = "a message", depth: int = 0) -> None:
         raise ValueError(f"{owner} holds a value that JSON has not: {type(value).__name__}")
 
 
-def sample_of(record: Any, where: str, domain: str = "") -> Sample:
-    """The sample of a JSON or table record; ValueError says what the record lacks."""
+def sample_of(
+    record: Any, where: str, domain: str = "", choices: FieldChoices = NO_CHOICES
+) -> Sample:
+    """The sample of a JSON or table record, the first where it holds several answers; ValueError
+    says what the record lacks, RecipeError names a field that is not understood."""
+    return samples_of(record, where, domain, choices)[0]
+
+
+def samples_of(
+    record: Any, where: str, domain: str = "", choices: FieldChoices = NO_CHOICES
+) -> list[Sample]:
+    """The samples of a record, one for each of its answers."""
     if not isinstance(record, Mapping):
         raise ValueError("record is not an object")
-    named = record.get("domain") or record.get("category")
+    try:
+        return _samples(record, where, domain, choices)
+    except RecipeError as error:  # a field that is not understood
+        error.where = where
+        error.args = (error.text(),)
+        raise
+
+
+def _samples(
+    record: Mapping[str, Any], where: str, domain: str, choices: FieldChoices
+) -> list[Sample]:
+    reader = FieldReader(record, choices)
+    named = next((reader.values[n] for n in ("domain", "category") if reader.values.get(n)), None)
     domain = named if isinstance(named, str) else domain
-    tools = record.get("tools") or ()
-    if isinstance(tools, str) or not isinstance(tools, list | tuple):
-        raise ValueError("tools is not a list")
-    text = record.get("text")
-    text = text if isinstance(text, str) and text.strip() else ""
-    encoded = _encoded(record)
-    turns = _conversation(record) or ([] if text else _prompt_alone(record))
-    if turns:
-        messages = _messages(_with_system(record, turns))
-        check_values(messages)
-        check_values(tools, "a tool")
-        return Sample(where, domain, messages=messages, tools=tuple(tools), **encoded)
-    if text:
-        _check_unicode(text)
-        return Sample(where, domain, text=text, **encoded)
-    if encoded:
-        return Sample(where, domain, **encoded)
-    raise ValueError("record has no messages, prompt and response, or text")
+    encoded = _encoded(reader)
+    if learns(reader) is False:
+        raise ValueError("record is marked as not to be learned")
+    content = _content(reader, is_needed=not encoded)
+    left_out = tuple(name for name in IMAGES if reader.has(name))
+    reader.skip(*IMAGES)
+    if not content.turns and not any(content.answers):
+        _check_unicode(content.text)
+        reader.check([content.text])
+        return [Sample(where, domain, text=content.text, left_out=left_out, **encoded)]
+    tools = _tools(reader)
+    bare = _bare(reader, content, where, domain, tools)
+    found = [replace(one, left_out=(*left_out, *one.left_out), **encoded) for one in bare]
+    reader.check([text for one in found for text in _words_of(one)])
+    return found
 
 
-def _encoded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Ids and mask of a record that has been tokenized; nothing of another."""
-    ids, mask = record.get("input_ids"), record.get("loss_mask")
-    if ids is None or mask is None:
+def _content(reader: FieldReader, is_needed: bool) -> RecordContent:
+    for layout in LAYOUTS:
+        content = layout.read(reader)
+        if content is not None:
+            return content
+    if is_needed:
+        raise ValueError("record has no messages, prompt and response, or text")
+    return RecordContent()
+
+
+def _bare(
+    reader: FieldReader, content: RecordContent, where: str, domain: str, tools: tuple[Any, ...]
+) -> list[Sample]:
+    """The conversations of a record, without ids."""
+    system = reader.get(*SYSTEMS)
+    if system is not None and not isinstance(system, str):
+        raise ValueError("the system prompt of a record is not text")
+    masked = reader.get("mask")
+    given_before_last = reader.get("mask_history") is True
+    found = []
+    for answer in content.answers:
+        read = [_message(turn, reader.choices) for turn in (*content.turns, *answer)]
+        own = [one.message.get("content") for one in read if one.role == "system"]
+        if system is not None and not own:
+            read = [_Turn("system", {"role": "system", "content": system}), *read]
+        if content.is_unanswered:  # behind every question stands the place of its answer
+            read = [each for one in read for each in _with_answer(one)]
+        if not read:
+            raise ValueError("messages is empty")
+        messages = tuple(one.message for one in read)
+        spoken = [i for i, one in enumerate(read) if one.role == "assistant"]
+        given = {i for i in spoken if read[i].is_learned is False}
+        given |= set(spoken[:-1]) if given_before_last else set()
+        if isinstance(masked, str) and role_of(masked) == "assistant":
+            given = set(spoken)
+        if spoken and given == set(spoken):
+            raise ValueError("every answer of the record is marked as not to be learned")
+        found.append(
+            Sample(
+                where,
+                domain,
+                messages=messages,
+                tools=tools,
+                given=tuple(sorted(given)),
+                unanswered=tuple(i for i in spoken if read[i].is_open),
+                left_out=(
+                    *(kind for one in read for kind in one.left_out),
+                    *([SECOND_SYSTEM] if own and system not in (None, *own) else []),
+                ),
+            )
+        )
+    return found
+
+
+def _words_of(sample: Sample) -> list[str]:
+    """What a sample says, text by text."""
+    said = [m["content"] for m in sample.messages if isinstance(m.get("content"), str)]
+    return [text for text in said if text.strip()]
+
+
+def _tools(reader: FieldReader) -> tuple[Any, ...]:
+    """Functions that the assistant may call; also as JSON text, and by the name that they had
+    before tools (`functions`)."""
+    found = reader.find(("tools", "functions"))
+    if found is None:
+        return ()
+    name, given = found
+    tools = listed(given, "tools")
+    if name == "functions":
+        tools = [{"type": "function", "function": one} for one in tools]
+    check_values(tools, "a tool")
+    return tuple(tools)
+
+
+def _encoded(reader: FieldReader) -> dict[str, Any]:
+    """Ids and mask of a record that has been tokenized; nothing of another. Labels of -100 are
+    those that are not learned."""
+    ids, mask, labels = (reader.values.get(key) for key in ("input_ids", "loss_mask", "labels"))
+    if ids is None:
         return {}
+    if mask is None and isinstance(labels, list | tuple):
+        mask = [label != IGNORED for label in labels]
+    if mask is None:
+        raise ValueError("input_ids without loss_mask or labels do not say what is learned")
     is_ids = isinstance(ids, list | tuple) and all(type(i) is int and i >= 0 for i in ids)
     if not is_ids or not isinstance(mask, list | tuple) or len(mask) != len(ids) or not ids:
         raise ValueError("input_ids and loss_mask are not token ids and as many marks")
-    tokenizer = record.get("tokenizer")
+    tokenizer = reader.values.get("tokenizer")
     return {
         "ids": tuple(ids),
         "mask": tuple(bool(mark) for mark in mask),
@@ -128,65 +249,6 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError("text holds half of a surrogate pair") from None
-
-
-def _conversation(record: Mapping[str, Any]) -> list[Any]:
-    """The turns of a record in which somebody answers; none where it holds something else."""
-    if record.get("messages"):
-        return _turns(record["messages"])
-    if record.get("conversations"):
-        return [_from_sharegpt(turn) for turn in _turns(record["conversations"])]
-    for ask, answer in PAIRS:
-        if ask in record and answer in record:
-            return [*_asked(record, ask), *_spoken(record[answer], "assistant")]
-    return []
-
-
-def _prompt_alone(record: Mapping[str, Any]) -> list[Any]:
-    """A conversation that waits for its answer."""
-    asked = next((ask for ask, _ in PAIRS if record.get(ask)), None)
-    return [] if asked is None else _asked(record, asked)
-
-
-def _with_system(record: Mapping[str, Any], turns: list[Any]) -> list[Any]:
-    """The turns behind the record's own system prompt, where they bring none."""
-    system = next((record[name] for name in SYSTEM if record.get(name)), None)
-    if not isinstance(system, str) or any(_role(turn) == "system" for turn in turns):
-        return turns
-    return [{"role": "system", "content": system}, *turns]
-
-
-def _role(turn: Any) -> Any:
-    return turn.get("role") if isinstance(turn, Mapping) else None
-
-
-def _asked(record: Mapping[str, Any], ask: str) -> list[Any]:
-    """What the user says: an instruction goes with the input that it is about (Alpaca)."""
-    more = record.get("input") if ask == "instruction" else None
-    if isinstance(more, str) and more.strip() and isinstance(record[ask], str):
-        return _spoken(f"{record[ask]}\n\n{more}", "user")
-    return _spoken(record[ask], "user")
-
-
-def _spoken(said: Any, role: str) -> list[Any]:
-    """One side of a pair as turns: words, or the messages themselves."""
-    is_turns = isinstance(said, list) and bool(said) and all(_role(turn) for turn in said)
-    return said if is_turns else [{"role": role, "content": said}]
-
-
-def _turns(turns: Any) -> list[Any]:
-    if not isinstance(turns, list | tuple):
-        raise ValueError("messages is not a list")
-    return list(turns)
-
-
-def _from_sharegpt(turn: Any) -> Message:
-    if not isinstance(turn, Mapping):
-        raise ValueError("a message is not an object")
-    if "role" in turn:
-        return dict(turn)
-    role = str(turn.get("from", ""))
-    return {"role": SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
 
 
 def without(sample: Sample, drop: Sequence[str]) -> Sample:
@@ -204,30 +266,118 @@ def without(sample: Sample, drop: Sequence[str]) -> Sample:
     return replace(sample, text=cut(sample.text), messages=messages)
 
 
-def _said(content: Any) -> Any:
-    """The text of a message given in parts; images, sounds and the like are left out."""
-    if not isinstance(content, list):
-        return content
-    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-    return "\n".join(text for text in texts if isinstance(text, str) and text)
+# -- messages ---------------------------------------------------------------------------------
 
 
-def _named(role: Any) -> bool:
-    return isinstance(role, str) and bool(role)
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A message as chat templates take it, and what stood beside it."""
+
+    role: str
+    message: Message
+    is_learned: bool | None = None
+    is_open: bool = False
+    left_out: tuple[str, ...] = ()
 
 
-def _messages(turns: Any) -> tuple[Message, ...]:
-    """Messages as the chat template takes them; keys that say nothing (null) are dropped."""
-    messages = []
-    for turn in _turns(turns):
-        if not isinstance(turn, Mapping) or not _named(turn.get("role")):
-            raise ValueError("a message has no role")
-        message = {key: value for key, value in turn.items() if value is not None}
-        if "content" in message:
-            message["content"] = _said(message["content"])
-        if "content" not in message and "tool_calls" not in message:
-            raise ValueError("a message has no content")
-        if not isinstance(message.get("content", ""), str):
-            raise ValueError("the content of a message is neither text nor parts")
-        messages.append(message)
-    return tuple(messages)
+def _with_answer(turn: _Turn) -> list[_Turn]:
+    """A question, and the place of the answer that nobody has written yet."""
+    place = _Turn("assistant", {"role": "assistant", "content": ""}, is_open=True)
+    return [turn, place] if turn.role == "user" else [turn]
+
+
+def _message(turn: Any, choices: FieldChoices) -> _Turn:
+    """A turn of any layout as a message; keys that say nothing (null) are dropped."""
+    if not isinstance(turn, Mapping):
+        raise ValueError("a message is not an object")
+    check_values(turn)
+    reader = FieldReader(turn, choices.of_messages(), "messages.")
+    word = reader.get(*ROLE_KEYS)
+    role = role_of(word)
+    content, thoughts, left_out = _parts(_content_of(reader))
+    is_learned = learns(reader)
+    if reader.values.get("mask") is not None:
+        raise ValueError("a message has a mask, which some tools learn and others leave out")
+    message: Message = {"role": role}
+    if content is not None:
+        message["content"] = content
+    thoughts = thoughts or reader.get(*THOUGHT_KEYS)
+    if thoughts is not None:
+        message["reasoning_content"] = thoughts
+    message |= {key: reader.get(key) for key in KEPT_KEYS if reader.has(key)}
+    _add_calls(message, reader, str(word).strip().lower())
+    if "content" not in message and "tool_calls" not in message:
+        raise ValueError("a message has no content")
+    if not isinstance(message.get("content", ""), str):
+        raise ValueError("the content of a message is neither text nor parts")
+    said = [value for value in (message.get("content"), thoughts) if isinstance(value, str)]
+    _keep_or_refuse(message, reader, said)
+    return _Turn(role, message, is_learned, left_out=left_out)
+
+
+def _content_of(reader: FieldReader) -> Any:
+    """What a message says; an empty text counts."""
+    found = reader.find(CONTENT_KEYS)
+    if found is not None:
+        return found[1]
+    empty = next((key for key in CONTENT_KEYS if reader.values.get(key) is not None), None)
+    reader.seen |= {empty} if empty is not None else set()
+    return None if empty is None else reader.values[empty]
+
+
+def _keep_or_refuse(message: Message, reader: FieldReader, said: Sequence[str]) -> None:
+    """Other keys of a message stay for a template that reads them; one that carries content and is
+    read by nobody is refused."""
+    others = {key: v for key, v in reader.values.items() if key not in reader.seen}
+    for key, value in others.items():
+        is_read = re.search(rf"\b{re.escape(str(key))}\b", reader.choices.template) is not None
+        if is_read and value is not None and key not in reader.choices.ignore:
+            reader.seen.add(key)
+            message[key] = value
+    reader.check(said)
+
+
+def _parts(content: Any) -> tuple[Any, str | None, tuple[str, ...]]:
+    """The text of a message given in parts, the thoughts among them, and the kinds of those that
+    are not text (images, sounds)."""
+    if not isinstance(content, list | tuple):
+        return content, None, ()
+    texts, thoughts, left_out = list[str](), list[str](), list[str]()
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        said = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(part, Mapping) and isinstance(part.get("thinking"), str):
+            thoughts.append(part["thinking"])
+        elif isinstance(said, str):
+            texts.extend([said] if said else [])
+        elif str(kind).startswith(("image", "audio", "video", "input_image", "input_audio")):
+            left_out.append(str(kind))
+        else:
+            raise ValueError(f"a message has a part of an unknown kind: {str(kind)[:40]!r}")
+    return "\n".join(texts), "\n".join(thoughts) or None, tuple(left_out)
+
+
+def _add_calls(message: Message, reader: FieldReader, word: str) -> None:
+    """Calls of tools in the form of OpenAI, from the older forms of a message."""
+    if isinstance(message.get("tool_calls"), str):
+        message["tool_calls"] = listed(message["tool_calls"], "tool_calls")
+    call = reader.get("function_call")
+    if isinstance(call, Mapping):
+        message["tool_calls"] = [{"type": "function", "function": dict(call)}]
+    if word in CALLERS and "tool_calls" not in message:
+        calls = _called(message.get("content"))
+        if calls:
+            message["tool_calls"] = calls
+            message.pop("content")
+
+
+def _called(text: Any) -> list[Any]:
+    """The calls that a ShareGPT turn of a caller holds as JSON; none where it is another text."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return []
+    calls = found if isinstance(found, list) else [found]
+    known = [c for c in calls if isinstance(c, Mapping) and {"name", "arguments"} <= set(c)]
+    is_call = len(known) == len(calls)
+    return [{"type": "function", "function": dict(call)} for call in known] if is_call else []

@@ -85,16 +85,18 @@ def slots_for(target: Target, longest: int, budget: int | None = None) -> int:
 def answers_digest(
     target: Target, prompts: Sequence[PromptCut], plan: AnswerPlan, writer: str
 ) -> str:
-    """Names the answers: the target, its precision, the exact prompts, how they are answered. What
-    a server's precision is, and where it is, is not known here and does not count."""
+    """Names the answers: the target, its precision and its chat template, the prompts, how they are
+    answered. What a server's precision is, and where it is, is not known here and does not count;
+    nor does the day that a template writes."""
     is_here = writer == EngineWriter.name
     return digest_of(
         {
-            "format": 3,
+            "format": 4,
             "target": target.fingerprint,
+            "template": target.template_digest,
             "inflated": target.inflated,
             "writer": str(target.dtype) if is_here else writer,
-            "plan": asdict(plan),
+            "plan": {**asdict(plan), "date": None},
             "prompts": digest_of({"all": [[prompt_key(p).hex(), p.domain] for p in prompts]}),
         }
     )
@@ -206,7 +208,8 @@ class _Desk:
         assert prompt.dialogue is not None, "a text is answered once"
         answers = [self.target.decode(turn.new_ids) for turn in turns]
         try:
-            ids = prompt.dialogue.prompt(self.target.tokenizer, self.plan.switch, answers)
+            variables = self.plan.variables(self.target.tokenizer)
+            ids = prompt.dialogue.prompt(self.target.tokenizer, variables, answers)
         except ValueError:
             return None
         fits = len(ids) <= longest_prompt(self.target, self.plan)

@@ -20,7 +20,8 @@ from specctl.core.errors import FileError, SpecctlError, nearest
 from specctl.train.data.defects import Defects
 from specctl.train.data.hub_sets import hub_rows, saved_rows
 from specctl.train.data.json_records import Read, holds_splits, json_records
-from specctl.train.data.records import Sample, sample_of
+from specctl.train.data.layouts import NO_CHOICES, FieldChoices
+from specctl.train.data.records import Sample, samples_of, without_nulls
 from specctl.train.data.splits import ALL, DEFAULT, folder_splits, is_about, no_split
 from specctl.train.data.streams import BROKEN, content_stem, content_suffix, opened
 from specctl.train.data.tables import (
@@ -101,16 +102,22 @@ def check_source(source: str | Sequence[str], format: str, split: str = DEFAULT)
 
 
 def read_samples(
-    source: str | Sequence[str], format: str, split: str, seed: int, defects: Defects
+    source: str | Sequence[str],
+    format: str,
+    split: str,
+    seed: int,
+    defects: Defects,
+    choices: FieldChoices = NO_CHOICES,
 ) -> Iterator[Sample]:
     """Every usable sample of the source, in an order that depends on the source and seed alone; of
-    several sources one of each in turn, until all are at their end."""
+    several sources one of each in turn, until all are at their end. `choices`: what the user says
+    of the fields of records."""
     names = names_of(source)
     for name, times in Counter(names).items():
         if times > 1:
             defects.remark(f"{name} is given {times} times, and read as often")
     found = [find_source(name, format, split) for name in names]
-    running = [(one.name, _read(one, split, seed, defects)) for one in found]
+    running = [(one.name, _read(one, split, seed, defects, choices)) for one in found]
     while running:
         still = []
         for name, samples in running:
@@ -122,32 +129,41 @@ def read_samples(
         running = still
 
 
-def _read(source: DataSource, split: str, seed: int, defects: Defects) -> Iterator[Sample]:
+def _read(
+    source: DataSource, split: str, seed: int, defects: Defects, choices: FieldChoices
+) -> Iterator[Sample]:
     for remark in source.remarks:
         defects.remark(remark)
     for reason, where in source.left:
-        defects.note(reason, where)
+        defects.note(reason, where, is_file=True)
     if source.kind == CORPUS:
         yield from _corpus(source.name, seed)
     elif source.kind in (HUB, SAVED):
         is_hub, domain = source.kind == HUB, source.domain
         rows = hub_rows(source.name, split) if is_hub else saved_rows(source.path, source.split)
         for number, record in enumerate(rows):
-            yield from _usable(record, f"{domain}: row {number}", domain, defects)
+            record = without_nulls(record)
+            yield from _usable(record, f"{domain}: row {number}", domain, defects, choices)
     else:
         for file, kind in source.files:
-            yield from _samples_of(file, kind, source, split, defects)
+            yield from _samples_of(file, kind, source, split, defects, choices)
 
 
 def _samples_of(
-    file: Path, kind: str, source: DataSource, split: str, defects: Defects
+    file: Path,
+    kind: str,
+    source: DataSource,
+    split: str,
+    defects: Defects,
+    choices: FieldChoices,
 ) -> Iterator[Sample]:
     if kind == TEXT:
         yield from _text(file, defects)
         return
     inside = None if source.split is not None or split == ALL else split
     for where, record in file_records(file, kind, inside):
-        yield from _usable(record, where, source.domain or content_stem(file), defects)
+        record = without_nulls(record) if kind in (PARQUET, ARROW) else record
+        yield from _usable(record, where, source.domain or content_stem(file), defects, choices)
 
 
 def file_records(file: Path, kind: str, split: str | None = None) -> Iterator[Read]:
@@ -161,11 +177,13 @@ def file_records(file: Path, kind: str, split: str | None = None) -> Iterator[Re
     return readers[kind](file)
 
 
-def _usable(record: Any, where: str, domain: str, defects: Defects) -> Iterator[Sample]:
+def _usable(
+    record: Any, where: str, domain: str, defects: Defects, choices: FieldChoices
+) -> Iterator[Sample]:
     try:
         if isinstance(record, ValueError):
             raise record
-        yield sample_of(decoded(record), where, domain)
+        yield from samples_of(decoded(record), where, domain, choices)
     except ValueError as error:
         defects.note(str(error), where)
 
@@ -363,16 +381,16 @@ def _text(path: Path, defects: Defects) -> Iterator[Sample]:
         with opened(path) as stream:
             text = io.TextIOWrapper(stream, "utf-8").read()
     except UnicodeDecodeError as error:
-        defects.note("file is not UTF-8 text", f"{path}: byte {error.start}")
+        defects.note("file is not UTF-8 text", f"{path}: byte {error.start}", is_file=True)
     except BROKEN as error:
-        defects.note(f"file cannot be unpacked: {type(error).__name__}", str(path))
+        defects.note(f"file cannot be unpacked: {type(error).__name__}", str(path), is_file=True)
     except FileError as error:
-        defects.note(f"file is no text: {error.found}", str(path))
+        defects.note(f"file is no text: {error.found}", str(path), is_file=True)
     else:
         if text.strip():
             yield Sample(str(path), path.parent.name, text=text)
         else:
-            defects.note("empty file", str(path))
+            defects.note("empty file", str(path), is_file=True)
 
 
 def _saved_splits(folder: Path) -> list[str] | None:

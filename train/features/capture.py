@@ -17,17 +17,44 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.sub_layers import SubLayers
 from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import linear
+from specctl.models.not_finite import is_bad, not_numbers
 from specctl.runtime.target.target import Target
 
 
 def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
-    """What `read` gives, of a frozen target.
+    """What `read` gives, of a frozen target; NumbersError where its states or logits are no
+    numbers.
 
     Runs under `no_grad`, not `inference_mode`: the taps enter the drafter's autograd graph, which
     refuses inference tensors.
     """
     with torch.no_grad():
-        return read(target, batch, needs)
+        found = read(target, batch, needs)
+        at = first_not_finite(found)
+    if at is not None:
+        row, place = at
+        own_S = found.document_BS[row] == found.document_BS[row, place]
+        own_S[place + 1 :] = False
+        raise not_numbers(target.lm, target.name, found.ids_BS[row, own_S].tolist())
+    return found
+
+
+def first_not_finite(batch: TrainBatch) -> tuple[int, int] | None:
+    """Row and place of the first real token at which taps or teacher are no numbers."""
+    padding_BS = batch.document_BS < 0
+    states = list(batch.taps.values())
+    if batch.teacher_rows is not None:
+        states.append(batch.teacher_rows.state_RD.view(*padding_BS.shape, -1))
+    is_fine_BS = torch.ones_like(padding_BS)
+    for state_BSD in states:
+        is_fine_BS &= (state_BSD.amax(-1) - state_BSD.amin(-1)) < torch.inf
+    if batch.teacher_BSV is not None:
+        is_fine_BS &= ~is_bad(batch.teacher_BSV)
+    bad_BS = ~(padding_BS | is_fine_BS)
+    if not bool(bad_BS.any()):
+        return None
+    row, place = bad_BS.nonzero()[0].tolist()
+    return row, place
 
 
 def read(

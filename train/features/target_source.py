@@ -21,12 +21,12 @@ from torch import Tensor
 
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
-from specctl.core.errors import IncompatibleError
+from specctl.core.errors import IncompatibleError, NumbersError
 from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.served import ServedLM
 from specctl.runtime.target.target import Target
-from specctl.train.features.capture import capture, to_device
+from specctl.train.features.capture import capture, first_not_finite, to_device
 
 Text = tuple[int, ...]
 
@@ -70,8 +70,20 @@ class FromStates:
             )
         self.target, self.lm, self.reader = target, lm, reader
 
-    @torch.no_grad()
     def read(self, batch: TrainBatch, needs: Needs) -> TrainBatch:
+        made = self.made(batch, needs)
+        if (at := first_not_finite(made)) is not None:
+            raise NumbersError(
+                f"the states that were read of target {self.target.name} are not numbers",
+                found=f"NaN or infinities at token {at[1]:,} of a row",
+                expected="finite hidden states",
+                do="have the server compute in bfloat16 or float32, or write the states again",
+            )
+        return made
+
+    @torch.no_grad()
+    def made(self, batch: TrainBatch, needs: Needs) -> TrainBatch:
+        """What `read` gives, not looked at."""
         batch, last = to_device(batch, self.target.device), self.target.spec.num_layers
         layers = layers_for(self.target, needs)
         if not layers:

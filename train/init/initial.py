@@ -135,7 +135,8 @@ def check_fit(part: DrafterPart, spec: ModelSpec, initial: Initial | None) -> No
         return
     source, kind = initial.drafter, family(part.family)
     with torch.device("meta"):
-        drafter = kind.build(family_options(kind, part), spec, source.vocab)
+        vocab = None if source.vocab is not None and source.vocab.is_prefix else source.vocab
+        drafter = kind.build(family_options(kind, part), spec, vocab)
     tensors = fitting_vocab(source, source.tensors(), spec.vocab_size)
     check_shapes(drafter, source, tensors, frozenset({"lm_head.weight"}))
 
@@ -270,7 +271,7 @@ def _same_vocab(initial: Initial, vocab: VocabMap | None) -> Drafter:
     """The initial drafter, speaking the wanted vocabulary."""
     source = initial.drafter
     has = None if source.vocab is None else source.vocab.digest()
-    if vocab is None and has is None:
+    if vocab is None and (source.vocab is None or source.vocab.is_prefix):
         return source
     if vocab is None:
         raise IncompatibleError(
@@ -287,8 +288,11 @@ def fitting_vocab(source: Drafter, tensors: Mapping[str, Tensor], size: int) -> 
     """The tensors with as many rows as the target has ids: models of one family pad one vocabulary
     to different sizes (Qwen2.5 0.5B and 7B)."""
     if not isinstance(source.module, LlamaModel):
-        return dict(tensors)
-    rows = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if source.vocab is None else set())
+        kept = None if source.vocab is None or not source.vocab.is_prefix else source.vocab.size
+        is_row = {name: kept is not None and t.shape[:1] == (kept,) for name, t in tensors.items()}
+        return {n: fitting_rows(t, size) if is_row[n] else t for n, t in tensors.items()}
+    is_whole = source.vocab is None or source.vocab.is_prefix
+    rows = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if is_whole else set())
     return {name: fitting_rows(t, size) if name in rows else t for name, t in tensors.items()}
 
 

@@ -28,7 +28,7 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.data.pack import Document, pack
-from specctl.train.data.prepare import encode_document
+from specctl.train.data.prepare import encode_document, field_choices
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects, is_corpus, read_samples
@@ -90,7 +90,8 @@ def source_text(recipe: Recipe, clock: Callable[[], float]) -> SourceText:
         return SourceText((), 0.0)
     began, found, seen = clock(), list[Sample](), 0
     try:
-        samples = read_samples(data.source, data.format, data.split, data.seed, Defects())
+        choices = field_choices(data)
+        samples = read_samples(data.source, data.format, data.split, data.seed, Defects(), choices)
         for sample in samples:
             sample.digest()
             seen += len(sample.text) + sum(len(str(message)) for message in sample.messages)

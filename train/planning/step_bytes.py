@@ -47,7 +47,7 @@ from specctl.runtime.target.device import DTYPES
 from specctl.runtime.target.served import ServedLM, StoredWeights
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options, trainable_family
-from specctl.train.features.capture import capture
+from specctl.train.features.capture import read
 from specctl.train.features.target_source import FromStates, Text, layers_for
 from specctl.train.init.initial import completed
 from specctl.train.lora import attach
@@ -265,8 +265,9 @@ class TracedStep:
     def _read(self, batch: TrainBatch) -> TrainBatch:
         needs = self.needs or self.drafter.needs()
         if isinstance(self.target.lm, ServedLM):
-            return FromStates(self.target, _NoStates(self.target)).read(batch, needs)
-        return capture(self.target, batch, needs)
+            return FromStates(self.target, _NoStates(self.target)).made(batch, needs)
+        with torch.no_grad():
+            return read(self.target, batch, needs)
 
 
 def _batch(rows: int, seq_len: int) -> TrainBatch:

@@ -27,6 +27,7 @@ from specctl.drafters.losses.align import ahead_mask
 from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import rms_norm
 from specctl.models.llama import LayerWeights
+from specctl.models.not_finite import check_logits, is_bad, not_numbers
 from specctl.models.slice import with_layers
 
 
@@ -129,6 +130,8 @@ def measure_scores(lm: FastLlama, batches: Iterable[TrainBatch]) -> Scores:
         watched.read(batch)
     sums = watched.sums
     assert sums.count > 0, "scores need tokens"
+    if not bool(sums.added_L.isfinite().all()):
+        raise not_numbers(lm, lm.spec.model_type, batch.ids_BS[0].tolist())
     order = range(lm.module.shape.num_layers)
     return Scores(
         influence_LL=1.0 - sums.cosine_LL / sums.count,
@@ -157,7 +160,10 @@ def _distribution(lm: LanguageModel, batch: TrainBatch, rows_BS: Tensor) -> Tens
     masks = lm.document_masks(batch.document_BS)
     logits_BSV = lm.dense(batch.ids_BS, batch.position_BS, masks).logits_BTV
     assert logits_BSV is not None
-    return logits_BSV[rows_BS].float().softmax(-1)
+    logits_NV = logits_BSV[rows_BS].float()
+    if bool(is_bad(logits_NV).any()):
+        check_logits(lm, lm.spec.model_type, batch.ids_BS, logits_BSV)
+    return logits_NV.softmax(-1)
 
 
 def acceptance_drop(lm: FastLlama, batches: Sequence[TrainBatch], span: int = 1) -> Tensor:

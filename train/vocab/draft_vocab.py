@@ -13,6 +13,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.target.target import Target
+from specctl.train.data.prepare import field_choices
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import Defects, read_samples
@@ -61,4 +62,5 @@ def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | N
 
 def recipe_samples(part: DataPart) -> Iterable[Sample]:
     """The text of the recipe's source."""
-    return read_samples(part.source, part.format, part.split, part.seed, Defects())
+    choices = field_choices(part)
+    return read_samples(part.source, part.format, part.split, part.seed, Defects(), choices)

@@ -84,16 +84,20 @@ class ChatSession:
         stream = TextStream(self._decoder, self.sampling.stop)
         started = time.perf_counter()
         last: Emission | None = None
+        said: list[str] = []
         engine.submit(number, request)
         while engine.is_busy:
             if is_stopped():
                 engine.cancel(number)
                 break
             for last in engine.step():
-                yield from _pieces(stream, last)
+                for piece in _pieces(stream, last):
+                    said.append(piece[0])
+                    yield piece
         seconds = time.perf_counter() - started
-        turn = self._turn(text, request, last, seconds)
-        yield stream.end(), False
+        said.append(stream.end())
+        turn = self._turn(text, "".join(said), request, last, seconds)
+        yield said[-1], False
         self.turns.append(turn)
 
     def reset(self) -> None:
@@ -164,15 +168,15 @@ class ChatSession:
         self._engine.open(min(room, self._engine.context))
         return self._engine
 
-    def _turn(self, text: str, request: Any, last: Emission | None, seconds: float) -> ChatTurn:
+    def _turn(
+        self, text: str, answer: str, request: Any, last: Emission | None, seconds: float
+    ) -> ChatTurn:
         from specctl.runtime.engine.request import Completion
-        from specctl.runtime.generate import trim_stop
         from specctl.runtime.measure.stats import RowStats
 
         new = () if last is None else tuple(last.row.tokens[last.row.prompt_len :])
         stats = RowStats() if last is None else last.row.stats
         reason = "stopped" if last is None else last.row.finished or "stopped"
-        answer = trim_stop(self.target.decode(new), self.sampling.stop)
         reused = 0 if last is None else last.row.reused_len
         return ChatTurn(text, answer, Completion(request, new, reason, stats), seconds, reused)
 

@@ -22,6 +22,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 from specctl.export.layouts.llama_cpp import library
 from specctl.export.layouts.llama_cpp.pretokenizers import nearest_pre, pre_of
+from specctl.runtime.target.ends import CONFIG, NamedEnds, united
 from specctl.runtime.target.save_target import write_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -101,6 +102,7 @@ def vocabulary_of(tokenizer: Any, spec: ModelSpec) -> Vocabulary:
         (folder / "config.json").write_text(json.dumps(ids), encoding="ascii")
         kind = _kind(body)
         special = library().SpecialVocab(folder, kind == "gpt2", n_vocab=spec.vocab_size)
+    special.special_token_ids |= _further_ends(tokenizer, spec, special.special_token_ids)
     tokens, types = _texts(tokenizer, body, kind, spec.vocab_size)
     if kind == "gpt2":
         pre, near = pre_of(body), nearest_pre(body)
@@ -110,6 +112,17 @@ def vocabulary_of(tokenizer: Any, spec: ModelSpec) -> Vocabulary:
     # Metaspace puts no blank in front of a blank, llama.cpp in front of every text
     is_exact = not (prefix and body.get("normalizer") is None)
     return Vocabulary(kind, "default", tokens, types, scores, prefix, is_exact, special)
+
+
+def _further_ends(tokenizer: Any, spec: ModelSpec, known: Mapping[str, int]) -> dict[str, int]:
+    """The ends of text beside `eos` under the names that llama.cpp has for them: `eot` ends a
+    turn, `eom` a message in it. It generates past any other that it does not know by name."""
+    named = [NamedEnds(CONFIG, spec.eos_ids)]
+    ends = united(named, tokenizer, spec.vocab_size)
+    others = [number for number in ends.ids if number != known.get("eos")]
+    if ends.of_turn in others:
+        others.insert(0, others.pop(others.index(ends.of_turn)))
+    return dict(zip(("eot", "eom"), others, strict=False))
 
 
 def _kind(body: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ class GenerateRequest:
     """One continuation. Asks of one `conversation` (a name that nobody else can guess) may reuse
     what was read of them before. `logprobs`: None for none, k for the drawn token and the k best.
     `shown`: control tokens that are spelled in the text. `drafts`: False decodes it plainly.
+    `keeps_stop`: the text ends with what ended it, a stop string or a token, not in front of it.
     """
 
     tokens: tuple[int, ...]
@@ -32,6 +33,7 @@ class GenerateRequest:
     logprobs: int | None = None
     shown: frozenset[int] = frozenset()
     drafts: bool = True
+    keeps_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,10 @@ class Piece:
     """What one round emitted for one ask. `text` holds complete characters only and ends before a
     stop string: the texts of all pieces joined are the text of the whole answer. `spans` is `text`
     by token ("" for a token that is held back; what is released late belongs to the later token).
+    `starts` are the characters of the answer's text in front of each token, held back or not.
     `accepted`: the token was drafted and accepted. The last piece says in `finish_reason` why it is
-    the last: "eos", "stop", "length", "context", "grammar" (which is a failure, too) or "error".
+    the last: "eos", "stop", "length", "context", "grammar" (which is a failure, too) or "error";
+    and in `stop_reason` which stop string or stop token it was.
     """
 
     tokens: tuple[int, ...]
@@ -49,6 +53,8 @@ class Piece:
     spans: tuple[str, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: str | None = None
+    starts: tuple[int, ...] = ()
+    stop_reason: str | int | None = None
 
 
 class Busy(ResourceError):

@@ -245,7 +245,8 @@ class Service:
         try:
             Engine(target, prefill_chunk=self.limits.prefill_chunk).run([request])
         except Exception as error:  # who asks will be told, should it be so again
-            LOG.warning("the target was not warmed up: %s", place_of(error))
+            why = str(error) if isinstance(error, SpecctlError) else place_of(error)
+            LOG.warning("the target was not warmed up: %s", why)
 
     async def drain(self, seconds: float) -> bool:
         """Refuse new asks and let the others finish; True if all did within that time."""

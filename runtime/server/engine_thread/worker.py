@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from specctl.core.errors import ResourceError, SpecctlError
+from specctl.core.errors import ResourceError, RowsError, SpecctlError
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.request import Emission, Request, Row
@@ -50,17 +50,45 @@ class ServerJob:
     def piece(self, emission: Emission) -> Piece:
         """What a round emitted, as the client gets it."""
         now, tokens, reason = time.monotonic(), emission.tokens, emission.row.finished
-        spans = [self.text.add(token) for token in tokens]
-        if reason is not None and spans:
-            spans[-1] += self.text.end()
+        spans, starts = self._texts(tokens, reason)
         if self.first is None:
             self.first = now
         else:
             self.gaps.extend([(now - self.latest) / len(tokens)] * len(tokens))
         self.latest, self.num_tokens = now, self.num_tokens + len(tokens)
         accepted = tuple(i < emission.num_accepted for i in range(len(tokens)))
-        text, logprobs = "".join(spans), emission.logprobs
-        return Piece(tokens, accepted, text, tuple(spans), logprobs, reason)
+        return Piece(
+            tokens,
+            accepted,
+            "".join(spans),
+            tuple(spans),
+            emission.logprobs,
+            reason,
+            tuple(starts),
+            self._stop_reason(tokens, reason),
+        )
+
+    def _texts(self, tokens: Sequence[int], reason: str | None) -> tuple[list[str], list[int]]:
+        """The text that each token sets free, and where in the answer it stands. A token that ends
+        the answer is no part of its text, as in vLLM."""
+        spans, starts = list[str](), list[int]()
+        is_end = reason == "eos" or (reason == "stop" and self._is_stop_token(tokens[-1]))
+        num_said = len(tokens) - (is_end and not self.ticket.ask.keeps_stop)
+        for place, token in enumerate(tokens):
+            starts.append(self.text.position)
+            spans.append(self.text.add(token) if place < num_said else "")
+        if reason is not None and spans:
+            spans[-1] += self.text.end()
+        return spans, starts
+
+    def _is_stop_token(self, token: int) -> bool:
+        return token in self.ticket.ask.sampling.stop_token_ids
+
+    def _stop_reason(self, tokens: Sequence[int], reason: str | None) -> str | int | None:
+        """The stop string or the stop token; None where the text ended by itself or at a limit."""
+        if reason != "stop":
+            return None
+        return tokens[-1] if self._is_stop_token(tokens[-1]) else self.text.stop
 
     def count(self, counters: Counters) -> None:
         """Add to the counters what the row did since they were last told."""
@@ -156,6 +184,9 @@ class Worker:
         began = time.monotonic()
         try:
             emissions = self.engine.step()
+        except RowsError as error:
+            self._refuse(error)
+            return
         except Exception as error:
             self._survive(error)
             return
@@ -201,6 +232,14 @@ class Worker:
             refusal = Busy(self.desk.retry_after(), "the server was busy for too long")
             self._leave(job, "timeout", refusal)
 
+    def _refuse(self, error: RowsError) -> None:
+        """Some rows cannot be decoded, and say why; the others go on, and so does the service."""
+        LOG.error("an answer could not be given: %s", error)
+        for job in [self.jobs[index] for index in error.rows]:
+            self.engine.cancel(job.index)
+            job.ticket.failure = error
+            self._leave(job, "error", error)
+
     def _survive(self, error: Exception) -> None:
         """A round failed. Out of it go the rows that can be told to be the cause: those whose own
         code runs in it, those being read, those whose text is torn. If there are none, all go."""
@@ -225,7 +264,8 @@ class Worker:
     # -- coming and going -----------------------------------------------------------------------
 
     def _enter(self, ticket: Ticket) -> None:
-        stream = TextStream(self._decoder(ticket.ask.shown), ticket.ask.sampling.stop)
+        ask = ticket.ask
+        stream = TextStream(self._decoder(ask.shown), ask.sampling.stop, ask.keeps_stop)
         job = ServerJob(next(self._numbers), ticket, stream, time.monotonic())
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:

@@ -36,16 +36,16 @@ class Choice:
     text: list[str] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
     num_tokens: int = 0
-    num_chars: int = 0
     reason: str | None = None
+    stop_reason: str | int | None = None
     parser: MessageParser = field(default_factory=MessageParser)
 
     def take(self, piece: Piece) -> Parts:
         """Counts a piece in; returns what it holds."""
         self.text.append(piece.text)
         self.num_tokens += len(piece.tokens)
-        self.num_chars += len(piece.text)
         self.reason = REASONS.get(piece.finish_reason or "")
+        self.stop_reason = piece.stop_reason
         parts = self.parser.feed(piece.spans)
         if self.reason is not None:
             parts += self.parser.end()
@@ -78,7 +78,8 @@ class ApiAnswer(ABC):
             choice.logprobs.append(logprobs)
         part = self._part(piece, parts, is_first)
         body = {**part, "index": choice.index, "logprobs": logprobs}
-        chunk = self._chunk([{**body, "finish_reason": choice.reason}])
+        ended = {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
+        chunk = self._chunk([{**body, **ended}])
         is_news = is_first or any(part.values()) or bool(piece.logprobs)
         if self.tells_rounds and piece.tokens:
             chunk["specctl"] = {"spans": piece.spans, "accepted": piece.accepted}
@@ -121,6 +122,7 @@ class ApiAnswer(ABC):
                 **self._body(choice),
                 "logprobs": self._joined(choice) if self.has_logprobs else None,
                 "finish_reason": choice.reason,
+                "stop_reason": choice.stop_reason,
             }
             for choice in self.choices
         ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from specctl.runtime.server.engine_thread.contract import Piece
 from specctl.runtime.server.replies.answers import ApiAnswer, Choice, Json
 from specctl.runtime.server.replies.message_parser import Call, Parts
@@ -59,12 +57,11 @@ class TextAnswer(ApiAnswer):
 
     def _logprobs(self, choice: Choice, piece: Piece) -> Json:
         drawn = piece.logprobs or ()
-        ends = accumulate(map(len, piece.spans), initial=choice.num_chars)
         return {
             "tokens": [self.texts.text_of(one.token) for one in drawn],
             "token_logprobs": [max(one.logprob, LEAST) for one in drawn],
             "top_logprobs": [self.texts.best(one) for one in drawn],
-            "text_offset": [end for end, _ in zip(ends, drawn, strict=False)],
+            "text_offset": list(piece.starts[: len(drawn)]),
         }
 
     def _joined(self, choice: Choice) -> Json:

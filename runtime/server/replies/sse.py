@@ -7,7 +7,7 @@ to others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -129,19 +129,13 @@ async def _gone(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Events, the first of which is there already; however it ends, the tickets are cancelled."""
 
-    def __init__(
-        self,
-        answer: ApiAnswer,
-        first: bytes,
-        rest: AsyncIterator[bytes],
-        headers: Mapping[str, str],
-    ) -> None:
+    def __init__(self, answer: ApiAnswer, first: bytes, rest: AsyncIterator[bytes]) -> None:
         async def events() -> AsyncIterator[bytes]:
             yield first
             async for event in rest:
                 yield event
 
-        quiet = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
+        quiet = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events(), headers=quiet, media_type="text/event-stream")
         self.answer = answer
 

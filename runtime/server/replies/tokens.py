@@ -15,8 +15,7 @@ class TokenTexts:
     """How single tokens are written: as text, or by their bytes where those are no whole text."""
 
     def __init__(self, target: Target) -> None:
-        eos = target.eos_ids[0] if target.eos_ids else None
-        self._lexicon = TokenBytes.of(target.tokenizer, target.spec.vocab_size, eos)
+        self._lexicon = TokenBytes.of(target.tokenizer, target.spec.vocab_size, None)
 
     def bytes_of(self, token: int) -> bytes:
         if token in self._lexicon.marker_of:

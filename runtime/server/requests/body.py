@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
@@ -23,6 +24,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from specctl.runtime.server.errors import ApiError
+from specctl.runtime.server.requests.unread_fields import ignored_header, take_unread
 
 BODY_SECONDS = 30.0  # a body that takes longer is given up
 MAX_DEPTH = 64  # of nested arrays and objects
@@ -36,27 +38,37 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class BodyReader:
-    """From the bytes of a request to its checked fields; the large ones one by one, in a thread."""
+@dataclass(frozen=True, slots=True)
+class CheckedBody:
+    """A body as it came and as its fields, and the names of those that change nothing."""
 
-    def __init__(self, max_body: int) -> None:
-        self.max_body = max_body
+    raw: bytes
+    fields: BaseModel
+    unread: list[str]
+
+
+class BodyReader:
+    """From the bytes of a request to its checked fields; the large ones one by one, in a thread.
+    `is_strict`: unknown fields are refused."""
+
+    def __init__(self, max_body: int, is_strict: bool = False) -> None:
+        self.max_body, self.is_strict = max_body, is_strict
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-bodies")
 
-    async def read(self, request: Request, model: type[BaseModel]) -> tuple[bytes, BaseModel]:
-        """The body, as it came and as a `model`. ApiError and RequestValidationError say what is
-        wrong with it."""
+    async def read(self, request: Request, model: type[BaseModel]) -> CheckedBody:
+        """The body. ApiError and RequestValidationError say what is wrong with it."""
         check_content_type(request)
         body = await read_body(request, self.max_body)
         if len(body) <= SMALL:
-            return body, checked(body, model)
+            return checked(body, model, self.is_strict)
         loop = asyncio.get_running_loop()
-        return body, await loop.run_in_executor(self._thread, checked, body, model)
+        return await loop.run_in_executor(self._thread, checked, body, model, self.is_strict)
 
 
 class StrictRoute(APIRoute):
     """A route whose body is read by the app's `BodyReader`; FastAPI gets the checked fields, and
-    lets them pass as they are."""
+    lets them pass as they are. What the answer did not use (`request.state.ignored`, to which the
+    route's function adds) is named in its header."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -66,21 +78,26 @@ class StrictRoute(APIRoute):
 
         async def strict(request: Request) -> Response:
             own = Request(request.scope, request.receive)
-            own._body, own._json = await request.app.state.bodies.read(request, model)
-            return await handle(own)
+            body = await request.app.state.bodies.read(request, model)
+            own._body, own._json = body.raw, body.fields
+            own.state.ignored = body.unread
+            response = await handle(own)
+            response.headers.update(ignored_header(own.state.ignored))
+            return response
 
         return strict
 
 
-def checked(body: bytes, model: type[BaseModel]) -> BaseModel:
+def checked(body: bytes, model: type[BaseModel], is_strict: bool = False) -> CheckedBody:
     """The fields that these bytes stand for."""
     value = parse(body)
     try:
-        return model.model_validate(value)
+        fields = model.model_validate(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         told = [{**one, "loc": ("body", *one["loc"])} for one in found[:MAX_ERRORS]]
         raise RequestValidationError(told, body=value) from None
+    return CheckedBody(body, fields, take_unread(fields, is_strict))
 
 
 def check_content_type(request: Request) -> None:

@@ -3,7 +3,6 @@ that is: which format it has for tool calls, whether the model thinks, which var
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from specctl.runtime.server.requests.protocol import (
     ToolMessage,
 )
 from specctl.runtime.server.tools import TOOL_FORMATS, ToolFormat
+from specctl.runtime.target.chat_turns import THOUGHTS, parsed_arguments, reads_key
 from specctl.runtime.target.target import Target
 
 ROLES = {"developer": "system"}  # what OpenAI calls a system message of late
@@ -48,7 +48,8 @@ class ChatStyle:
     """How a target writes conversations. `tool_format`: None where tools are not supported;
     `knows_tools`: whether the template itself writes them; `think_tags`: around the thoughts of a
     thinking model; `variables`: what else the template reads; `added`: the tokenizer's added tokens
-    by their spelling, of which the `special` ones are left out of texts."""
+    by their spelling, of which the `special` ones are left out of texts; `thoughts`: the field in
+    which the template reads what was thought in earlier turns, None where it reads none."""
 
     template: str = ""
     tool_format: ToolFormat | None = None
@@ -57,6 +58,7 @@ class ChatStyle:
     variables: frozenset[str] = frozenset()
     added: Mapping[str, int] = field(default_factory=dict)
     special: frozenset[int] = frozenset()
+    thoughts: str | None = None
 
     @classmethod
     def of(cls, target: Target, tool_parser: str = "auto", reasoning: bool = True) -> ChatStyle:
@@ -75,12 +77,13 @@ class ChatStyle:
             variables - OWN - _special_names(target.tokenizer),
             {str(token): int(id) for id, token in added.items()},
             frozenset(int(id) for id, token in added.items() if token.special),
+            next((name for name in THOUGHTS if reads_key(template, name)), None),
         )
 
     def write(self, target: Target, body: ChatRequest) -> Written:
         """The conversation of a request; SpecctlError where the template refuses it."""
         tools = [tool.as_written() for tool in body.called]
-        turns = turns_of(body.messages)
+        turns = turns_of(body.messages, self.thoughts)
         if self.tool_format is not None and not self.knows_tools:
             turns, tools = _spelled_out(turns, tools, self.tool_format), []
         variables = self.variables_of(body)[0]
@@ -91,19 +94,33 @@ class ChatStyle:
         given = dict(body.chat_template_kwargs or {})
         found = {name: value for name, value in given.items() if name in self.variables}
         ignored = [f"chat_template_kwargs.{name}" for name in given if name not in found]
-        effort = body.reasoning_effort
+        effort, name = body.reasoning_effort, "reasoning_effort"
+        if body.reasoning is not None and body.reasoning.effort is not None:
+            if effort is None:
+                effort, name = body.reasoning.effort, "reasoning.effort"
+            elif effort != body.reasoning.effort:
+                ignored.append("reasoning.effort")
         if effort is not None and "reasoning_effort" in self.variables:
             found.setdefault("reasoning_effort", effort)
         elif effort is not None and "enable_thinking" in self.variables:
             found.setdefault("enable_thinking", effort != "none")
         elif effort is not None:
-            ignored.append("reasoning_effort")
+            ignored.append(name)
         return found, ignored
 
+    def unread_thoughts(self, body: ChatRequest) -> list[str]:
+        """The fields of earlier turns with thoughts that the template does not get."""
+        found: list[str] = []
+        for at, message in enumerate(body.messages):
+            given = message.thoughts if isinstance(message, AssistantMessage) else {}
+            first = next(iter(given.values()), "") if self.thoughts is not None else None
+            found += [f"messages[{at}].{name}" for name, text in given.items() if text != first]
+        return found
 
-def turns_of(messages: Sequence[AnyMessage]) -> list[Turn]:
-    """As templates know them."""
-    return [_turn(message) for message in messages]
+
+def turns_of(messages: Sequence[AnyMessage], thoughts: str | None = None) -> list[Turn]:
+    """As templates know them. `thoughts`: the field in which the template reads them."""
+    return [_turn(message, thoughts or THOUGHTS[0]) for message in messages]
 
 
 def written(
@@ -124,15 +141,15 @@ def written(
         ) from error
 
 
-def _turn(message: AnyMessage) -> Turn:
+def _turn(message: AnyMessage, thoughts: str) -> Turn:
     turn: Turn = {"role": ROLES.get(message.role, message.role), "content": message.text}
     if message.name is not None:
         turn["name"] = message.name
     if isinstance(message, ToolMessage):
         turn["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
-        if message.reasoning_content:
-            turn["reasoning_content"] = message.reasoning_content
+        for text in [*message.thoughts.values()][:1]:
+            turn[thoughts] = text
         if message.tool_calls:
             turn["tool_calls"] = [
                 {
@@ -140,21 +157,12 @@ def _turn(message: AnyMessage) -> Turn:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments),
+                        "arguments": parsed_arguments(call.function.arguments),
                     },
                 }
                 for call in message.tool_calls
             ]
     return turn
-
-
-def _arguments(text: str) -> Any:
-    """As templates want them: an object; what is none stays the text that it is."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
 
 
 def _spelled_out(

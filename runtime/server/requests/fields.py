@@ -1,4 +1,4 @@
-"""What the fields of all requests are made of: bounded texts, counts, tokens; nothing unknown."""
+"""What the fields of all requests are made of: bounded texts, counts, tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAPS = Limits()  # the widest that any server allows
 TEXT = 1 << 20
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=TEXT)]
-Stop = Annotated[str, Field(min_length=1, max_length=CAPS.max_stop_chars)]
+Stop = Annotated[str, Field(max_length=CAPS.max_stop_chars)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -68,6 +68,7 @@ def one_of(*names: str) -> Callable[[Any], Any]:
 
 
 class Strict(BaseModel):
-    """No guessing: a number is not a string, and unknown fields are errors."""
+    """No guessing: a number is not a string. Unknown fields are kept until `take_unread` names
+    them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)

@@ -34,9 +34,10 @@ class TextFormat(Strict):
 
 
 class JsonObjectFormat(Strict):
-    """Any JSON object."""
+    """Any JSON object; with `schema`, as llama.cpp has it, one that the schema describes."""
 
     type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class JsonSchemaFormat(Strict):
@@ -117,6 +118,8 @@ class FormFields(Strict):
     def form(self) -> GrammarSpec | None:
         """That form; GrammarError if it cannot be one."""
         match self.grammar or self.response_format:
+            case JsonObjectFormat(schema_=schema) if schema:
+                return GrammarSpec.of_schema(schema)
             case JsonObjectFormat():
                 return GrammarSpec("json_object")
             case JsonSchemaFormat(json_schema=found):

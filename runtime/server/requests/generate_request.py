@@ -30,10 +30,10 @@ from specctl.runtime.server.requests.protocol import (
     ChatRequest,
     Common,
     CompletionRequest,
-    ignored_fields,
 )
 from specctl.runtime.target.chat_tokens import chat_tokens, spelled_controls
 from specctl.runtime.target.prompt_limits import least_tokens
+from specctl.runtime.target.stop_strings import special_tokens
 
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's API has it
@@ -54,7 +54,8 @@ class Prompts:
 @dataclass(frozen=True, slots=True)
 class GeneratePlan:
     """All that one request asks: its choices in order, the length of its prompts, a parser for the
-    text of each choice (chats only), and the fields of the request that change nothing."""
+    text of each choice (chats only), and the fields of the request that this target makes nothing
+    of."""
 
     asks: tuple[GenerateRequest, ...]
     prompt_tokens: int
@@ -119,11 +120,12 @@ class RequestReader:
                         _num_logprobs(body),
                         shown,
                         body.draft is not False,
+                        bool(body.include_stop_str_in_output),
                     )
                 )
-        ignored = ignored_fields(body)
+        ignored: list[str] = []
         if isinstance(body, ChatRequest):
-            ignored += self.style.variables_of(body)[1]
+            ignored += self.style.variables_of(body)[1] + self.style.unread_thoughts(body)
         length, parser = sum(map(len, prompts.tokens)), self._parser(body, prompts.is_thinking)
         return GeneratePlan(tuple(asks), length, parser, tuple(ignored))
 
@@ -142,6 +144,8 @@ class RequestReader:
         return make
 
     def _shown(self, body: Common) -> frozenset[int]:
+        if body.skip_special_tokens is False:
+            return frozenset(special_tokens(self.service.target.tokenizer))
         if not isinstance(body, ChatRequest):
             return frozenset()
         return shown_ids(self.style, bool(body.called))
@@ -259,7 +263,7 @@ class RequestReader:
             frequency_penalty=body.frequency_penalty or None,
             presence_penalty=body.presence_penalty or None,
             logit_bias=bias or None,
-            seed=secrets.randbelow(SEEDS) if body.seed is None else body.seed % SEEDS,
+            seed=secrets.randbelow(SEEDS) if body.seed in (None, -1) else body.seed % SEEDS,
             stop=body.stops,
             stop_token_ids=ends,
             ignore_eos=bool(body.ignore_eos),

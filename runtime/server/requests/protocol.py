@@ -1,9 +1,10 @@
-"""The requests of the API: every field with its type and range. What is not named here is refused.
+"""The requests of the API: every field with its type and range.
 
 Fields that OpenAI's clients send as a matter of course and that change nothing here are accepted
 and not used (`Unused`); fields of vLLM that would change something and do not are named in a header
-of the answer (`Ignored`); other fields that would change the answer are accepted only where they
-ask for nothing, and refused in words otherwise (`errors.UNSUPPORTED`).
+of the answer (`Ignored`), as are those that are not named here at all (`unread_fields.py`); fields
+that ask for another answer are accepted only where they ask for nothing, and refused in words
+otherwise (`errors.UNSUPPORTED`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from specctl.runtime.server.requests.tool_fields import (
     ToolChoice,
     Tools,
 )
+from specctl.runtime.target.chat_turns import THOUGHTS
 
 MAX_STOP_TOKENS = 128
 Scalar = bool | int | Annotated[float, Field(allow_inf_nan=False)] | Word | None
@@ -61,6 +63,16 @@ class StreamOptions(Strict):
     continuous_usage_stats: Ignored = None
 
 
+class Reasoning(Strict):
+    """How long the model thinks."""
+
+    effort: Effort | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+    context: Ignored = None
+    mode: Ignored = None
+
+
 class Common(FormFields):
     """What both kinds of requests share; null is the same as leaving a field out."""
 
@@ -78,7 +90,9 @@ class Common(FormFields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024), Few(1024)] | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    seed: int | None = Field(
+        None, ge=-(1 << 63), lt=1 << 63, description="Left out, null or -1: a random one."
+    )
     stop: (
         Annotated[
             Annotated[Stop, Tag("one")]
@@ -91,8 +105,14 @@ class Common(FormFields):
     ) = None
     stop_token_ids: (
         Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS), Few(MAX_STOP_TOKENS)] | None
-    ) = Field(None, description="Tokens that end the text, and belong to it.")
+    ) = Field(None, description="Tokens that end the text; their own text is left out.")
     ignore_eos: bool | None = Field(None, description="Go on behind the end of a text.")
+    skip_special_tokens: bool | None = Field(
+        None, description="false: control tokens are spelled in the text, not left out."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="true: the text ends with the stop string or the token that ended it."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_cache_key: Word | None = Field(
@@ -112,9 +132,7 @@ class Common(FormFields):
     priority: Ignored = None
     cache_salt: Ignored = None
     length_penalty: Ignored = None
-    skip_special_tokens: Ignored = None
     spaces_between_special_tokens: Ignored = None
-    include_stop_str_in_output: Ignored = None
     guided_decoding_backend: Ignored = None
     guided_whitespace_pattern: Ignored = None
     return_tokens_as_token_ids: Ignored = None
@@ -132,23 +150,13 @@ class Common(FormFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """An empty string stops nothing."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(stop for stop in given if stop)
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-def ignored_fields(body: Strict, path: str = "") -> list[str]:
-    """The fields of a request that were sent and change nothing, although they should."""
-    found: list[str] = []
-    for name in sorted(body.model_fields_set):
-        value, about = getattr(body, name), type(body).model_fields[name]
-        if isinstance(value, Strict):
-            found += ignored_fields(value, f"{path}{name}.")
-        elif value is not None and "X-Specctl-Ignored" in (about.description or ""):
-            found.append(path + name)
-    return found
 
 
 class CompletionRequest(Common):
@@ -175,17 +183,42 @@ class CompletionRequest(Common):
 
 
 class TextPart(Strict):
-    """A piece of a message."""
+    """A piece of a message; a bare string is one, too."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
 
 
+class RefusalPart(Strict):
+    """What the model said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "a refusal" if kind == "refusal" else "a text"
+
+
+def _as_part(value: Any) -> Any:
+    return {"type": "text", "text": value} if isinstance(value, str) else value
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    Discriminator(_part_kind),
+    BeforeValidator(_as_part),
+]
 Content = Annotated[
     Annotated[Text, Tag("one")]
     | Annotated[
-        list[TextPart],
-        Field(min_length=1, max_length=1024, fail_fast=True),
+        list[Part],
+        Field(max_length=1024, fail_fast=True),
         Few(1024),
         Tag("many"),
     ],
@@ -212,12 +245,15 @@ class Message(Strict):
 
 
 class AssistantMessage(Strict):
-    """A turn of the model. It may be sent back as it was got, empty fields included."""
+    """A turn of the model. It may be sent back as it was got, empty fields included; its thoughts
+    by any of the names that servers have for them."""
 
     role: Literal["assistant"]
     content: Content | None = None
     name: Word | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    thinking: Text | None = None
     tool_calls: ToolCalls | None = None
     refusal: Unused = None
     annotations: Unused = None
@@ -228,20 +264,29 @@ class AssistantMessage(Strict):
 
     @model_validator(mode="after")
     def _says_or_calls(self) -> AssistantMessage:
-        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+        is_given = "content" in self.model_fields_set or isinstance(self.refusal, str)
+        if not is_given and not self.tool_calls and not self.thoughts:
             raise ValueError("content is missing, and there are no tool_calls")
         return self
 
     @property
     def text(self) -> str:
+        if self.content is None and isinstance(self.refusal, str):
+            return self.refusal
         return _joined(self.content)
+
+    @property
+    def thoughts(self) -> dict[str, str]:
+        """What it thought, by the fields that say it; most often by one of them, or by none."""
+        given = {name: getattr(self, name) for name in THOUGHTS}
+        return {name: text for name, text in given.items() if text}
 
 
 class ToolMessage(Strict):
-    """What a tool returned for a call of the turn before."""
+    """What a tool returned for a call of the turn before; null where that is nothing."""
 
     role: Literal["tool"]
-    content: Content
+    content: Content | None
     tool_call_id: CallId
     name: Word | None = None
 
@@ -277,6 +322,7 @@ class ChatRequest(Common):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = Field(None, description="`effort`: as reasoning_effort.")
     chat_template_kwargs: Variables | None = Field(
         None, description="Variables of the target's chat template, such as enable_thinking."
     )
@@ -290,7 +336,7 @@ class ChatRequest(Common):
 
     @model_validator(mode="after")
     def _logprobs_fit(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
@@ -326,7 +372,8 @@ class ChatRequest(Common):
     def has_tools(self) -> bool:
         """Whether tools are spoken of anywhere."""
         said = (
-            isinstance(m, ToolMessage) or bool(getattr(m, "tool_calls", 0)) for m in self.messages
+            isinstance(m, ToolMessage) or (isinstance(m, AssistantMessage) and bool(m.tool_calls))
+            for m in self.messages
         )
         return bool(self.tools) or any(said)
 

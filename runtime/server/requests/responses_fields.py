@@ -18,8 +18,8 @@ from specctl.runtime.server.requests.fields import (
     Word,
     typed,
 )
-from specctl.runtime.server.requests.form_fields import JsonObjectFormat, TextFormat
-from specctl.runtime.server.requests.protocol import ChatRequest, Effort, Variables
+from specctl.runtime.server.requests.form_fields import TextFormat
+from specctl.runtime.server.requests.protocol import ChatRequest, Reasoning, Variables
 from specctl.runtime.server.requests.tool_fields import MAX_TOOLS, CallId, FunctionName
 
 MAX_ITEMS = 2048
@@ -146,7 +146,13 @@ class SchemaFormat(Strict):
     strict: bool | None = None
 
 
-Format = Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")]
+class ObjectFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+Format = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class TextOptions(Strict):
@@ -154,16 +160,6 @@ class TextOptions(Strict):
 
     format: Format | None = None
     verbosity: Ignored = None
-
-
-class Reasoning(Strict):
-    """How long the model thinks."""
-
-    effort: Effort | None = None
-    summary: Ignored = None
-    generate_summary: Ignored = None
-    context: Ignored = None
-    mode: Ignored = None
 
 
 def _form(value: Any) -> str:
@@ -211,7 +207,9 @@ class ResponsesRequest(Strict):
     background: Off | None = None
     prompt: None = None
     truncation: Literal["disabled"] | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    seed: int | None = Field(
+        None, ge=-(1 << 63), lt=1 << 63, description="Left out, null or -1: a random one."
+    )
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
@@ -277,7 +275,7 @@ def _choice(choice: ResponseChoice) -> dict[str, Any]:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _response_format(form: TextFormat | JsonObjectFormat | SchemaFormat) -> dict[str, Any]:
+def _response_format(form: TextFormat | ObjectFormat | SchemaFormat) -> dict[str, Any]:
     if not isinstance(form, SchemaFormat):
         return {"type": form.type}
     about = {"name": form.name, "schema": form.schema_, "strict": form.strict}

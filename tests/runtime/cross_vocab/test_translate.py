@@ -261,3 +261,24 @@ def test_where_little_is_shared_strings_are_matched(make_model, target):
     )
     lm = Target.from_model(make_model(num_layers=1, vocab=len(other)), other).lm
     assert translated(lm, other, other.eos_token_id, target).policies == ("direct",)
+
+
+def chatting(make_model, seed, size, document, turn, eos):
+    """A random model with a chat template; `eos`: which of its two ends its tokenizer names."""
+    tokenizer = make_tokenizer(seed, size, (document, turn))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + '" + turn + "' }}{% endfor %}"
+    tokenizer.eos_token = eos
+    ends = tokenizer.convert_tokens_to_ids([document, turn])
+    model = make_model(num_layers=1, vocab=len(tokenizer), eos_token_id=ends)
+    return Target.from_model(model, tokenizer)
+
+
+@pytest.mark.parametrize("eos", [("<eos>", "<end>"), ("<|im_end|>", "</s>"), ("<eos>", "</s>")])
+def test_the_end_of_a_turn_stands_for_one_and_a_documents_for_a_documents(make_model, eos):
+    target = chatting(make_model, 1, 24, "<eos>", "<|im_end|>", eos[0])
+    draft = chatting(make_model, 2, 28, "</s>", "<end>", eos[1])
+    found = translated(draft.lm, draft.tokenizer, draft.tokenizer.eos_token_id, target, "tli")
+    pairs = dict(zip(found.vocab.ids_K.tolist(), found.draft_ids_K.tolist(), strict=True))
+    assert pairs[target.end_of_turn] == draft.end_of_turn
+    if eos[1] == "</s>":  # else nothing says that it is an end
+        assert pairs[target.end_of_document] == draft.end_of_document

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from specctl.runtime.generate import trim_stop
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.stats import (
     RowStats,
@@ -52,8 +51,3 @@ def test_the_best_length_is_zero_where_drafting_never_pays():
     cheap = CostTable({0: 0.0, 2: 0.1}, {0: 1.0, 2: 1.0}, "cpu", "float32", 1)
     assert cheap.best_length(0.9) == 2
     assert cheap.speedup(1.0, 2) == pytest.approx(3 / 1.1)
-
-
-def test_text_ends_before_the_first_stop_string():
-    assert trim_stop("one two three", ("three", "two")) == "one "
-    assert trim_stop("one", ("x",)) == "one"

@@ -1,6 +1,7 @@
 """Sampling settings: equal to transformers' processors, evaluated along each node's own path."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -236,7 +237,7 @@ def test_scores_run_on_the_meta_device():
         {"logit_bias": {3: math.nan}},
         {"logit_bias": {-1: 1.0}},
         {"bad_words": ((),)},
-        {"seed": -1},
+        {"seed": -2},
         {"max_new_tokens": 0},
         {"stop": "a string"},
         {"processors": ("not callable",)},
@@ -251,3 +252,11 @@ def test_a_value_out_of_range_is_refused_by_name(wrong):
 def test_an_id_outside_the_vocabulary_is_refused():
     with pytest.raises(SpecctlError, match=r"token id 40 .* ids below 40"):
         SamplingBatch([Sampling(logit_bias={V: 1.0})], V)
+
+
+@pytest.mark.parametrize("seed", [-1, None])
+def test_a_seed_of_minus_one_or_none_is_drawn_once(seed):
+    drawn = [Sampling(seed=seed) for _ in range(4)]
+    assert len({one.seed for one in drawn}) == 4
+    assert all(0 <= one.seed < 1 << 32 for one in drawn)
+    assert replace(drawn[0], temperature=0.5).seed == drawn[0].seed

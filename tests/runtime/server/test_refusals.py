@@ -32,7 +32,6 @@ INVALID: list[tuple[str, Any, str]] = [
     ("n", 0, "n"),
     ("n", 9, "n"),
     ("max_tokens", 0, "max_tokens"),
-    ("stop", "", "stop"),
     ("stop", ["x"] * 17, "stop"),
     ("stop", ["x" * 257], "stop[0]"),
     ("logit_bias", {"x": 1}, "logit_bias.x"),
@@ -51,7 +50,6 @@ INVALID: list[tuple[str, Any, str]] = [
     ("best_of", 3, "best_of"),
     ("use_beam_search", True, "use_beam_search"),
     ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
-    ("temperatur", 1, "temperatur"),
     ("model", "gpt", "model"),
 ]
 
@@ -91,12 +89,6 @@ def test_a_chat_that_is_not_served_is_refused_in_words(body: Any, words: str) ->
     response = post(plain(), CHAT, body)
     assert response.status_code == 400
     assert words in error_of(response)["message"]
-
-
-def test_an_unknown_field_is_told_the_known_one_that_is_nearest() -> None:
-    error = error_of(post(plain(), CHAT, {**HELLO, "max_token": 3}))
-    assert error["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
-    assert error["code"] == "unknown_parameter"
 
 
 def test_a_field_of_vllm_that_is_not_served_is_not_taken_for_another_one() -> None:

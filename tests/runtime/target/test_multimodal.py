@@ -71,7 +71,7 @@ def test_the_text_side_gives_the_logits_of_the_whole_model(loaded: tuple[Any, Ta
         torch.testing.assert_close(ours, full(input_ids=ids_BS).logits, rtol=1e-3, atol=1e-4)
     assert isinstance(target.lm, FastLlama)
     assert target.spec.vocab_size == 300
-    assert target.eos_ids == (5,)
+    assert target.eos_ids == (5, 1)  # its configuration's, its tokenizer's
 
 
 def test_a_text_only_drafter_serves_a_multimodal_target(loaded: tuple[Any, Target]) -> None:

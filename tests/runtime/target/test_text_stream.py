@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specctl.runtime.generate import trim_stop
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+from specctl.runtime.target.text_stream import TextStream, TokenDecoder, whole_text
 from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer
 from specctl_testing.runtime.serving import stub_target
 
@@ -52,6 +51,12 @@ def streamed(decoder, tokens, stops):
     stream = TextStream(decoder, stops)
     spans = [stream.add(token) for token in tokens]
     return spans, stream.end()
+
+
+def trim_stop(text, stops):
+    """The text before the first stop string."""
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
 
 
 def check(decoder, tokens, stops):
@@ -142,3 +147,80 @@ def test_words_keep_their_spaces() -> None:
     words = ["the", "cat", "sat"]
     decoder = TokenDecoder(lambda ids: " ".join(words[i] for i in ids))
     assert streamed(decoder, range(3), ()) == (["the", " cat", " sat"], "")
+
+
+# -- where tokens begin ----------------------------------------------------------------------------
+
+
+def starts(decoder, tokens, stops=()):
+    stream, found = TextStream(decoder, stops), []
+    for token in tokens:
+        found.append(stream.position)
+        stream.add(token)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_begins_where_the_text_before_it_ends_whatever_is_held_back(targets, kind):
+    target = targets[kind]
+    decoder, text = TokenDecoder.of(target), "import os\nimport sys and more"
+    tokens = target.encode(text)
+    expected = [len(decoder.decode(tokens[:at])) for at in range(len(tokens))]
+    for stops in ((), ("\nimport o",), ("import os\nimport sys and m0",)):
+        assert starts(decoder, tokens, stops) == expected
+
+
+def test_parts_of_a_character_begin_where_it_stands() -> None:
+    assert starts(OF_BYTES, "a\u4f60b\U0001f600".encode()) == [0, 1, 1, 1, 2, 3, 3, 3, 3]
+    fallback = TokenDecoder(OF_BYTES.decode, {i: i for i in range(128, 256)})
+    assert starts(fallback, "a\u4f60\u597d!".encode()) == [0, 1, 1, 1, 2, 2, 2, 3]
+
+
+# -- stop strings that spell control tokens --------------------------------------------------------
+
+
+MARKED = TokenDecoder(
+    lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
+    special_ids={300: "<end>", 301: "<user>", 302: "<x>"},
+)
+
+
+def of_words(tokens, stops, keeps_stop=False):
+    stream = TextStream(MARKED, stops, keeps_stop)
+    return "".join(map(stream.add, tokens)) + stream.end(), stream.stop
+
+
+SPELLED = [
+    ([*b"ab", 300], ("<end>",), "ab", "<end>"),
+    ([*b"ab", 301, *b"c"], ("<end>", "<user>"), "ab", "<user>"),
+    ([*b"ab\n", 300, *b"c"], ("\n<end>",), "ab", "\n<end>"),
+    ([*b"ab", 300, *b"\n", *b"c"], ("<end>\n",), "ab", "<end>\n"),
+    ([*b"ab", 300, *b"c"], ("<end>\n",), "abc", None),
+    ([*b"ab", 300, 301, *b"c"], ("<end><user>",), "ab", "<end><user>"),
+    ([*b"a<end>b"], ("<end>",), "a", "<end>"),
+    ([*b"a", 302, *b"b"], ("ab",), "", "ab"),
+    ([*b"xa", 302, *b"bc"], ("bd", "<x>d"), "xabc", None),
+    ([*b"one two", 300], ("two", "<end>"), "one ", "two"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "stops", "text", "stop"), SPELLED)
+def test_a_stop_string_that_spells_a_control_token_ends_the_text(tokens, stops, text, stop):
+    assert of_words(tokens, stops) == (text, stop)
+
+
+def test_what_may_go_on_as_such_a_stop_string_is_held_back() -> None:
+    stream = TextStream(MARKED, ("c<end>",))
+    assert [stream.add(token) for token in (*b"ac", 98, 99)] == ["a", "", "cb", ""]
+    assert (stream.add(300), stream.end(), stream.stop) == ("", "", "c<end>")
+
+
+def test_a_text_may_keep_the_stop_string_and_nothing_behind_it() -> None:
+    assert of_words([*b"one two three"], ("two",), keeps_stop=True) == ("one two", "two")
+    assert of_words([*b"one", 300, *b"x"], ("<end>",), keeps_stop=True) == ("one<end>", "<end>")
+    assert of_words([*b"one"], ("two",), keeps_stop=True) == ("one", None)
+
+
+def test_a_text_ends_before_the_first_stop_string() -> None:
+    assert whole_text(OF_BYTES, b"one two three", ("three", "two")) == "one "
+    assert whole_text(OF_BYTES, b"one", ("x", "")) == "one"

@@ -137,11 +137,15 @@ class StubService:
         tokens = self.target.encode(self.text)[: ask.sampling.max_new_tokens]
         is_whole = len(tokens) == len(self.target.encode(self.text))
         stream = TextStream(TokenDecoder.of(self.target, ask.shown))
-        texts = [stream.add(token) for token in tokens]
+        texts, starts = [], []
+        for token in tokens:
+            starts.append(stream.position)
+            texts.append(stream.add(token))
         texts[-1] += stream.end()
         pieces = []
         for at in range(0, len(tokens), self.chunk):
             ids, part = tokens[at : at + self.chunk], tuple(texts[at : at + self.chunk])
+            places = tuple(starts[at : at + self.chunk])
             last = "eos" if self.ends and is_whole else "length"
             reason = last if at + self.chunk >= len(tokens) else None
             if self.fail_after is not None and len(pieces) >= self.fail_after:
@@ -151,7 +155,9 @@ class StubService:
                 best = [(t, -0.5 - i) for i, t in enumerate(range(ask.logprobs))]
                 logprobs = tuple(TokenLogprob(t, -0.5, tuple(best)) for t in ids)
             accepted = tuple(i > 0 for i in range(len(ids)))
-            pieces.append(Piece(tuple(ids), accepted, "".join(part), part, logprobs, reason))
+            pieces.append(
+                Piece(tuple(ids), accepted, "".join(part), part, logprobs, reason, places)
+            )
         return pieces
 
     def _count(self, ticket: Ticket, piece: Piece) -> None:
