@@ -40,7 +40,7 @@ from specctl.export.package.manifest import (
     check_files,
     refuse_export,
 )
-from specctl.export.package.padding import Parts, padded_parts, padded_small_lm
+from specctl.export.package.padding import DrafterParts, padded_parts, padded_small_lm
 from specctl.export.package.tensors import MAP_NAMES, read_tensors
 from specctl.runtime.target.target import Target
 
@@ -74,10 +74,12 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     with _building():
         if size == manifest.vocabulary.target_size:
             return _built(manifest, family, options, vocab, own)
-        return _padded(manifest, Parts(family, options, manifest.model_spec, vocab, own), size)
+        return _padded(
+            manifest, DrafterParts(family, options, manifest.model_spec, vocab, own), size
+        )
 
 
-def _padded(manifest: Manifest, parts: Parts, size: int) -> Drafter:
+def _padded(manifest: Manifest, parts: DrafterParts, size: int) -> Drafter:
     """The drafter for a target of as many ids, padded otherwise than the one it was made for."""
     if issubclass(parts.family.options, SmallLmOptions):
         made = _built(manifest, parts.family, parts.options, parts.vocab, parts.tensors)
