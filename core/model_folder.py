@@ -125,6 +125,7 @@ def gguf_error(path: Path) -> IncompatibleError:
         expected=f"{CONFIG}, tokenizer and {WEIGHTS[0]}",
         do="give the repository of safetensors that the GGUF was made from, or convert it with "
         f"transformers (pip install gguf): AutoModelForCausalLM.from_pretrained({folder!r}, "
-        f"gguf_file={name!r}).save_pretrained('FOLDER'), and the same of AutoTokenizer",
+        f"gguf_file={name!r}, quantization_config=GgufConfig(dequantize=True))"
+        ".save_pretrained('FOLDER'), and AutoTokenizer with gguf_file alone",
         where=str(path),
     )
