@@ -153,12 +153,12 @@ def united(named: Sequence[NamedEnds], tokenizer: Any, vocab_size: int) -> EndsO
     """The ends that the sources name, with those of a tokenizer (None without one) and of its chat
     template, as far as they are ids below `vocab_size`."""
     named = [*named, NamedEnds(TOKENIZER, getattr(tokenizer, "eos_token_id", None))]
-    ids = range(vocab_size)
-    special = _special(tokenizer)
-    markers = special.union(_added(tokenizer)).intersection(ids)
-    known = {n for one in named for n in _ids(one.ids)}.intersection(ids)
+    ids = range(vocab_size)  # looked into, never walked through
+    special = frozenset(n for n in _special(tokenizer) if n in ids)
+    markers = special.union(n for n in _added(tokenizer) if n in ids)
+    known = {n for one in named for n in _ids(one.ids) if n in ids}
     turn = _end_of_turn(tokenizer, known, markers)
-    call = _end_of_call(tokenizer, known, special.intersection(ids), turn)
+    call = _end_of_call(tokenizer, known, special, turn)
     sure = {n for one in named if not one.may_be_default for n in _ids(one.ids)} | markers
     has_marker = not markers.isdisjoint({*known, turn, call})
     found: dict[int, list[str]] = {}

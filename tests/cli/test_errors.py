@@ -188,7 +188,7 @@ def place(tmp_path: Path) -> Callable[[str], str]:
         "EMPTY": ("empty.txt", b"\n \n"),
         "BINARY": ("binary.txt", b"\xff\xfe\x00"),
         "BROKEN": ("broken.jsonl", b'{"prompt": "x"}\n{"prompt": \n'),
-        "WRONG": ("wrong.jsonl", b'{"question": "x"}\n'),
+        "WRONG": ("wrong.jsonl", b'{"wording": "x"}\n'),
         "NUMBER": ("number.jsonl", b'{"prompt": 3}\n'),
         "TYPO": ("typo.yaml", b"train: {lerning_rate: 0.1}\n"),
         "OPTION": ("option.yaml", b"drafter: {family: eagle3, options: {ttt_step: 3}}\n"),
