@@ -13,6 +13,7 @@ from specctl.api.against import parse_against
 from specctl.api.outputs import check_file, check_plot, write_report
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.commands.bench_families import (
     FAMILIES_OUT,
     Heat,
@@ -195,7 +196,7 @@ def bench(
         _draw(report, plot)
         console.say(f"picture: {plot}")
     check_gates(report.rows, gates)
-    console.done(result, next=_next(report.rows, target.name))
+    console.done(result, next=[_next(report.rows, [d.name for d in drafts], target, drafting)])
 
 
 def _draw(report: BenchReport, path: Path) -> None:
@@ -284,8 +285,13 @@ def check_gates(rows: Sequence[BenchRow], gates: Sequence[tuple[str, str, float]
             )
 
 
-def _next(rows: Sequence[BenchRow], target: str) -> list[str]:
-    best = max(rows, key=lambda row: row.speedup)
-    if best.name == "plain":
-        return [f"specctl train-draft --target {target} --recipe distill"]
-    return [f'specctl generate --target {target} --draft {best.name} "..."']
+def _next(
+    rows: Sequence[BenchRow], drafts: Sequence[str], target: TargetChoice, drafting: DraftingFlags
+) -> str:
+    """The fastest of our drafters where one is faster than plain decoding; else how to train one.
+    Other baselines, and a drafter that stands there twice, are no name of a drafter."""
+    faster = [row for row in rows if row.name in drafts and row.speedup > 1.0]
+    if not faster:
+        return command_line("train-draft", *target.training_words(), "--recipe", "distill")
+    best = max(faster, key=lambda row: row.speedup)
+    return with_text("generate", *target.words(), "--draft", best.name, *drafting.words())

@@ -24,6 +24,7 @@ from specctl.api.outputs import check_folder, check_plot
 from specctl.api.targets import inflated_note, target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import as_told
+from specctl.cli.app.follow_up import with_text
 from specctl.cli.commands.family_tables import show_tables
 from specctl.cli.options.flags import Compile, Seed, Sets
 from specctl.cli.options.loading import DraftingFlags
@@ -220,7 +221,7 @@ def compare_families(
     console.result = result
     refuse_failed(rows)
     best = max(rows, key=lambda row: row["speedup"])
-    console.done(result, next=[f'specctl generate --draft {best["package"]} "..."'])
+    console.done(result, next=[with_text("generate", "--draft", best["package"])])
 
 
 def chosen(words: str) -> list[str]:

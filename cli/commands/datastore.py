@@ -6,9 +6,10 @@ import sys
 
 from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import go_offline, not_in_step
+from specctl.cli.options.target_choice import TargetChoice, go_offline, not_in_step
 
 REST = RecipeFlags(recipe="rest")
 
@@ -60,7 +61,5 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     size = sum(record.bytes for record in manifest.files.values())
     console.say(f"{out / 'package'}: {size:,} bytes")
     result = {"package": str(out / "package"), "tokens": num_tokens, "bytes": size}
-    console.done(
-        result,
-        next=[f"specctl generate --target {part.name} --draft {out / 'package'} --compare"],
-    )
+    words = [*TargetChoice.of_recipe(part).words(), "--draft", out / "package", "--compare"]
+    console.done(result, next=[with_text("generate", *words)])

@@ -86,7 +86,7 @@ def import_(
     console.done(
         found.to_json(),
         next=[
-            f"specctl bench --target {target.name} {out}",
-            f"specctl verify {out} --target {target.name} --level lossless",
+            line("bench", *target.words(), out),
+            line("verify", out, *target.words(), "--level", "lossless"),
         ],
     )

@@ -22,6 +22,7 @@ import typer
 
 from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.launch import use_device
 from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
@@ -96,13 +97,14 @@ def plan(
         raise one_of_two(told, "--rehearse --scaling", "leave --rehearse out")
     from specctl.recipes.stages import runs_of
     from specctl.train.job import check_rows
+    from specctl.train.planning.hardware import PER_NODE
 
     _see_device(run.device, gpu, gpus)
     cluster = _cluster(gpu, gpus, nodes)
     if offline:
         go_offline()
     if scaling:
-        plan_scaling(console, loaded, run.folder(loaded))
+        plan_scaling(console, loaded, run.folder(loaded), run)
         return
     if cluster is not None:
         for each in runs_of(loaded):
@@ -111,8 +113,10 @@ def plan(
     check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
     check_made_for(loaded, run.recipe, console.warn)
     result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster)
-    chosen = "" if run.target is None else f" --target {run.target}"
-    console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])
+    words = [*run.words(), *(["--offline"] if offline else [])]
+    if gpus > 1 and nodes in (None, 1) and gpus <= PER_NODE:
+        words += ["--gpus", str(gpus)]
+    console.done(result, next=[command_line("train-draft", *words)])
 
 
 def _see_device(device: str, gpu: str | None, gpus: int) -> None:
@@ -409,7 +413,7 @@ def rehearsal_process() -> None:
 # -- scaling ------------------------------------------------------------------------------------
 
 
-def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
+def plan_scaling(console: Console, recipe: Recipe, out: Path, run: PlanFlags) -> None:
     """Run the grid of a recipe in `out`, print the law, and write scaling.json and scaling.png."""
     from specctl.train.planning.scaling import (
         fit,
@@ -450,7 +454,9 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
     (out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
     picture = save_picture(points, law, out / "scaling.png")
     answer = {**found, "out": str(out), "picture": None if picture is None else str(picture)}
-    console.done(answer, next=[f"specctl distill --target {recipe.target.name}"])
+    target = TargetChoice.of_recipe(recipe.target).training_words()
+    data = [word for name in run.data or () for word in ("--data", name)]
+    console.done(answer, next=[command_line("distill", *target, *data)])
 
 
 def prices(found: dict[str, Any]) -> list[str]:

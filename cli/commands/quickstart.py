@@ -16,6 +16,7 @@ import typer
 
 from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, noted
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.quickstart_story import (
@@ -130,12 +131,23 @@ def quickstart(
     result["peak_bytes"] = peak_memory()
     result |= {"tau_trained": run, **report}
     (out / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
+    inflated = [] if size == "none" else ["--inflate", size]
+    trained = TargetChoice.of_recipe(loaded.target).training_words()
     console.done(
         result,
         next=[
-            f'specctl generate {package} "def main("   (accepted guesses are green at a terminal)',
-            f"specctl bench {package} {package}+prompt-lookup --inflate 300m   (with copying, too)",
-            f"specctl train-draft --target {target} --recipe eagle3   (an EAGLE-3 head instead)",
+            noted(
+                command_line("generate", package, "def main("),
+                "accepted guesses are green at a terminal",
+            ),
+            noted(
+                command_line("bench", package, f"{package}+prompt-lookup", *inflated),
+                "copying, too",
+            ),
+            noted(
+                command_line("train-draft", *trained, "--recipe", "eagle3"),
+                "an EAGLE-3 head instead",
+            ),
         ],
     )
 

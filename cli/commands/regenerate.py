@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import go_offline, not_in_step
@@ -131,9 +133,16 @@ def regenerate(
         "documents": lines,
         "tokens": num_tokens,
     }
-    name = recipe.target.name
-    words = f"specctl train-draft --target {name} --data {path} --set data.regenerate=false"
-    console.done(result, next=[words])
+    console.done(result, next=[command_line("train-draft", *_training_words(run, recipe, path))])
+
+
+def _training_words(run: RecipeFlags, recipe: Recipe, answers: Path) -> list[str]:
+    """The flags of a run that learns these answers; those that said how they are written have done
+    their work, and the folder holds them and no run."""
+    sets = [word for word in run.sets or () if not word.startswith("data.")]
+    kept = replace(run, sets=[*sets, "data.regenerate=false"])
+    words = kept.words(("target", "data", "endpoint", "out", "init"))
+    return ["--target", recipe.target.name, "--data", str(answers), *words]
 
 
 def _target(recipe: Recipe) -> Target:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Compile, panel
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.positional import Word
@@ -266,10 +267,9 @@ def serve(
     code = asyncio.run(Listener(app, service, socket, limits.drain).run(ready))
     if recorder is not None:
         recorder.close()
-    drafter = f" {draft.draft}" if draft.draft != NO_DRAFTER else ""
-    nexts = [f"specctl bench --target {target.name}{drafter}"]
-    if record is not None:
-        nexts.insert(0, f"specctl distill --target {target.name} --data {record}")
+    nexts = [command_line("bench", *target.words(), *draft.positional(), *draft.words())]
+    if record is not None and record.is_file() and record.stat().st_size:
+        nexts.insert(0, command_line("distill", *target.training_words(), "--data", record))
     result = {"url": url, "model": called, "was_cut": code != 0, **_totals(service)}
     console.done(result, next=nexts, ok=code == 0)
     raise typer.Exit(code)
