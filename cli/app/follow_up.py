@@ -43,7 +43,8 @@ def given_flags(group: Any, default: Any, but: Collection[str] = ()) -> list[str
 
 def _flag(name: str, option: Any) -> str:
     """The long name of an option; of a pair of switches both: --adaptive/--no-adaptive."""
-    named = [word for word in option.param_decls or () if word.startswith("--")]
+    declared = (option.default, *(option.param_decls or ()))  # the first name stands as a default
+    named = [word for word in declared if isinstance(word, str) and word.startswith("--")]
     return str(named[0]) if named else "--" + name.rstrip("_").replace("_", "-")
 
 
