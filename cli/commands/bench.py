@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,8 +35,9 @@ from specctl.cli.options.measuring import (
 )
 from specctl.cli.options.names import complete_draft
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
-from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, loading
 from specctl.core.errors import GateError, RecipeError
+from specctl.core.printable import counted
 
 if TYPE_CHECKING:
     from specctl.runtime.measure.bench import BenchReport, BenchRow
@@ -166,11 +169,15 @@ def bench(
     from specctl.api.bench import DEFAULT_DRAFTS
     from specctl.api.bench import bench as bench_
 
+    console.remains = partial(_remaining, time.time())
+    console.say(loading(target))
+    began = time.perf_counter()
     model = target.load(console, compiled)
     samplings = _samplings(console, model, generation_config, temperature)
     drafts = [drafting.of(n).load(model) for n in dict.fromkeys(draft or DEFAULT_DRAFTS)]
     for loaded in drafts:
         loaded.announce(console)
+    loading_seconds = time.perf_counter() - began
     report = bench_(
         model,
         drafts,
@@ -186,6 +193,7 @@ def bench(
         progress=console,
         **drafting.given(),
     )
+    report = report.after("loading", loading_seconds)
     console.show(report.table())
     result = {**report.to_json(), "target": target_json(model), "batch": batch}
     console.result = result
@@ -197,6 +205,16 @@ def bench(
         console.say(f"picture: {plot}")
     check_gates(report.rows, gates)
     console.done(result, next=[_next(report.rows, [d.name for d in drafts], target, drafting)])
+
+
+def _remaining(since: float) -> str | None:
+    """What a benchmark that was stopped leaves: its table is written at its end."""
+    from specctl.api.cost_cache import count_since
+
+    if not (count := count_since(since)):
+        return None
+    told = f"kept: {counted(count, 'table')} of what a round costs here"
+    return f"{told}; of this benchmark nothing was saved"
 
 
 def _draw(report: BenchReport, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
@@ -40,7 +41,9 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     from specctl.runtime.target.target import load_part
     from specctl.train.assemble import family_options
     from specctl.train.datastore import fill
+    from specctl.train.runs.kept import kept_in
 
+    console.kept = partial(kept_in, out)
     part = recipe.target
     target = load_part(part, offline=offline, tensor_parallel=False)
     if recipe.drafter.init is not None:

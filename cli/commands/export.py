@@ -174,6 +174,7 @@ def export(
     for note in result.notes:
         console.warn(note)
     told: dict[str, Any] = result.to_json()
+    console.remains = lambda: f"the export is written, whole, in {out}; what follows it is not done"
     if prove:
         told["proof"] = _proved(console, folder, out, engine, engine_python, model.name)
     if push is not None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -159,6 +160,7 @@ def show_plans(
     from specctl.train.runs.stages import plans
 
     trainable_family(recipe)
+    console.say("planning: a step is traced for its memory, then its time is found")
     if is_rehearsed:
         made = [(recipe, _rehearsed(console, recipe))]
     else:
@@ -337,9 +339,11 @@ def calibration(console: Console, processes: int = 1) -> Calibrate:
     start = process_seconds()
 
     def measured(recipe: Recipe, shape: TargetShape) -> Pace | None:
-        console.say("calibrating: a few steps and rounds of the run, some seconds")
+        console.say(
+            f"calibrating {recipe.name} here: a few steps and rounds of the run, up to a minute"
+        )
         try:
-            return calibrate(recipe, shape, processes, start)
+            return calibrate(recipe, shape, processes, start, reporter=console)
         except SpecctlError as error:
             console.warn(f"not calibrated: {error.what}")
             return None
@@ -423,7 +427,9 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path, run: PlanFlags) ->
         run_grid,
         save_picture,
     )
+    from specctl.train.runs.kept import kept_in
 
+    console.kept = partial(kept_in, out)
     cells = grid(recipe, out)
     target = TargetChoice.of_recipe(recipe.target).load(console)
     points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])

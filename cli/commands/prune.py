@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -94,6 +95,7 @@ def prune(
     """
     from specctl.api.prune import Cut, PruneJob, cut_table
     from specctl.api.prune import prune as prune_
+    from specctl.train.runs.kept import kept_in
 
     recipe, wanted = run.load(), Cut(**asdict(cut))
     wanted.check(recipe)
@@ -105,6 +107,8 @@ def prune(
     if not search.search:  # which keeps a folder of its own kind
         check_out(out)
     check_run(recipe, out)
+    if not dry_run:
+        console.kept = partial(kept_in, out)
     if search.search:
         if dry_run:
             raise _search_unplanned()

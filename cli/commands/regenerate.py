@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,8 +118,10 @@ def regenerate(
         go_offline()
     from specctl.train.data.answers_file import write_answers
     from specctl.train.data.prepare import write_answers_alone
+    from specctl.train.runs.kept import kept_in
     from specctl.train.saving.lock import locked
 
+    console.kept = partial(kept_in, out)
     with locked(out, console):
         target = _target(recipe)
         found = write_answers_alone(recipe, target, out, console)

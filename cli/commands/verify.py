@@ -15,7 +15,7 @@ from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.flags import Allow, TranslateFlag
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.names import check_drafter
-from specctl.cli.options.target_choice import OWN, TargetChoice, go_offline
+from specctl.cli.options.target_choice import OWN, TargetChoice, go_offline, loading
 from specctl.core.errors import GateError
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def verify(
     if level == LEVELS[0]:
         _finish(console, VerifyResult(draft, level, tuple(stored)), {}, out, again)
         return
-    model = target.or_own(draft).load(console, None)
+    found = target.or_own(draft)
+    console.say(loading(found))
+    model = found.load(console, None)
     loaded = settings.load(model)
     loaded.announce(console)
     stored.append(check_fit(model))

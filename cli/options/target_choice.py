@@ -150,11 +150,11 @@ class TargetChoice:
             console.detail(f"with adapter {word}")
         if self.revision is not None and resolved.path is not None:
             console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
-        from specctl.models.native.library import is_to_be_built, library
+        from specctl.models.native.library import BUILDING, is_to_be_built, library
 
         is_new = is_to_be_built()
         if is_new:
-            console.say("compiling the decoding step for this processor, once: a few seconds")
+            console.say(BUILDING)
         target = load_target(
             self.name,
             revision=self.revision,
@@ -182,6 +182,12 @@ class TargetChoice:
 
 
 OWN_TARGET = TargetChoice(name=OWN)
+
+
+def loading(target: TargetChoice) -> str:
+    """What is said by commands that take long, before the target is read."""
+    size = "" if target.inflate is None else f", and growing it to {target.inflate}"
+    return f"loading target {target.name}{size}"
 
 
 def not_in_step(where: str) -> SpecctlError:

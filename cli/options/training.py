@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.target_choice import TargetChoice, go_offline
 from specctl.core.errors import SpecctlError
 from specctl.recipes.stages import runs_of
+from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
     from specctl.api.train import TrainResult
@@ -43,6 +45,8 @@ def run_training(
     and returns it for --json."""
     recipe = flags.load()
     out = flags.folder(recipe)
+    if not flags.dry_run:
+        console.kept = partial(kept_in, out)
     use_device(flags.device, flags.gpus)
     if flags.offline:
         go_offline()
