@@ -460,9 +460,9 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path, run: PlanFlags) ->
     (out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
     picture = save_picture(points, law, out / "scaling.png")
     answer = {**found, "out": str(out), "picture": None if picture is None else str(picture)}
-    target = TargetChoice.of_recipe(recipe.target).training_words()
+    words = TargetChoice.of_recipe(recipe.target).training_words()
     data = [word for name in run.data or () for word in ("--data", name)]
-    console.done(answer, next=[command_line("distill", *target, *data)])
+    console.done(answer, next=[command_line("distill", *words, *data)])
 
 
 def prices(found: dict[str, Any]) -> list[str]:
