@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import FileError, SpecctlError
 from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.targets import resolve
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import TargetRecord
@@ -111,15 +112,39 @@ def target_or_own(target: TargetLike | None, *drafters: object, dtype: str = "au
 
 
 def own_target(*drafters: object) -> TargetRecord | None:
-    """What the first of these drafters that is a package was made for; no torch."""
-    from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
+    """What the first of these drafters that is a package was made for; no torch. FileError where
+    that target is not on this machine under the name that the package gives it."""
+    from specctl.export.package.manifest import read_manifest
+
+    package = _package(drafters)
+    if package is None:
+        return None
+    record = read_manifest(package).target
+    try:
+        resolve(record.name)
+    except SpecctlError as error:
+        raise _not_here(record, package) from error
+    return record
+
+
+def _package(drafters: Sequence[object]) -> Path | None:
+    from specctl.export.package.manifest import MANIFEST, package_in
 
     named = (one for one in drafters if isinstance(one, (str, Path)))
     folders = (
         package_in(Path(part).expanduser()) for one in named for part in drafter_names(str(one))
     )
-    package = next((f for f in folders if (f / MANIFEST).is_file()), None)
-    return None if package is None else read_manifest(package).target
+    return next((f for f in folders if (f / MANIFEST).is_file()), None)
+
+
+def _not_here(record: TargetRecord, package: Path) -> FileError:
+    return FileError(
+        "the target that the package was made for is not found from here",
+        where=f"{package}: target.name",
+        found=ascii(record.name),
+        expected=f"a folder or a name of this machine, with fingerprint {record.fingerprint[:12]}",
+        do="name it: --target FOLDER (in Python: target=)",
+    )
 
 
 def inflated_note(target: Target) -> str:

@@ -21,6 +21,7 @@ from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
 from specctl.core.installed import distribution_name, foreign_distributions, pip_install
 from specctl.core.printable import counted
+from specctl.models.native.library import BUILDING, is_to_be_built
 
 GREEN, YELLOW, RED = "ok", "note", "fix"
 NEEDED = ("transformers", "accelerate", "tokenizers", "safetensors", "numpy", "pydantic", "pyyaml")
@@ -58,9 +59,7 @@ def doctor(
 
       specctl doctor --json
     """
-    checks = [*_python(), *_packages(), *_namesakes(), *_machine(), *_folders(), *_hub()]
-    if not quick:
-        checks += _device()
+    checks = _checked(console, quick)
     worst = max((check.state for check in checks), key=(GREEN, YELLOW, RED).index)
     rows = [(c.name, c.state, c.found, c.do) for c in checks]
     console.table(("check", "state", "found", "do"), rows)
@@ -72,6 +71,19 @@ def doctor(
     console.done(result, next=to_fix or ["specctl quickstart"], ok=worst != RED)
     if worst == RED:
         raise typer.Exit(int(Exit.RESOURCES))
+
+
+def _checked(console: Console, quick: bool) -> list[Finding]:
+    """Every finding; what takes seconds is said before."""
+    console.say("checking Python, libraries and this machine")
+    checks = [*_python(), *_packages(), *_namesakes()]
+    if is_to_be_built():
+        console.say(BUILDING)
+    checks += [*_machine(), *_folders(), *_hub()]
+    if not quick:
+        console.say("loading torch to see the device (--quick leaves that out)")
+        checks += _device()
+    return checks
 
 
 def _python() -> Iterator[Finding]:

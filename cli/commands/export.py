@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Allow, panel
 from specctl.cli.options.names import ENGINES, check_package, complete_format
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
@@ -149,7 +151,8 @@ def export(
     if out is None:
         assert push is not None
         console.done(
-            {"push": pushed(console, folder, push, public, yes)}, next=[f"specctl show {folder}"]
+            {"push": pushed(console, folder, push, public, yes)},
+            next=[command_line("show", folder)],
         )
         return
     to = to or "hf"
@@ -171,11 +174,12 @@ def export(
     for note in result.notes:
         console.warn(note)
     told: dict[str, Any] = result.to_json()
+    console.remains = lambda: f"the export is written, whole, in {out}; what follows it is not done"
     if prove:
         told["proof"] = _proved(console, folder, out, engine, engine_python, model.name)
     if push is not None:
         told["push"] = pushed(console, out, push, public, yes)
-    console.done(told, next=[f"specctl show {out}", *result.serve])
+    console.done(told, next=[command_line("show", out), *result.serve])
 
 
 def _check_format(to: str) -> None:
@@ -206,7 +210,7 @@ def _write_target(console: Console, out: Path | None, to: str | None, choice: Ta
         console.warn(note)
     console.out(f"{out}: {FILE}")
     told = {"out": str(out), "format": "gguf", "files": [FILE]}
-    console.done(told, next=[f"llama-server -m {out / FILE}"])
+    console.done(told, next=[shlex.join(["llama-server", "-m", str(out / FILE)])])
 
 
 def _proved(

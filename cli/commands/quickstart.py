@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ import typer
 
 from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, noted
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.quickstart_story import (
@@ -25,8 +25,8 @@ from specctl.cli.commands.quickstart_story import (
     in_plain_words,
 )
 from specctl.cli.options.flags import Sets
-from specctl.core.errors import Exit, SpecctlError
 from specctl.core.printable import counted
+from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -79,6 +79,7 @@ def quickstart(
     loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
     check_out(out)
     check_run(loaded, out)
+    console.kept = partial(kept_in, out)
     from specctl.cli.options.target_choice import TargetChoice
     from specctl.runtime.target.inflate import inflatable, size_named
 
@@ -103,55 +104,51 @@ def quickstart(
         "first, and the drafter learns from its answers."
     )
     run = _train(console, loaded, out)
-    with continued(out):
-        console.heading("3/5 Trim the drafter's vocabulary")
-        console.say(
-            "A drafter that scores fewer tokens is faster, and guesses a little less. The trimmed "
-            "one is used only if it is faster in the end."
-        )
-        package = _faster(console, model, out, _trim(console, model, out))
-        console.heading("4/5 Prove that the output stays the same")
-        console.say(
-            "The target checks every guess, so drafting must not change the text. This is tested "
-            "with the drafter just trained."
-        )
-        _prove(console, model, package)
-        console.heading("5/5 Measure the speed")
-        console.say(
-            "The same held-out prompts are decoded plainly and with the drafter. Plain decoding "
-            "makes one token per forward pass of the target."
-        )
-        report = compare(
-            console, model, package, None if size == "none" else size, out / "quickstart.png"
-        )
+    console.heading("3/5 Trim the drafter's vocabulary")
+    console.say(
+        "A drafter that scores fewer tokens is faster, and guesses a little less. The trimmed "
+        "one is used only if it is faster in the end."
+    )
+    package = _faster(console, model, out, _trim(console, model, out))
+    console.heading("4/5 Prove that the output stays the same")
+    console.say(
+        "The target checks every guess, so drafting must not change the text. This is tested "
+        "with the drafter just trained."
+    )
+    _prove(console, model, package)
+    console.heading("5/5 Measure the speed")
+    console.say(
+        "The same held-out prompts are decoded plainly and with the drafter. Plain decoding "
+        "makes one token per forward pass of the target."
+    )
+    report = compare(
+        console, model, package, None if size == "none" else size, out / "quickstart.png"
+    )
     seconds = time.monotonic() - started
     console.say(f"\nDone in {duration(seconds)}, {peak_text()}. Everything is in {out}.")
     result = {"out": str(out), "package": str(package), "seconds": round(seconds, 1)}
     result["peak_bytes"] = peak_memory()
     result |= {"tau_trained": run, **report}
     (out / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
+    inflated = [] if size == "none" else ["--inflate", size]
+    trained = TargetChoice.of_recipe(loaded.target).training_words()
     console.done(
         result,
         next=[
-            f'specctl generate {package} "def main("   (accepted guesses are green at a terminal)',
-            f"specctl bench {package} {package}+prompt-lookup --inflate 300m   (with copying, too)",
-            f"specctl train-draft --target {target} --recipe eagle3   (an EAGLE-3 head instead)",
+            noted(
+                command_line("generate", package, "def main("),
+                "accepted guesses are green at a terminal",
+            ),
+            noted(
+                command_line("bench", package, f"{package}+prompt-lookup", *inflated),
+                "copying, too",
+            ),
+            noted(
+                command_line("train-draft", *trained, "--recipe", "eagle3"),
+                "an EAGLE-3 head instead",
+            ),
         ],
     )
-
-
-@contextmanager
-def continued(out: Path) -> Iterator[None]:
-    """Ctrl-C in here loses no training: the same command goes on from it."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise SpecctlError(
-            "stopped on request, the trained drafter is kept",
-            where=str(out),
-            do=shlex.join(["specctl", *sys.argv[1:]]),
-            exit=Exit.INTERRUPTED,
-        ) from error
 
 
 def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> Recipe:

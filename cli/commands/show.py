@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import FileError, IntegrityError, did_you_mean, no_folder
 
@@ -122,7 +124,7 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
     }
     usual = [name for name in recipes if name.endswith("eagle3")]
     recipe = (usual or recipes or ["eagle3"])[0]
-    return result, [f"specctl plan --target {found.name} --recipe {recipe}"]
+    return result, [command_line("plan", "--target", found.name, "--recipe", recipe)]
 
 
 def _ends(path: Path) -> EndsOfText:
@@ -181,13 +183,10 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("acceptance", _acceptance_text(accepted)),
         ("recipe", manifest.recipe_digest[:16]),
         ("digest", manifest.digest),
-        ("made by", " ".join(manifest.command)),
+        ("made by", shlex.join(manifest.command)),
     ]
     console.table(("field", "value"), rows)
-    following = [
-        f"specctl verify {path} --target {manifest.target.name}",
-        f'specctl generate --target {manifest.target.name} --draft {path} --compare "..."',
-    ]
+    following = [command_line("verify", path), with_text("generate", "--draft", path, "--compare")]
     if not manifest.is_loadable:
         following = [filled(line, path, None) for line in manifest.served_by]
     result = {"kind": "package", "path": str(path), "manifest": manifest.to_json()}
@@ -265,7 +264,7 @@ def _run(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("package", str(package) if package.is_dir() else "not written yet"),
     ]
     command = run.get("command")
-    text = " ".join(map(str, command)) if isinstance(command, list) else command
+    text = shlex.join(map(str, command)) if isinstance(command, list) else command
     if text:
         rows.append(("command", text))
     console.table(("field", "value"), rows)
@@ -277,8 +276,10 @@ def _run(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         "checkpoints": steps,
         "package": str(package) if package.is_dir() else None,
     }
-    following = [f"specctl show {package}"] if package.is_dir() else [text] if text else []
-    return result, following
+    is_there = package.is_dir()
+    return result, [
+        command_line("show", package) if is_there else command_line("runs", "resume", path)
+    ]
 
 
 def last_metrics(path: Path) -> dict[str, Any]:
@@ -326,7 +327,7 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     console.table(("field", "value"), rows)
     result = {"kind": "model", "path": str(path), "config": config, "weight_bytes": size}
     result["ends"] = ends.to_json()
-    return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+    return result, [_trying(path)]
 
 
 def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -345,7 +346,11 @@ def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     ]
     console.table(("field", "value"), rows)
     result = {"kind": "adapter", "path": str(path), "base": base, "weight_bytes": size}
-    return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+    return result, [_trying(path)]
+
+
+def _trying(target: Path) -> str:
+    return with_text("generate", "--target", target, "--draft", "prompt-lookup", "--compare")
 
 
 def _nested(tree: dict[str, Any], section: str, key: str) -> Any:

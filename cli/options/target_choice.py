@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import given_flags
 from specctl.cli.options.flags import Offline, target_option
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import SpecctlError
@@ -86,6 +88,28 @@ class TargetChoice:
             self, name=record.name, revision=record.revision, inflate=inflate, adapter=adapter
         )
 
+    def words(self, like: TargetChoice | None = None, but: Collection[str] = ()) -> list[str]:
+        """The flags that name this target to the next command; none for what nobody named. What is
+        as in `like` (else the defaults) is left out, and so are the fields `but`."""
+        name = [] if self.name == OWN else ["--target", self.name]
+        return [*name, *given_flags(self, like or TargetChoice(), ("name", *but))]
+
+    def measured_words(self) -> list[str]:
+        """The same for a command that runs in one process: what was spread over several is spread
+        over the devices of one."""
+        if not self.tensor_parallel:
+            return self.words()
+        return replace(self, tensor_parallel=False, device_map="auto").words()
+
+    def training_words(self) -> list[str]:
+        """The flags that name it to a command that trains."""
+        words = self.words(but=("revision", "dtype", "inflate", "tensor_parallel"))
+        for field in ("revision", "dtype", "inflate"):
+            value = getattr(self, field)
+            if value not in (None, "auto"):
+                words += ["--set", f"target.{field}={value}"]
+        return words
+
     @classmethod
     def of_recipe(cls, part: TargetPart) -> TargetChoice:
         """The target that a recipe names."""
@@ -126,11 +150,11 @@ class TargetChoice:
             console.detail(f"with adapter {word}")
         if self.revision is not None and resolved.path is not None:
             console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
-        from specctl.models.native.library import is_to_be_built, library
+        from specctl.models.native.library import BUILDING, is_to_be_built, library
 
         is_new = is_to_be_built()
         if is_new:
-            console.say("compiling the decoding step for this processor, once: a few seconds")
+            console.say(BUILDING)
         target = load_target(
             self.name,
             revision=self.revision,
@@ -158,6 +182,12 @@ class TargetChoice:
 
 
 OWN_TARGET = TargetChoice(name=OWN)
+
+
+def loading(target: TargetChoice) -> str:
+    """What is said by commands that take long, before the target is read."""
+    size = "" if target.inflate is None else f", and growing it to {target.inflate}"
+    return f"loading target {target.name}{size}"
 
 
 def not_in_step(where: str) -> SpecctlError:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,11 @@ class BenchReport(Tabled):
     num_prompts: int
     new_tokens: int
     repeats: int
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of wall time, by part
+
+    def after(self, part: str, seconds: float) -> BenchReport:
+        """This report with what was done before it, in that time."""
+        return replace(self, seconds={part: seconds, **self.seconds})
 
     def table(self) -> Table:
         """A row for every contender and setting."""
@@ -122,6 +127,9 @@ class BenchReport(Tabled):
         ]
         if self.threads_used < self.threads:
             notes.append(busy_note(self.threads_used, self.threads))
+        if self.seconds:
+            parts = ", ".join(f"{name} {spent:.0f}" for name, spent in self.seconds.items())
+            notes.append(f"{sum(self.seconds.values()):.0f} seconds in all: {parts}")
         if self.inflated is not None:
             notes.append(inflated_note(self.target, self.inflated))
         return Table(columns, rows, notes)
@@ -137,6 +145,7 @@ class BenchReport(Tabled):
             "num_prompts": self.num_prompts,
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,
+            "seconds": {name: round(spent, 1) for name, spent in self.seconds.items()},
             "rows": [row.to_json() for row in self.rows],
         }
 
@@ -231,10 +240,14 @@ def bench(
     reporter = reporter if reporter is not None else SilentReporter()
     rows: list[BenchRow] = []
     total = len(samplings) * repeats * len(contenders)
+    warming_seconds, began = 0.0, time.perf_counter()
     with reporter.task("bench", total, "runs") as advance:
         for sampling in samplings:
+            started = time.perf_counter()
             for contender in contenders:
+                advance(0, f"{contender.name}, warming up")
                 contender.run(warming, sampling)
+            warming_seconds += time.perf_counter() - started
             runs: dict[str, list[Timed]] = {c.name: [] for c in contenders}
             for _ in range(repeats):
                 for contender in contenders:
@@ -253,6 +266,7 @@ def bench(
         len(prompts),
         samplings[0].max_new_tokens,
         repeats,
+        {"warm-up": warming_seconds, "runs": time.perf_counter() - began - warming_seconds},
     )
 
 
