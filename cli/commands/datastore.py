@@ -8,7 +8,8 @@ from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import go_offline, not_in_step
+from specctl.cli.options.target_choice import not_in_step
+from specctl.core.hub_access import go_offline
 
 REST = RecipeFlags(recipe="rest")
 

@@ -167,7 +167,7 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     vocab, accepted = manifest.vocabulary, manifest.acceptance
     mark, dtype = manifest.verification, manifest.target.dtype
     size = sum(record.bytes for record in manifest.files.values())
-    _warn_of_damage(console, path, manifest)
+    damaged = _warn_of_damage(console, path, manifest)
     rows: list[tuple[str, object]] = [
         ("kind", f"package ({manifest.format}, format {manifest.format_version})"),
         ("family", manifest.family),
@@ -190,20 +190,25 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     ]
     if not manifest.is_loadable:
         following = [filled(line, path, None) for line in manifest.served_by]
+    if damaged:
+        following = [f"specctl verify {path} --level files"]
     result = {"kind": "package", "path": str(path), "manifest": manifest.to_json()}
     return {**result, "proof": record}, following
 
 
-def _warn_of_damage(console: Console, path: Path, manifest: Manifest) -> None:
-    """What the folder shows at a glance: files that are gone or have another size."""
+def _warn_of_damage(console: Console, path: Path, manifest: Manifest) -> bool:
+    """Whether the folder shows damage at a glance: files that are gone or have another size."""
+    damaged = False
     for name, record in manifest.files.items():
         file = path / name
         found = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
         if found != f"{record.bytes:,} bytes":
+            damaged = True
             console.warn(
                 f"{name} is not as it was written ({found}, {record.bytes:,} bytes in the "
-                f"manifest): specctl verify {path} --level files"
+                "manifest): it cannot be used; get the package again, or make it again from its run"
             )
+    return damaged
 
 
 def _target_text(target: Any) -> str:
@@ -326,7 +331,23 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     console.table(("field", "value"), rows)
     result = {"kind": "model", "path": str(path), "config": config, "weight_bytes": size}
     result["ends"] = ends.to_json()
-    return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+    following = [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+    return result, [] if _warn_of_weights(console, path, weights) else following
+
+
+def _warn_of_weights(console: Console, path: Path, weights: Sequence[Path]) -> bool:
+    """Whether a model's folder lacks weights, or holds files of them that were cut short."""
+    from specctl.export.package.files import read_header
+
+    faults = [] if weights else ["no safetensors weights in it: download the folder again"]
+    for file in weights:
+        try:
+            read_header(file)
+        except IntegrityError as error:
+            faults.append(f"{file.name}: {error.what} ({error.found}); {error.do}")
+    for fault in faults:
+        console.warn(f"{path} cannot be loaded: {fault}")
+    return bool(faults)
 
 
 def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.options.flags import Offline, target_option
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import SpecctlError
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import TargetPart
@@ -169,9 +169,3 @@ def not_in_step(where: str) -> SpecctlError:
         expected="specctl generate --tp, or training with target.tensor_parallel",
         do="--device-map auto, or let vLLM or SGLang serve the target",
     )
-
-
-def go_offline() -> None:
-    """Never ask the hub, in this process and those it starts: neither for models nor for data.
-    To be called before transformers or datasets is imported."""
-    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"

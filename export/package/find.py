@@ -21,6 +21,7 @@ from specctl.core.errors import (
     SpecctlError,
     did_you_mean,
 )
+from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.model_folder import is_adapter_alone, something_else
 from specctl.drafters import families
 from specctl.drafters.nets.options import read_options
@@ -205,7 +206,8 @@ def _alias(name: str) -> tuple[str, str | None]:
 
 def unknown(name: str) -> FileError:
     """The error for a word that means nothing, with what it may have meant."""
-    known = [*families(), *(str(p.parent) for p in sorted(Path("runs").glob("*/package/")))]
+    made = sorted(Path("runs").glob(f"*/package/{MANIFEST}"))
+    known = [*families(), *(str(file.parents[1]) for file in made)]
     known += [p.name for p in sorted(Path().iterdir()) if (p / MANIFEST).exists()]
     return FileError(
         f"unknown drafter {ascii(name)[:80]}",
@@ -231,6 +233,13 @@ def _hub(repo: str, revision: str | None) -> Found:
         path = snapshot_download(repo, revision=revision, allow_patterns=_WANTED)
     except (*problems, HFValidationError) as error:
         found = (str(error).splitlines() or [type(error).__name__])[0]
+        if forbidden := forbidden_by():
+            raise NetworkError(
+                f"no folder {repo} here, and the hub may not be asked",
+                found=f"{repo}, with {' and '.join(forbidden)}",
+                expected="an existing folder, a repository in the cache, or leave to ask the hub",
+                do=f"check the path, or {way_online(forbidden)} and give the same again",
+            ) from error
         raise NetworkError(
             f"no folder {repo} here, and the hub did not give a repository of that name",
             found=found.removeprefix("Got: ")[:200],

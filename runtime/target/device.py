@@ -19,6 +19,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+SHOWN = ("auto", "float32", "bfloat16", "float16", "int8", "int4")  # what help names
 FEW_BITS = {"int8": 8, "int4": 4}  # of a weight, on a CPU; all else is of the "auto" dtype
 NVIDIA = "0x10de"  # the vendor's number on the PCI bus
 LARGE = 200_000_000  # parameters from which bfloat16 is the default on a CPU that has it
@@ -37,8 +38,8 @@ def choose_dtype(
             raise SpecctlError(
                 f"unknown dtype {name!r}",
                 found=repr(name),
-                expected="auto, float32, bfloat16, float16, int8 or int4",
-                do=f"--dtype {nearest(name, [*DTYPES, *FEW_BITS], 1)}",
+                expected=f"{', '.join(SHOWN[:-1])} or {SHOWN[-1]}",
+                do=f"--dtype {nearest(str(name), SHOWN, 1)}",
             )
         return DTYPES[name]
     if device.type == "cpu":
