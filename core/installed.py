@@ -78,7 +78,7 @@ def way_to_newer(version: str = "") -> str:
         return f"install {which} from where this one came from (a checkout or a wheel)"
     if place.startswith("git+"):
         return f"install {which}: pip install --upgrade '{distribution_name()} @ {place}'"
-    return f"install {which}: update {place}, then pip install {shlex.quote(place)}"
+    return f"install {which}: update the checkout {place}, then pip install {shlex.quote(place)}"
 
 
 def _source() -> str | None:

@@ -68,12 +68,11 @@ def is_adapter_alone(folder: Path) -> bool:
 
 
 def near_folder(path: Path) -> str:
-    """Where a folder was meant that is not there: the one beside it that is most alike by name, or
-    how far the path exists."""
+    """What may have been meant by a folder that is not there: the one beside it that is most alike
+    by name, if one is."""
     parent = path.parent
     if not parent.is_dir():
-        there = next(place for place in parent.parents if place.is_dir())
-        return f"check the path: there is no {parent}, though there is {there}"
+        return f"check the path: {parent} does not exist"
     try:
         names = [each.name for each in parent.iterdir() if each.is_dir() and not _hidden(each)]
     except OSError:

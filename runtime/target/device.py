@@ -39,12 +39,19 @@ def choose_dtype(
                 f"unknown dtype {name!r}",
                 found=repr(name),
                 expected=f"{', '.join(SHOWN[:-1])} or {SHOWN[-1]}",
-                do=f"--dtype {nearest(str(name), SHOWN, 1)}",
+                do=f"--dtype {_near_dtype(str(name))}",
             )
         return DTYPES[name]
     if device.type == "cpu":
         return torch.bfloat16 if num_parameters >= LARGE and has_fast_bf16() else torch.float32
     return stored or torch.bfloat16
+
+
+def _near_dtype(name: str) -> str:
+    """The one of SHOWN that is nearest to a mistyped name, or to its short form."""
+    short = {n: full for n, d in DTYPES.items() if (full := str(d).split(".")[1]) in SHOWN}
+    known = {**short, **{n: n for n in SHOWN}}
+    return known[nearest(name, known, 1)]
 
 
 def slow_dtype(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -135,9 +135,7 @@ def test_a_folder_that_is_not_there_is_compared_by_its_name_alone(
         assert not any(name in do(far) for name in ("checkpoints", "notes", "my-model"))
         assert "no folder of a name like no-such-folder" in do(far)
     assert "did you mean my-model" in do("./my-modle")
-    assert f"there is no {tmp_path}/no/such, though there is {tmp_path}" in do(
-        f"{tmp_path}/no/such/folder"
-    )
+    assert f"{tmp_path}/no/such does not exist" in do(f"{tmp_path}/no/such/folder")
 
 
 # -- the hub -------------------------------------------------------------------------------------
