@@ -23,7 +23,7 @@ def recipe_of(recipe: RecipeLike, target: TargetLike, settings: Mapping[str, Any
     """The recipe for that target with these settings, checked."""
     if isinstance(recipe, Mapping):
         recipe = recipe_in_memory(recipe, "recipe")
-    base = recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))
+    base = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     fields = _target_fields(target)
     for name, value in settings.items():
         fields |= _fields(base, name, value)

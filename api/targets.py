@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
 from specctl.core.errors import SpecctlError
-from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.built_in import as_path_word
+from specctl.recipes.drafter_names import drafter_names, drafter_words
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import TargetRecord
@@ -114,10 +115,9 @@ def own_target(*drafters: object) -> TargetRecord | None:
     """What the first of these drafters that is a package was made for; no torch."""
     from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
 
-    named = (one for one in drafters if isinstance(one, (str, Path)))
-    folders = (
-        package_in(Path(part).expanduser()) for one in named for part in drafter_names(str(one))
-    )
+    named = (as_path_word(one) for one in drafters if isinstance(one, (str, Path)))
+    parts = (part for one in named for part in drafter_names(one) if part not in drafter_words())
+    folders = (package_in(Path(part).expanduser()) for part in parts)
     package = next((f for f in folders if (f / MANIFEST).is_file()), None)
     return None if package is None else read_manifest(package).target
 

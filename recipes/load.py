@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -39,7 +40,7 @@ class RecipeInfo:
 
 
 def load_recipe(
-    name_or_path: str,
+    name_or_path: str | Path,
     sets: Sequence[str] = (),
     target: str | None = None,
     flags: Mapping[str, Any] | None = None,

@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
 from specctl.core.errors import SpecctlError, one_of_two
 from specctl.core.printable import guarded_streams
+from specctl.recipes.built_in import HiddenName
 
 P = ParamSpec("P")
 _BOTH, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -76,10 +78,10 @@ def command(
         for option in own:
             _check_numbers(ctx, option, given[option.name])
         given |= {group.name: group.gather(given) for group in groups}
-        for warning in ctx.meta.get(REPEATED, ()):
-            console.warn(warning)
+        for repeated in ctx.meta.get(REPEATED, ()):
+            console.warn(repeated)
         try:
-            with guarded_streams():
+            with guarded_streams(), hidden_names_said(console):
                 body(console, **given)  # type: ignore[call-arg]
         except BrokenPipeError as error:
             raise ClosedPipe from error  # typer would turn it into exit code 1
@@ -92,6 +94,24 @@ def command(
     run.__doc__ = _indentation_kept(unwrap(body.__doc__ or ""))
     del run.__wrapped__
     return run
+
+
+@contextmanager
+def hidden_names_said(console: Console) -> Iterator[None]:
+    """Where a built-in name and a folder are called alike, the console warns of it; all other
+    warnings of Python go where they went."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+        warnings.simplefilter("always", HiddenName)
+
+        def show(message: Any, category: Any, *where: Any, **more: Any) -> None:
+            if issubclass(category, HiddenName):
+                console.warn(str(message))
+            else:
+                shown(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 class Command(TyperCommand):

@@ -145,8 +145,9 @@ def export(
     if package is None and not draft:
         _write_target(console, out, to, target)
         return
-    folder = Path(one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER"))
-    check_package(str(folder))
+    word = one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER")
+    check_package(word)
+    folder = Path(word)
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
     if out is None:
         assert push is not None

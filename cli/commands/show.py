@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def show(
     console: Console,
-    path: Annotated[
-        Path,
+    word: Annotated[
+        str,
         typer.Argument(
             metavar="PATH|TARGET",
             help="A package, a run folder, a model folder, or a target's name.",
@@ -40,7 +40,7 @@ def show(
       specctl show runs/quickstart --json
       specctl show tiny
     """
-    target = _target_named(path)
+    target, path = _target_named(word), Path(word)
     if target is not None:
         result, following = _target(console, target)
         console.done(result, next=following)
@@ -77,13 +77,15 @@ def show(
     console.done(result, next=following)
 
 
-def _target_named(path: Path) -> ResolvedTarget | None:
-    """The target of that name where no folder is called so."""
+def _target_named(word: str) -> ResolvedTarget | None:
+    """The target of that name; None where a folder is meant."""
+    from specctl.recipes.drafter_names import folder_named
     from specctl.recipes.targets import aliases, is_hub_id, resolve
 
-    name = str(path)
-    known = name in aliases() or is_hub_id(name)
-    return resolve(name) if known and not path.exists() else None
+    if word in aliases() or (is_hub_id(word) and not folder_named(word).exists()):
+        return resolve(word)
+    folder_named(word)
+    return None
 
 
 def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], list[str]]:
