@@ -195,7 +195,7 @@ def bench(
         _draw(report, plot)
         console.say(f"picture: {plot}")
     check_gates(report.rows, gates)
-    console.done(result, next=_next(report.rows, target.name))
+    console.done(result, next=_next(report, target.name))
 
 
 def _draw(report: BenchReport, path: Path) -> None:
@@ -209,9 +209,9 @@ def _draw(report: BenchReport, path: Path) -> None:
     series = {setting: [by.get(name) for name in names] for setting, by in speeds.items()}
     first = report.rows[0].setting
     positions = {
-        row.name: row.accepted_per_position
+        row.name: row.well_counted
         for row in report.rows
-        if row.setting == first and row.accepted_per_position
+        if row.setting == first and row.well_counted
     }
     about = f"{report.target} {report.dtype} on {report.device}"
     about += f", inflated to {report.inflated}" if report.inflated else ""
@@ -284,8 +284,19 @@ def check_gates(rows: Sequence[BenchRow], gates: Sequence[tuple[str, str, float]
             )
 
 
-def _next(rows: Sequence[BenchRow], target: str) -> list[str]:
-    best = max(rows, key=lambda row: row.speedup)
-    if best.name == "plain":
-        return [f"specctl train-draft --target {target} --recipe distill"]
-    return [f'specctl generate --target {target} --draft {best.name} "..."']
+def _next(report: BenchReport, target: str) -> list[str]:
+    """The winner where there is one; where that is doubtful, a measurement that says more."""
+    ours = [row for row in report.rows if not row.name.startswith("transformers ")]
+    drafted = [row for row in ours if row.name != report.rows[0].name]
+    winners = [row for row in drafted if row.is_winner]
+    if winners:
+        best = max(winners, key=lambda row: row.speedup)
+        return [f'specctl generate --target {target} --draft {best.name} "..."']
+    if any(row.doubts for row in drafted):
+        names = " ".join(dict.fromkeys(row.name for row in drafted))
+        prompts, tokens = max(12, 2 * report.num_prompts), max(64, report.new_tokens)
+        return [
+            f"specctl bench --target {target} {names} --num-prompts {prompts} --max-new-tokens "
+            f"{tokens} --repeats {report.repeats + 2}"
+        ]
+    return [f"specctl train-draft --target {target} --recipe distill"]
