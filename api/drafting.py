@@ -9,6 +9,7 @@ from typing import Any
 
 from specctl.api.cost_cache import describe, read_costs, write_costs
 from specctl.api.failures import raises_user_errors
+from specctl.api.families import check_stored
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, did_you_mean, one_of
@@ -171,6 +172,7 @@ def load_draft(
         how = None if translate == "none" else translate
         if how is not None:
             check_method(how)  # also where nothing needs to be translated
+        check_stored(target.dtype_name, drafter_names(name))
         loaded = load_drafter(drafter, target, allow=tuple(allow or ()), translate=how)
         source = _source(name)
     else:

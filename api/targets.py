@@ -66,6 +66,8 @@ def load_target(
         )
         for note in found.notes:
             warnings.warn(note, stacklevel=2)
+        if found.rounding is not None and found.rounding.is_doubtful:
+            warnings.warn(found.rounding.warning(found.dtype_name), stacklevel=2)
         return found
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
@@ -141,4 +143,5 @@ def target_json(target: Target) -> dict[str, Any]:
         "inflated": target.inflated,
         "adapters": [asdict(one) for one in target.adapters],
         "note": inflated_note(target) if target.inflated else None,
+        "rounding": None if target.rounding is None else asdict(target.rounding),
     }
