@@ -61,7 +61,7 @@ def check_stored(dtype: str, names: Iterable[str]) -> None:
                 where="--dtype",
                 found=f"--dtype {dtype} and {name}",
                 expected=f"the weights as stored, which {', '.join(readers)} alone needs",
-                do=f"--dtype auto, or another drafter beside --dtype {dtype}: --draft prompt-lookup",
+                do=f"--dtype auto, or another drafter beside {dtype}: --draft prompt-lookup",
             )
 
 

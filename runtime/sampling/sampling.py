@@ -140,7 +140,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_id(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _is_several(value: object) -> bool:
