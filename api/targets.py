@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
 from specctl.core.errors import FileError, SpecctlError
-from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.built_in import as_path_word
+from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.recipes.targets import resolve
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def load_target(
         )
         for note in found.notes:
             warnings.warn(note, stacklevel=2)
+        if found.rounding is not None and found.rounding.is_doubtful:
+            warnings.warn(found.rounding.warning(found.dtype_name), stacklevel=2)
         return found
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
@@ -130,10 +133,9 @@ def own_target(*drafters: object) -> TargetRecord | None:
 def _package(drafters: Sequence[object]) -> Path | None:
     from specctl.export.package.manifest import MANIFEST, package_in
 
-    named = (one for one in drafters if isinstance(one, (str, Path)))
-    folders = (
-        package_in(Path(part).expanduser()) for one in named for part in drafter_names(str(one))
-    )
+    named = (as_path_word(one) for one in drafters if isinstance(one, (str, Path)))
+    parts = (part for one in named for part in drafter_names(one) if part not in drafter_words())
+    folders = (package_in(Path(part).expanduser()) for part in parts)
     return next((f for f in folders if (f / MANIFEST).is_file()), None)
 
 
@@ -166,4 +168,5 @@ def target_json(target: Target) -> dict[str, Any]:
         "inflated": target.inflated,
         "adapters": [asdict(one) for one in target.adapters],
         "note": inflated_note(target) if target.inflated else None,
+        "rounding": None if target.rounding is None else asdict(target.rounding),
     }

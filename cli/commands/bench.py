@@ -204,7 +204,7 @@ def bench(
         _draw(report, plot)
         console.say(f"picture: {plot}")
     check_gates(report.rows, gates)
-    console.done(result, next=[_next(report.rows, [d.name for d in drafts], target, drafting)])
+    console.done(result, next=[_next(report, [d.name for d in drafts], target, drafting)])
 
 
 def _remaining(since: float) -> str | None:
@@ -228,9 +228,9 @@ def _draw(report: BenchReport, path: Path) -> None:
     series = {setting: [by.get(name) for name in names] for setting, by in speeds.items()}
     first = report.rows[0].setting
     positions = {
-        row.name: row.accepted_per_position
+        row.name: row.well_counted
         for row in report.rows
-        if row.setting == first and row.accepted_per_position
+        if row.setting == first and row.well_counted
     }
     about = f"{report.target} {report.dtype} on {report.device}"
     about += f", inflated to {report.inflated}" if report.inflated else ""
@@ -304,12 +304,19 @@ def check_gates(rows: Sequence[BenchRow], gates: Sequence[tuple[str, str, float]
 
 
 def _next(
-    rows: Sequence[BenchRow], drafts: Sequence[str], target: TargetChoice, drafting: DraftingFlags
+    report: BenchReport, drafts: Sequence[str], target: TargetChoice, drafting: DraftingFlags
 ) -> str:
-    """The fastest of our drafters where one is faster than plain decoding; else how to train one.
-    Other baselines, and a drafter that stands there twice, are no name of a drafter."""
-    faster = [row for row in rows if row.name in drafts and row.speedup > 1.0]
-    if not faster:
+    """The winner where there is one; where that is doubtful, a measurement that says more; else how
+    to train a drafter. Other baselines, and a drafter that stands there twice, are no name of a
+    drafter."""
+    drafted = [row for row in report.rows if row.name in drafts]
+    winners = [row for row in drafted if row.is_winner]
+    if winners:
+        best = max(winners, key=lambda row: row.speedup)
+        return with_text("generate", *target.words(), "--draft", best.name, *drafting.words())
+    if not any(row.doubts for row in drafted):
         return command_line("train-draft", *target.training_words(), "--recipe", "distill")
-    best = max(faster, key=lambda row: row.speedup)
-    return with_text("generate", *target.words(), "--draft", best.name, *drafting.words())
+    names = dict.fromkeys(row.name for row in drafted)
+    prompts, tokens = max(12, 2 * report.num_prompts), max(64, report.new_tokens)
+    more = ("--num-prompts", prompts, "--max-new-tokens", tokens, "--repeats", report.repeats + 2)
+    return command_line("bench", *target.words(), *names, *more)

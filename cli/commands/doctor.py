@@ -19,6 +19,7 @@ import typer
 import specctl
 from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
+from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.installed import distribution_name, foreign_distributions, pip_install
 from specctl.core.printable import counted
 from specctl.models.native.library import BUILDING, is_to_be_built
@@ -195,10 +196,12 @@ def _hub() -> Iterator[Finding]:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     token = Path(os.environ.get("HF_TOKEN_PATH", home / "token"))
     has_token = bool(os.environ.get("HF_TOKEN")) or token.is_file()
-    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-    found = ("a token is set" if has_token else "no token") + (", offline mode" if offline else "")
+    forbidden = forbidden_by()
+    found = "a token is set" if has_token else "no token"
     do = "" if has_token else "only for gated models: hf auth login"
-    yield Finding("hub", GREEN if has_token and not offline else YELLOW, found, do)
+    if forbidden:
+        found, do = f"{found}, offline: {', '.join(forbidden)}", way_online(forbidden)
+    yield Finding("hub", GREEN if has_token and not forbidden else YELLOW, found, do)
 
 
 def _device() -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from specctl.cli.options.flags import Allow, panel
 from specctl.cli.options.names import ENGINES, check_package, complete_format
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
-from specctl.core.errors import GateError, RecipeError, nearest
+from specctl.core.errors import GateError, RecipeError
 from specctl.core.plugins import declared
 
 if TYPE_CHECKING:
@@ -141,12 +141,15 @@ def export(
       specctl export runs/eagle3 --push OWNER/my-eagle3
     """
     if to is not None:
-        _check_format(to)
+        from specctl.export.formats import check_name
+
+        check_name(to)
     if package is None and not draft:
         _write_target(console, out, to, target)
         return
-    folder = Path(one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER"))
-    check_package(str(folder))
+    word = one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER")
+    check_package(word)
+    folder = Path(word)
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
     if out is None:
         assert push is not None
@@ -180,17 +183,6 @@ def export(
     if push is not None:
         told["push"] = pushed(console, out, push, public, yes)
     console.done(told, next=[command_line("show", out), *result.serve])
-
-
-def _check_format(to: str) -> None:
-    if to not in (*FORMATS, *ENGINES):
-        raise RecipeError(
-            f"unknown format {to!r}",
-            where="--to",
-            found=to,
-            expected="one of " + ", ".join(dict.fromkeys([*ENGINES, *FORMATS])),
-            do=f"--to {nearest(to, [*FORMATS, *ENGINES], 1)}",
-        )
 
 
 def _write_target(console: Console, out: Path | None, to: str | None, choice: TargetChoice) -> None:

@@ -20,6 +20,7 @@ from specctl.cli.options.prompts import PromptText, read_prompts
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError
+from specctl.runtime.measure.doubt import doubts
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -289,10 +290,17 @@ def _compare(console: Console, job: GenerateJob) -> tuple[GenerateResult, dict[s
         )
     if identical is False:
         _explain_difference(console, job)
+    why = doubts(speedup, fast.stats.tau, fast.stats.tokens)
+    if why:
+        console.warn(
+            f"the speed-up of {speedup:.2f} is no finding yet: {'; '.join(why)}; for one: specctl "
+            f"bench --target {job.target.name} {job.draft.name}"
+        )
     comparison = {
         "plain": base.stats.to_json(),
         "speculative": fast.stats.to_json(),
         "speedup": round(speedup, 3),
+        "doubts": list(why),
         "identical": identical,
         "identical_outputs": sum(same) if identical is not None else None,
     }

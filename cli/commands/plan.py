@@ -29,8 +29,9 @@ from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import PlanFlags
-from specctl.cli.options.target_choice import TargetChoice, go_offline
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe

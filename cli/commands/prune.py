@@ -17,9 +17,10 @@ from specctl.cli.commands.plan import shown, without_dry_run
 from specctl.cli.commands.shapes import SearchFlags, search_shapes
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import DryRun, TunedFlags
-from specctl.cli.options.target_choice import TargetChoice, go_offline
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.cli.options.training import finish
 from specctl.core.errors import RecipeError
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.api.prune import PruneJob, PruneResult

@@ -26,6 +26,7 @@ from specctl.cli.commands.quickstart_story import (
 )
 from specctl.cli.options.flags import Sets
 from specctl.core.printable import counted
+from specctl.runtime.measure.doubt import PAYS, doubts
 from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ LEAST = {"data.prompts": 32, "train.steps": 40}
 TRIM_PROMPTS, TRIM_TOKENS = 12, 48
 COMPARE_PROMPTS, COMPARE_TOKENS = 12, 64
 RATE_REPEATS = 5
+MUCH_REST = 0.2  # share of rounds without a draft from which tokens per pass need a word
 TURNS = 3  # runs of each way; one run says little where other work slows the machine for seconds
-PAYS = 1.05  # a smaller gain is within the noise
 
 
 def quickstart(
@@ -177,7 +178,7 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
     result = train_and_package(
         StoryReporter(console), recipe, out, command=["specctl", *sys.argv[1:]]
     )
-    steps = f"trained {counted(result.steps, 'step')} in {duration(result.seconds)}"
+    steps = f"trained {counted(result.steps, 'step')}"  # the time stands behind the bar
     tau = "" if result.tau is None else f": {result.tau:.2f} tokens per forward pass of the target"
     console.say(steps + tau)
     return result.tau
@@ -264,6 +265,7 @@ class Pair:
     target: str
     plain: Generated
     fast: Generated
+    rested: float = 0.0  # share of the rounds in which nothing was drafted
     identical: bool | None = None  # the texts of every turn; None where they are drawn
 
     @property
@@ -289,6 +291,7 @@ class Pair:
             "speculative": self.fast.stats.to_json(),
             "speedup": round(self.speedup, 3),
             "identical": self.identical,
+            "rested": round(self.rested, 3),
         }
 
 
@@ -338,11 +341,18 @@ def verdict(pairs: Sequence[Pair]) -> str:
     told = []
     for pair in reversed([pair for pair in pairs if pair.setting == "greedy"]):
         text = {True: ", identical text", False: ", texts differ by rounding"}[bool(pair.identical)]
-        if pair.speedup > PAYS:
+        why = doubts(pair.speedup, pair.fast.stats.tau, pair.fast.stats.tokens)
+        if why:
+            told.append(f"{_place(pair)}: {pair.speedup:.2f}x, no finding yet ({'; '.join(why)})")
+        elif pair.speedup > PAYS:
             told.append(f"{_place(pair)}: {pair.speedup:.1f}x faster{text}")
-        else:
+        elif pair.speedup * PAYS >= 1:
             told.append(
                 f"{_place(pair)}: no gain ({pair.speedup:.2f}x), drafting costs what it saves"
+            )
+        else:
+            told.append(
+                f"{_place(pair)}: slower ({pair.speedup:.2f}x), drafting costs more than it saves"
             )
     return "Verdict: " + "; ".join(told) + "."
 
@@ -364,7 +374,7 @@ def draw(pairs: Sequence[Pair], path: Path) -> Path | None:
     positions = {
         f"{pair.shown}, {pair.setting}": shares
         for pair in pairs
-        if (shares := pair.fast.stats.accepted_per_position)
+        if (shares := pair.fast.stats.well_counted)
     }
     return save_comparison(
         names, series, positions, "The trained drafter on held-out prompts", path
@@ -416,9 +426,9 @@ def _pairs(
         for _ in range(TURNS):
             plain = generate(target, prompts, sampling=sampling)
             advance(1, f"{name} {setting} plain")
-            fast = _speculate(target, draft, prompts, sampling, costs)
+            fast, rested = _speculate(target, draft, prompts, sampling, costs)
             advance(1, f"{name} {setting} speculative")
-            turns.append(Pair(setting, name, plain, fast))
+            turns.append(Pair(setting, name, plain, fast, rested))
         yield middle_of(turns)
 
 
@@ -428,13 +438,14 @@ def _speculate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     costs: CostTable | None,
-) -> Generated:
-    """With the drafter, its lengths chosen by what a round was measured to cost."""
+) -> tuple[Generated, float]:
+    """With the drafter, its lengths chosen by what a round was measured to cost; and the share of
+    the rounds in which it was left alone."""
     from specctl.runtime.generate import generate
     from specctl.runtime.measure.cost import equip
 
     chosen = equip(draft.policy, costs)
-    return generate(
+    made = generate(
         target,
         prompts,
         drafter=draft.drafter,
@@ -443,6 +454,8 @@ def _speculate(
         rule=draft.rule,
         chooser=chosen.chooser,
     )
+    chooser = chosen.chooser
+    return made, 0.0 if chooser is None else chooser.rounds_off / max(1, chooser.rounds)
 
 
 def _show(console: Console, pairs: list[Pair]) -> None:
@@ -463,3 +476,10 @@ def _show(console: Console, pairs: list[Pair]) -> None:
         for pair in pairs
     ]
     console.table(columns, rows)
+    for pair in pairs:
+        if pair.rested > MUCH_REST:
+            console.out(
+                f"{pair.shown}, {pair.setting}: {pair.fast.stats.tau:.2f} tokens per pass, fewer "
+                f"than in training, because {pair.rested:.0%} of the rounds drafted nothing: "
+                "there a draft costs more time than it saves"
+            )

@@ -14,8 +14,9 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import go_offline, not_in_step
+from specctl.cli.options.target_choice import not_in_step
 from specctl.core.errors import RecipeError
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe

@@ -15,8 +15,9 @@ from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.flags import Allow, TranslateFlag
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.names import check_drafter
-from specctl.cli.options.target_choice import OWN, TargetChoice, go_offline, loading
+from specctl.cli.options.target_choice import OWN, TargetChoice, loading
 from specctl.core.errors import GateError
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.api.verify import VerifyResult

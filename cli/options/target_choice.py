@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
@@ -12,9 +11,12 @@ from specctl.cli.app.follow_up import given_flags
 from specctl.cli.options.flags import Offline, target_option
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import SpecctlError
+from specctl.core.hub_access import go_offline
+from specctl.recipes.drafter_names import drafter_names
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import TargetPart
+    from specctl.runtime.target.rounding import Rounding
     from specctl.runtime.target.target import Target
 
 OWN = "the package's own, or tiny"  # stands for a name that nobody gave
@@ -73,6 +75,9 @@ class TargetChoice:
     def or_own(self, *drafts: str) -> TargetChoice:
         """This choice; where none was named, the target that the first package was made for, else
         tiny."""
+        from specctl.api.families import check_stored
+
+        check_stored(self.dtype, (part for draft in drafts for part in drafter_names(draft)))
         if self.name != OWN:
             return self
         if self.offline:
@@ -172,6 +177,8 @@ class TargetChoice:
             console.warn(f"it was not compiled, decoding is slower without it: {missing}")
         for note in target.notes:
             console.say(f"note: {note}")
+        if target.rounding is not None:
+            _tell_rounding(console, target.rounding, target.dtype_name)
         if target.spread is not None:
             console.say(f"target {self.name}: {target.spread}; its forward is transformers'")
         if target.inflated:
@@ -179,6 +186,13 @@ class TargetChoice:
 
             console.warn(inflated_note(target))
         return target
+
+
+def _tell_rounding(console: Console, rounding: Rounding, dtype: str) -> None:
+    if rounding.is_doubtful:
+        console.warn(rounding.warning(dtype))
+    else:
+        console.say(rounding.text(dtype))
 
 
 OWN_TARGET = TargetChoice(name=OWN)
@@ -199,9 +213,3 @@ def not_in_step(where: str) -> SpecctlError:
         expected="specctl generate --tp, or training with target.tensor_parallel",
         do="--device-map auto, or let vLLM or SGLang serve the target",
     )
-
-
-def go_offline() -> None:
-    """Never ask the hub, in this process and those it starts: neither for models nor for data.
-    To be called before transformers or datasets is imported."""
-    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"

@@ -26,8 +26,9 @@ from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
-from specctl.cli.options.target_choice import TargetChoice, go_offline
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import SpecctlError
+from specctl.core.hub_access import go_offline
 from specctl.recipes.stages import runs_of
 from specctl.train.runs.kept import kept_in
 

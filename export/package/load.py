@@ -24,7 +24,7 @@ from specctl.core.errors import (
     nearest,
     one_of,
 )
-from specctl.core.installed import pip_upgrade
+from specctl.core.installed import way_to_newer
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
@@ -39,6 +39,7 @@ from specctl.export.package.manifest import (
     Manifest,
     check_files,
     refuse_export,
+    written_by,
 )
 from specctl.export.package.padding import DrafterParts, padded_parts, padded_small_lm
 from specctl.export.package.tensors import MAP_NAMES, read_tensors
@@ -152,7 +153,7 @@ def _family(manifest: Manifest) -> Family:
         "family: this specctl does not know the drafter's family",
         found=ascii(manifest.family)[1:-1][:80],
         expected=one_of(known, "specctl recipes ls"),
-        do=f"{pip_upgrade()}, or train one of "
+        do=f"{way_to_newer(written_by(manifest.versions))}; or train one of "
         + nearest(manifest.family, known)
         + f" for {made_for(manifest)}",
         where=f"{MANIFEST}:family",

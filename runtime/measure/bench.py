@@ -24,6 +24,7 @@ from specctl.models.native.threads import threads_used
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
 from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.measure.doubt import PAYS, doubts
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.measure.stats import busy_note, repetition_rate
 from specctl.runtime.policies.base import Policy
@@ -45,6 +46,7 @@ class Timed:
     tau: float | None = None
     draft_share: float | None = None
     accepted_per_position: tuple[float, ...] = ()
+    well_counted: tuple[float, ...] = ()  # of these, the positions that were tested often
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,9 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
+    """What was measured of one contender in one setting; `doubts` say why its speed-up is no
+    finding yet."""
+
     name: str
     setting: str
     tau: float | None
@@ -66,6 +71,13 @@ class BenchRow:
     identical: bool | None
     draft_share: float | None
     accepted_per_position: tuple[float, ...]
+    well_counted: tuple[float, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def is_winner(self) -> bool:
+        """Whether it was clearly faster than the baseline."""
+        return self.speedup > PAYS and not self.doubts
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,6 +90,7 @@ class BenchRow:
             "identical_to_plain": self.identical,
             "draft_share": None if self.draft_share is None else round(self.draft_share, 3),
             "accepted_per_position": [round(x, 3) for x in self.accepted_per_position],
+            "doubts": list(self.doubts),
         }
 
 
@@ -125,6 +138,8 @@ class BenchReport(Tabled):
             f"{counted(self.num_prompts, 'prompt')} x {counted(self.new_tokens, 'token')}, "
             + (f"medians of {self.repeats} runs" if self.repeats > 1 else "one run of each")
         ]
+        doubtful = [row for row in self.rows if row.doubts]
+        notes += [f"doubtful: {r.name}, {r.setting}: {'; '.join(r.doubts)}" for r in doubtful]
         if self.threads_used < self.threads:
             notes.append(busy_note(self.threads_used, self.threads))
         if self.seconds:
@@ -184,6 +199,7 @@ def engine_contender(
             stats.tau,
             stats.draft_share,
             stats.accepted_per_position,
+            stats.well_counted,
         )
 
     return Contender(name, run)
@@ -281,7 +297,11 @@ def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
     greedy, setting = sampling.greedy, setting_of(sampling)
     rows = []
     for name, times in runs.items():
-        last = times[-1]
+        last, is_baseline = times[-1], name == baseline
+        pairs = zip(times, runs[baseline], strict=True)
+        each = [one.tokens / one.seconds / (base.tokens / base.seconds) for one, base in pairs]
+        speedup = rates[name] / rates[baseline]
+        why = () if is_baseline else doubts(speedup, last.tau, last.tokens, each)
         same = last.token_ids == runs[baseline][-1].token_ids if greedy else None
         rows.append(
             BenchRow(
@@ -289,11 +309,13 @@ def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
                 setting,
                 last.tau,
                 rates[name],
-                rates[name] / rates[baseline],
+                speedup,
                 repetition_rate(last.token_ids),
                 same,
                 last.draft_share,
                 last.accepted_per_position,
+                last.well_counted,
+                why,
             )
         )
     return rows

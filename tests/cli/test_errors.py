@@ -48,10 +48,10 @@ MISTAKES = {
     # prompts
     "no prompt": Mistake(G, 2, 'specctl generate "def main("'),
     "empty prompt": Mistake((*G, "  "), 2, 'specctl generate "def main("'),
-    "empty standard input": Mistake((*G, "-"), 2, 'specctl generate "def main("'),
+    "empty standard input": Mistake((*G, "-"), 2, "| specctl generate -"),
     "prompt and file": Mistake((*G, "-f", "x.txt", "text"), 2, "specctl generate -f prompts.txt"),
     "no such prompt file": Mistake((*G, "-f", "absent.txt"), 4, "existing file"),
-    "empty prompt file": Mistake((*G, "-f", "EMPTY"), 2, 'specctl generate "def main("'),
+    "empty prompt file": Mistake((*G, "-f", "EMPTY"), 2, "write at least one line"),
     "prompts that are not text": Mistake((*G, "-f", "BINARY"), 4, "iconv"),
     "prompts that are not JSON": Mistake((*G, "-f", "BROKEN"), 4, "correct that line"),
     "a prompt that is a number": Mistake((*G, "-f", "NUMBER"), 4, "correct that line"),

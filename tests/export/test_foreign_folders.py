@@ -335,7 +335,7 @@ def test_no_configuration_asks_for_memory_beside_its_weights() -> None:
 def test_showing_such_a_folder_is_refused(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(SpecctlError):
-        show(Console(), folder)
+        show(Console(), str(folder))
 
 
 @pytest.mark.parametrize(

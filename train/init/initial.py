@@ -217,7 +217,7 @@ def loaded(name: str, target: Target, load: Loader | None, where: str = "drafter
 
 def checkpoint_drafter(run: Path, target: Target) -> Drafter:
     """The drafter of a run's best checkpoint; of its newest before tau was ever measured."""
-    recipe = load_recipe(str(run))
+    recipe = load_recipe(run)
     if recipe.train.joint is not None:
         raise IncompatibleError(
             "the run changes its target, which it writes when it ends",
