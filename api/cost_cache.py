@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import __version__
+from specctl.core.cache_folder import cache_folder
 from specctl.models.native.library import INT8_SWITCH, SWITCH
 from specctl.models.native.threads import threads_used
 
@@ -127,10 +128,9 @@ def _path(about: dict[str, Any]) -> Path | None:
 def _folder() -> Path | None:
     """Where the tables are kept; None where nobody has a home."""
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
+        return cache_folder("costs")
+    except OSError:  # no place for it
         return None
-    return base / "specctl" / "costs"
 
 
 def _processor() -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
 from specctl.core.errors import FileError, SpecctlError
+from specctl.core.model_folder import refuse_stand_ins
 from specctl.recipes.built_in import as_path_word
 from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.recipes.targets import resolve
@@ -89,6 +90,8 @@ def _tokenizer_of(model: Any) -> Any:
     source = getattr(model, "name_or_path", "")
     if not source:
         return None
+    if (folder := Path(source)).is_dir():
+        refuse_stand_ins(folder)
     try:
         return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):

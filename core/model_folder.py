@@ -1,10 +1,11 @@
-"""What lies where a model's files were expected: pointers of Git LFS, checkpoints of a training, a
-GGUF, an adapter alone. Each is named, with a way on that ends otherwise. No torch.
+"""What lies where a model's files were expected: pointers of Git LFS, links, checkpoints of a
+training, a GGUF, an adapter alone. Each is named, with a way on that ends otherwise. No torch.
 """
 
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +28,13 @@ TOKENIZER_FILES = (
     "tekken.json", "qwen.tiktoken", "tiktoken.model",
 )  # fmt: skip
 NEAR = 0.7  # a name less alike than this is another
+# What a library may read of a model's folder, which is not told one by one.
+READ_SUFFIXES = frozenset(
+    [".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".tokenizer", ".spm", ".bpe"]
+)
+TEMPLATES = "additional_chat_templates"  # a folder of chat templates that transformers reads
+LONGEST = {".jinja": 1 << 20, ".safetensors": None}  # bytes; no tokenizer has a file of half a GiB
+USUAL_LONGEST = 512 << 20
 _POINTER = b"version https://git-lfs"
 _NUMBERED = re.compile(r"(?:.*[-_])?(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 
@@ -46,20 +54,88 @@ def refuse_pointer(path: Path) -> None:
     )
 
 
-def refuse_pointers(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> None:
-    """The same of every file of these names that is there."""
+def refuse_stand_ins(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> None:
+    """Refuse what only stands where a file should: links out of the folder, pipes, devices and what
+    is too long under any name that is read, pointers of Git LFS under these."""
+    for path in _read_of(folder):
+        refuse_link(path, folder)
+        if path.exists():
+            _refuse_special(path, folder)
     for name in names:
         if (folder / name).is_file():
             refuse_pointer(folder / name)
 
 
-def is_inside(path: Path) -> bool:
-    """Whether a file lies in its folder; a snapshot of the hub's cache links into its blobs."""
-    real, folder = path.resolve(), path.parent.resolve()
-    if real.parent == folder:
-        return True
-    is_snapshot = folder.parent.name == "snapshots"
-    return is_snapshot and real.parent == (folder.parent.parent / "blobs").resolve()
+def refuse_link(path: Path, folder: Path | None = None) -> None:
+    """Refuse a link out of a model's folder (None: the folder in which it lies)."""
+    if path.is_symlink() and not is_inside(path, folder):
+        raise IntegrityError(
+            "a file of the model is a link out of its folder",
+            found=ascii(path.name)[1:-1][:120],
+            expected="files of the folder, or of the hub's own cache",
+            do="copy the file into the folder, or give the folder where it lies",
+            where=str(path.parent),
+        )
+
+
+def _refuse_special(path: Path, folder: Path) -> None:
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise IntegrityError(
+            "the folder contains something that is no file",
+            found=ascii(path.name),
+            expected="regular files",
+            do="remove it, or copy the checkpoint again",
+            where=str(folder),
+        )
+    longest = LONGEST.get(path.suffix.lower(), USUAL_LONGEST)
+    if longest is not None and about.st_size > longest:
+        raise IntegrityError(
+            "a file of the model is too long to be read",
+            found=f"{ascii(path.name)[1:-1][:120]}: {about.st_size:,} bytes",
+            expected=f"at most {longest:,} bytes",
+            do="fetch it again",
+            where=str(folder),
+        )
+
+
+def _read_of(folder: Path) -> list[Path]:
+    """Whatever of a folder a library may read by its name, and the folder of chat templates."""
+    seen = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    found = [path for path in seen if path.suffix.lower() in READ_SUFFIXES]
+    templates = folder / TEMPLATES
+    if not templates.is_symlink():
+        inside = templates.iterdir() if templates.is_dir() else ()
+        return [path for path in (*found, *sorted(inside)) if not path.is_dir()]
+    return [*(path for path in found if not path.is_dir()), templates]
+
+
+def is_inside(path: Path, folder: Path | None = None) -> bool:
+    """Whether a file lies in a folder (None: the one where its name is), links followed; a snapshot
+    of the hub's cache may link into the blobs of its repository."""
+    folder = (path.parent if folder is None else folder).resolve()
+    real = _real(path)
+    return real is not None and (real.is_relative_to(folder) or _is_blob(real, folder))
+
+
+def is_hub_link(path: Path) -> bool:
+    """Whether a file of a snapshot is a link of the hub's cache to a blob of that repository."""
+    real = _real(path)
+    return real is not None and _is_blob(real, path.parent.resolve())
+
+
+def _is_blob(real: Path, snapshot: Path) -> bool:
+    repository = snapshot.parent.parent
+    is_ours = snapshot.parent.name == "snapshots" and repository.name.startswith("models--")
+    return is_ours and real.parent == repository / "blobs"
+
+
+def _real(path: Path) -> Path | None:
+    """Where links lead; None for those that lead in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return None
 
 
 def is_adapter_alone(folder: Path) -> bool:

@@ -15,10 +15,12 @@ from typing import Any
 
 import yaml
 
+from specctl.core.bounded_read import MOST, read_text
 from specctl.core.errors import FileError, RecipeError, did_you_mean
 from specctl.recipes.built_in import is_built_in
 
 NOT_RECIPES = ("sources", "targets", "tiny-target")
+NODE_BYTES = 64  # of a value in memory, about, beside its text
 EXPECTED = "a YAML file, or a name of `specctl recipes ls`"
 
 
@@ -54,7 +56,7 @@ RecipeYaml.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapp
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text; a syntax error names the file and the line."""
     try:
-        return yaml.load(text, Loader=RecipeYaml)
+        return _value(text)
     except RecursionError as error:
         raise RecipeError(
             "this YAML is nested too deep",
@@ -63,16 +65,58 @@ def parse_yaml(text: str, where: str) -> Any:
             expected="sections and their values",
             do="`specctl recipes show eagle3` prints a valid recipe",
         ) from error
+    except (ValueError, OverflowError) as error:  # a number of 5,000 digits, the 40th of May
+        raise _invalid(where, str(error).partition(";")[0][:120]) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
-        raise RecipeError(
-            "this is not valid YAML",
-            where=place,
-            found=str(getattr(error, "problem", error) or error),
-            expected="YAML with each key once, indented by spaces",
-            do="correct that line; `specctl recipes show eagle3` prints a valid recipe",
-        ) from error
+        raise _invalid(place, str(getattr(error, "problem", error) or error)[:300]) from error
+
+
+def _invalid(place: str, found: str) -> RecipeError:
+    return RecipeError(
+        "this is not valid YAML",
+        where=place,
+        found=found,
+        expected="YAML with each key once, indented by spaces",
+        do="correct that line; `specctl recipes show eagle3` prints a valid recipe",
+    )
+
+
+def _value(text: str) -> Any:
+    """The value of a text, whose aliases are followed only where what they make is bounded."""
+    loader = RecipeYaml(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, {})
+        return loader.construct_document(node)  # type: ignore[no-untyped-call]
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+
+
+def _check_size(node: yaml.Node, known: dict[int, int]) -> int:
+    """About the bytes of what a node stands for, each alias written out; `known`: those of nodes
+    that were seen, 0 of one that is being looked at."""
+    if id(node) in known:
+        if known[id(node)] == 0:
+            raise _too_much(node, "an alias within what it stands for")
+        return known[id(node)]
+    known[id(node)] = 0
+    if isinstance(node, yaml.ScalarNode):
+        size = NODE_BYTES + len(node.value)
+    else:
+        parts = [part for each in node.value for part in (each if type(each) is tuple else (each,))]
+        size = NODE_BYTES + sum(_check_size(part, known) for part in parts)
+    if size > MOST:
+        raise _too_much(node, f"aliases that make more than {MOST:,} bytes of it")
+    known[id(node)] = size
+    return size
+
+
+def _too_much(node: yaml.Node, found: str) -> yaml.MarkedYAMLError:
+    return yaml.composer.ComposerError(None, None, found, node.start_mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +179,7 @@ def shipped(name: str) -> Source:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError as error:
         raise FileError(
             f"the recipe file {path} does not exist",

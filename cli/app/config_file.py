@@ -16,6 +16,7 @@ from typing import Any
 
 import typer
 
+from specctl.core.bounded_read import read_text
 from specctl.core.errors import RecipeError, unreadable, write_instead
 
 META = "specctl.config_file"  # where the contexts of one command line keep the file
@@ -40,7 +41,7 @@ def read(path: Path, commands: Sequence[str]) -> dict[str, Any]:
     from specctl.recipes.files import parse_yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         flag, expected = "--config-file", "a YAML file of defaults for flags"
         do = "give an existing file, or leave --config-file out"

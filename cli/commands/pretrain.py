@@ -57,13 +57,14 @@ def recipe_path(name: str) -> Path:
     """The file of a pre-training recipe: a path, or the one that comes with specctl."""
     from importlib import resources
 
+    from specctl.core.bounded_read import read_text
     from specctl.core.errors import unreadable
 
     path = Path(name)
     if name == "tiny-target":
         path = Path(str(resources.files("specctl.recipes") / "tiny-target.yaml"))
     try:
-        path.read_text(encoding="utf-8")
+        read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         flag, expected = "--recipe", "tiny-target, or a YAML file of the same form"
         do = "--recipe tiny-target"

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from specctl.core.bounded_read import MOST_INPUT, open_regular, read_stream
 from specctl.core.errors import FileError, SpecctlError, one_of_two, unreadable
 
 TEXTS = ("prompt", "text")  # keys of a prompt that is read as it is
@@ -35,7 +36,7 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
     if file is not None:
         found = _read_file(file)
     elif prompt == "-":
-        file, found = Path("-"), [PromptText(sys.stdin.read())]
+        file, found = Path("-"), [PromptText(_standard_input())]
     elif prompt is not None:
         found = [PromptText(prompt)]
     else:
@@ -90,8 +91,7 @@ def _read_file(file: Path) -> list[PromptText]:
     if str(file) == "-":
         return _read_standard_input()
     try:
-        with file.open("rb"):
-            pass
+        open_regular(file).close()
         return _prompts(file)
     except (OSError, UnicodeDecodeError) as error:
         expected = "a text file (one prompt per line) or a file of records that you may read"
@@ -99,11 +99,24 @@ def _read_file(file: Path) -> list[PromptText]:
         raise unreadable("the file of prompts", file, error, "--file", expected, do) from error
 
 
+def _standard_input() -> str:
+    try:
+        return str(read_stream(sys.stdin, MOST_INPUT))
+    except OSError as error:
+        raise SpecctlError(
+            "standard input is too long",
+            where=_place(Path("-")),
+            found=error.strerror or str(error),
+            expected="prompts",
+            do="give fewer prompts at once",
+        ) from error
+
+
 def _read_standard_input() -> list[PromptText]:
     """Prompts of standard input: lines, or records where it begins with one."""
     with TemporaryDirectory(prefix="specctl-") as folder:
         file = Path(folder) / "input.txt"
-        file.write_text(sys.stdin.read(), encoding="utf-8", errors="surrogatepass", newline="")
+        file.write_text(_standard_input(), encoding="utf-8", errors="surrogatepass", newline="")
         try:
             return _prompts(file)
         except (FileError, UnicodeDecodeError) as error:

@@ -155,7 +155,7 @@ class TargetChoice:
             console.detail(f"with adapter {word}")
         if self.revision is not None and resolved.path is not None:
             console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
-        from specctl.models.native.library import BUILDING, is_to_be_built, library
+        from specctl.models.native.library import BUILDING, is_given_up, is_to_be_built, library
 
         is_new = is_to_be_built()
         if is_new:
@@ -173,7 +173,8 @@ class TargetChoice:
             device_map=self.device_map,
             tensor_parallel=self.tensor_parallel,
         )
-        if is_new and target.device.type == "cpu" and (missing := library().missing):
+        is_asked = target.device.type == "cpu" and (is_new or is_given_up())
+        if is_asked and (missing := library().missing):
             console.warn(f"it was not compiled, decoding is slower without it: {missing}")
         for note in target.notes:
             console.say(f"note: {note}")

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from specctl.core.errors import GateError, IncompatibleError
+from specctl.core.model_folder import is_inside
 from specctl.drafters.mtp import Mtp
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import dump_json
@@ -65,7 +66,7 @@ def write(source: ExportSource, folder: Path) -> None:
     total = sum(_data_bytes(path) for path in folder.iterdir())
     dump_json({"metadata": {"total_size": total}, "weight_map": placed}, folder / INDEX)
     for path in origin.iterdir():
-        is_text = path.is_file() and path.suffix in KEPT
+        is_text = path.is_file() and path.suffix in KEPT and is_inside(path)
         if is_text and path.name not in (INDEX, CONFIG, MANIFEST, CARD):
             shutil.copyfile(path, folder / path.name)
     body = json.loads((origin / CONFIG).read_text(encoding="utf-8"))

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IntegrityError
-from specctl.core.model_folder import gguf_error, is_inside, near_folder, refuse_pointer
+from specctl.core.model_folder import (
+    READ_SUFFIXES,
+    gguf_error,
+    is_hub_link,
+    is_inside,
+    near_folder,
+    refuse_pointer,
+)
 
 MAX_HEADER_BYTES = 8 << 20
 MAX_JSON_BYTES = 32 << 20
@@ -28,7 +35,6 @@ PICKLE_SUFFIXES = frozenset({
     ".h5", ".hdf5", ".keras", ".msgpack",
 })
 # fmt: on
-READ_SUFFIXES = frozenset([".json", ".safetensors", ".model", ".txt", ".jinja"])
 ARCHIVE_SUFFIXES = frozenset(
     [".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".whl", ".nemo"]
 )
@@ -121,12 +127,11 @@ def list_files(folder: Path) -> dict[str, Path]:
 
     The hub cache is the one exception: there a snapshot links into the blobs of its repository.
     """
-    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             continue
-        if path.is_symlink() and (blobs is None or path.resolve().parent != blobs.resolve()):
+        if path.is_symlink() and not is_hub_link(path):
             raise _refused(path, "a symbolic link", "regular files")
         if not stat.S_ISREG(path.stat().st_mode):
             raise _refused(path, "not a regular file", "regular files in one flat folder")

@@ -30,7 +30,7 @@ import specctl
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
 from specctl.core.files import sha256_file
 from specctl.core.installed import way_to_newer
-from specctl.core.model_folder import CONFIG, refuse_pointer
+from specctl.core.model_folder import CONFIG, is_hub_link, refuse_pointer
 from specctl.core.spec import ModelSpec, check_spec
 from specctl.export.package.files import (
     check_name,
@@ -242,7 +242,7 @@ def read_manifest(path: Path | str) -> Manifest:
 
 def _read(path: Path) -> Manifest:
     file = path if path.name == MANIFEST and not path.is_dir() else open_folder(path) / MANIFEST
-    if not file.is_file() or (file.is_symlink() and file.resolve().parent.name != "blobs"):
+    if not file.is_file() or (file.is_symlink() and not is_hub_link(file)):
         raise _no_package(file.parent)
     raw = read_bounded(file)
     _check_version(parse_json(raw, MANIFEST))

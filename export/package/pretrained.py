@@ -15,7 +15,7 @@ from typing import Any
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError, is_out_of_memory
 from specctl.core.language_model import LanguageModel
-from specctl.core.model_folder import is_adapter_alone, refuse_pointers
+from specctl.core.model_folder import is_adapter_alone, refuse_stand_ins
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.package.compat import Mismatch, check_allow, check_compatible, raise_first
 from specctl.export.package.files import (
@@ -156,7 +156,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     if not any((folder / name).exists() for name in _TOKENIZERS):
         return None
-    refuse_pointers(folder)
+    refuse_stand_ins(folder)
     refuse_named_code(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

@@ -1,7 +1,7 @@
 """The compiled step: built once for this processor, kept in the user's cache.
 
-$XDG_CACHE_HOME/specctl/native/KEY.so, KEY over the source, the compiler and the processor.
-SPECCTL_NATIVE=0 leaves it out, SPECCTL_INT8=0 drafters in 8 bits.
+In $XDG_CACHE_HOME/specctl/native (kept_step.py), under a key over the source, the compiler and the
+processor. SPECCTL_NATIVE=0 leaves it out, SPECCTL_INT8=0 drafters in 8 bits.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import hashlib
 import os
 import platform
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from specctl.core.cache_folder import cache_folder
+from specctl.models.native.kept_step import GivenUpError, KeptStep
 
 if TYPE_CHECKING:
     from specctl.core.language_model import Truncation
@@ -158,24 +159,30 @@ def cuts_of(rows: Sequence[Truncation]) -> ctypes.Array[RowCut]:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The functions of the compiled step, or why there are none."""
+    """The functions of the compiled step, or why there are none and what makes that otherwise."""
 
     functions: ctypes.CDLL | None
     missing: str = ""
+    do: str = ""
 
 
 @lru_cache
 def library() -> Library:
     """Loaded, and built where it is not yet: a few seconds, once."""
     if os.environ.get(SWITCH, "1") == "0":
-        return Library(None, f"{SWITCH}=0")
+        return Library(None, f"{SWITCH}=0", f"unset {SWITCH}")
     compiler = _compiler()
     if compiler is None:
-        return Library(None, "no C++ compiler (" + ", ".join(COMPILERS) + ")")
+        do = "install a C++ compiler (Debian: apt install g++)"
+        return Library(None, "no C++ compiler (" + ", ".join(COMPILERS) + ")", do)
     try:
-        return Library(_loaded(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        return Library(None, f"{compiler}: {str(error)[:200]}")
+        return Library(_ready(compiler))
+    except PermissionError as error:
+        do = "set XDG_CACHE_HOME to a folder that only you may write to, or take the rights away"
+        return Library(None, _short(error), do)
+    except OSError as error:
+        do = "" if isinstance(error, GivenUpError) else f"see why {compiler} fails, or take another"
+        return Library(None, f"{compiler}: {_short(error)}", do)
 
 
 def no_int8() -> str | None:
@@ -189,45 +196,64 @@ def no_int8() -> str | None:
 
 def is_to_be_built() -> bool:
     """Whether the first forward on a CPU will compile: worth a word to who waits."""
+    kept = _kept()
+    return kept is not None and kept.find() is None and kept.given_up() is None
+
+
+def is_given_up() -> bool:
+    """Whether the build did not end, or could not be loaded, and is not tried again today."""
+    kept = _kept()
+    return kept is not None and kept.given_up() is not None
+
+
+def _kept() -> KeptStep | None:
+    """Where the step is kept; None where it is switched off or cannot be built or kept."""
     compiler = _compiler()
     if os.environ.get(SWITCH, "1") == "0" or compiler is None:
-        return False
-    return not (folder() / f"{_key(compiler)}.so").is_file()
+        return None
+    try:
+        kept = KeptStep(folder(), _key(compiler))
+        kept.find()
+    except OSError:
+        return None
+    return kept
 
 
 def folder() -> Path:
-    """Where compiled steps are kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specctl" / "native"
+    """Where compiled steps are kept; PermissionError where there is no place for them."""
+    return cache_folder("native")
 
 
 def _compiler() -> str | None:
     return next((found for name in COMPILERS if (found := shutil.which(name))), None)
 
 
-def _built(compiler: str) -> Path:
-    """The library's file. It appears whole: two processes that build it do not disturb another."""
-    path = folder() / f"{_key(compiler)}.so"
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(path.parent)
-    if path.is_file():
-        return path
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / "step.so"
-        for parallel in (("-fopenmp",), ()):  # Apple's compiler comes without OpenMP
-            words = [compiler, *FLAGS, *_tuned(), *parallel, str(SOURCE), "-o", str(made)]
-            ran = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
-            if ran.returncode == 0:
-                made.replace(path)
-                return path
-    raise OSError(ran.stderr.strip().splitlines()[-1] if ran.stderr else "it failed")
+def _ready(compiler: str) -> ctypes.CDLL:
+    """The functions of the file that is kept, else of one that is built."""
+    kept = KeptStep(folder(), _key(compiler))
+    path = kept.find()
+    if path is not None:
+        try:
+            return _loaded(path)
+        except OSError:  # built on a machine with other libraries, or where nothing may be run
+            if kept.given_up() is None:
+                kept.drop(path)
+    path = kept.build(_commands(compiler), SECONDS)
+    try:
+        return _loaded(path)
+    except OSError as error:
+        raise kept.give_up(f"what it built cannot be loaded: {_short(error)}") from None
 
 
-def _check_private(place: Path) -> None:
-    """Code is loaded from here: nobody else may write to it."""
-    about = place.stat()
-    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
-        raise PermissionError(f"others may write to {place}")
+def _commands(compiler: str) -> list[tuple[str, ...]]:
+    """Ways to compile, the best first; Apple's compiler comes without OpenMP."""
+    words = (compiler, *FLAGS, *_tuned())
+    return [(*words, *parallel, str(SOURCE), "-o") for parallel in (("-fopenmp",), ())]
+
+
+def _short(error: OSError) -> str:
+    """What an error says: enough for a path, and what to do with it."""
+    return str(error)[:400]
 
 
 def _tuned() -> tuple[str, ...]:
@@ -236,9 +262,11 @@ def _tuned() -> tuple[str, ...]:
 
 
 def _key(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
-    texts = (source.read_text(encoding="utf-8") for source in SOURCES)
-    parts = (*texts, version.stdout, *FLAGS, _processor())
+    """The compiler is known by its file: asking for its version takes a process, which may hang."""
+    program = Path(compiler).resolve()
+    about = program.stat()
+    parts = [source.read_text(encoding="utf-8") for source in SOURCES]
+    parts += [f"{program} {about.st_size} {about.st_mtime_ns}", *FLAGS, _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

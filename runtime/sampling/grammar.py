@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
+from specctl.core.bounded_read import read_text
 from specctl.core.errors import Exit, SpecctlError, nearest
 from specctl.core.installed import library
 from specctl.core.spec import ModelSpec
@@ -78,7 +79,7 @@ class GrammarSpec:
                 do="rename it: .json for a JSON schema, .regex, or .lark",
             )
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise GrammarError(
                 f"cannot read the grammar {path}",

@@ -20,7 +20,8 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specctl.core.errors import FileError, SpecctlError
+from specctl.core.bounded_read import read_text
+from specctl.core.errors import FileError, SpecctlError, unreadable
 from specctl.runtime.server.errors import ApiError
 
 OPEN = frozenset({"/health", "/ready"})
@@ -57,10 +58,11 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[Keys, 
     warning = None
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise FileError(
-                "the file of API keys is not text", where=str(file), do="one key per line in UTF-8"
+            lines = read_text(file).splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            do = "one key per line in UTF-8"
+            raise unreadable(
+                "the file of API keys", file, error, "--api-key-file", "a text file", do
             ) from error
         words += [line.partition("#")[0].strip() for line in lines]
         if os.name == "posix" and file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):

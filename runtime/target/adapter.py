@@ -27,7 +27,7 @@ from typing import Any
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.core.installed import library
-from specctl.core.model_folder import is_inside, refuse_pointer
+from specctl.core.model_folder import is_inside, refuse_pointer, refuse_stand_ins
 from specctl.runtime.target.checkpoint_folder import (
     read_object,
     refuse_code,
@@ -133,6 +133,7 @@ def _read(name: str, weight: float) -> Adapter:
             do="give the folder; an adapter of the hub is fetched by: hf download OWNER/NAME",
         )
     refuse_special_files(folder)
+    refuse_stand_ins(folder)
     _check_files(folder)
     config = read_object(folder / CONFIG)
     refuse_code({k: v for k, v in config.items() if k not in _SILENT}, str(folder / CONFIG))

@@ -40,10 +40,12 @@ def call_form(tokenizer: Any, template: str) -> CallForm:
     a tokenizer whose template was replaced is tried again."""
     from jinja2.exceptions import TemplateError
 
+    from specctl.runtime.target.bounded_templates import written
+
     for as_text, nothing in FORMS:
         try:
-            text = tokenizer.apply_chat_template(_probe(as_text, nothing), tokenize=False)
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError):
+            text = written(tokenizer, _probe(as_text, nothing), tokenize=False)
+        except TemplateError:
             continue
         is_python = f"'{VALUE}'" in text or (nothing is None and "None" in text)
         is_escaped = '\\"' in text

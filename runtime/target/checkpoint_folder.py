@@ -27,9 +27,9 @@ from specctl.core.errors import (
 from specctl.core.model_folder import (
     ADAPTER,
     is_adapter_alone,
-    is_inside,
+    refuse_link,
     refuse_pointer,
-    refuse_pointers,
+    refuse_stand_ins,
     something_else,
 )
 from specctl.runtime.target.adapter_alone import AdapterAlone
@@ -63,10 +63,10 @@ _OTHER_LAYOUT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 def read_settings(folder: Path) -> dict[str, Any]:
     """config.json, after all that transformers would follow in it and beside it was looked at."""
     refuse_special_files(folder)
+    refuse_stand_ins(folder)
     if is_adapter_alone(folder):
         raise AdapterAlone(folder)
     config = read_object(folder / "config.json")
-    refuse_pointers(folder)
     refuse_named_code(folder)
     _refuse_other_weights(folder, config)
     _check_counts(config, str(folder / "config.json"))
@@ -83,6 +83,7 @@ def refuse_named_code(folder: Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of bounded size and depth."""
     try:
+        refuse_link(path)
         refuse_pointer(path)
         with path.open("rb") as stream:
             raw = stream.read(MAX_JSON_BYTES + 1)
@@ -258,14 +259,7 @@ def _check_weight_file(folder: Path, name: str) -> None:
             do="fetch the checkpoint again",
             where=str(folder),
         )
-    if not is_inside(path):
-        raise IntegrityError(
-            "a file of weights is a link out of the folder",
-            found=ascii(name)[1:-1][:120],
-            expected="files of the folder, or of the hub's own cache",
-            do="copy the file into the folder, or give the folder where it lies",
-            where=str(folder),
-        )
+    refuse_link(path)
     refuse_pointer(path)
 
 

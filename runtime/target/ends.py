@@ -267,8 +267,10 @@ def _conversations() -> Iterator[tuple[Conversation, Conversation]]:
 
 
 def _written(tokenizer: Any, turns: Conversation) -> str | None:
+    from specctl.runtime.target.bounded_templates import written
+
     try:
-        return str(tokenizer.apply_chat_template(list(turns), tokenize=False))
+        return str(written(tokenizer, list(turns), tokenize=False))
     except Exception:  # a template is somebody's program: it may refuse turns in any way
         return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, NetworkError, SpecctlError
-from specctl.core.model_folder import ADAPTER, is_adapter_alone, refuse_pointers
+from specctl.core.model_folder import ADAPTER, is_adapter_alone, refuse_stand_ins
 from specctl.recipes.targets import ResolvedTarget, resolve
 from specctl.runtime.target import hub
 from specctl.runtime.target.adapter_alone import AdapterAlone
@@ -56,7 +56,7 @@ def load_model(
     own = Path(base.adapters[-1])
     if has_tokenizer(own):
         refuse_named_code(own)
-        refuse_pointers(own)
+        refuse_stand_ins(own)
         loaded = replace(loaded, tokenizer=load_tokenizer(own, loaded.model.config))
     said = f"{resolved.name} is a LoRA adapter: loaded with its base, {base.resolved.name}"
     return LoraModel(replace(loaded, notes=(said, *loaded.notes)), base.adapters)

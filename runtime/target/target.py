@@ -203,8 +203,11 @@ class Target:
                 expected="a chat template",
                 do="give plain prompts, or choose an instruction-tuned target",
             )
+        from specctl.runtime.target.bounded_templates import written
+
         return str(
-            tokenizer.apply_chat_template(
+            written(
+                tokenizer,
                 as_taken(tokenizer, messages),
                 tools=list(tools) or None,
                 add_generation_prompt=True,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import IntegrityError
+from specctl.core.model_folder import refuse_stand_ins
 from specctl.runtime.target.checkpoint_folder import read_object
 from specctl.runtime.target.ends import EndsOfText, named_ends, united
 
@@ -83,6 +84,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles | None:
 
 def ends_in(folder: Path, config: Mapping[str, Any]) -> EndsOfText:
     """Where the texts of the model in a folder end; `config`: what its config.json holds."""
+    refuse_stand_ins(folder)
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     size = text.get("vocab_size")

@@ -245,6 +245,91 @@ def test_the_hub_caches_links_into_its_blobs_are_followed(
     assert way(snapshot, bare) is not None
 
 
+def show_folder(folder: Path, bare: Target) -> object:
+    del bare
+    with open(os.devnull, "w") as quiet:
+        return show(Console(quiet, quiet), folder)
+
+
+READ_BY_NAME = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "tokenizer.model",
+    "vocab.txt", "additional_chat_templates/other.jinja", "additional_chat_templates", WEIGHTS,
+)  # fmt: skip
+
+
+def link_out(folder: Path, name: str) -> None:
+    """The file, or a text of ours where there is none, as a link out of the folder."""
+    path, outside = folder / name, folder.parent / "outside"
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        path.rename(outside)
+    elif path.suffix:
+        outside.write_text("{}")
+    else:
+        outside.mkdir()
+    path.symlink_to(outside)
+
+
+@pytest.mark.parametrize("way", [as_target, as_draft, as_assistant, show_folder])
+@pytest.mark.parametrize("name", READ_BY_NAME)
+def test_no_file_that_is_read_is_a_link_out_of_the_folder(
+    name: str, way: Any, folder: Path, bare: Target
+) -> None:
+    link_out(folder, name)
+    if way is show_folder and name == WEIGHTS:
+        pytest.skip("show counts its bytes, and reads none")
+    with pytest.raises(SpecctlError, match=r"link out of its folder|a symbolic link"):
+        way(folder, bare)
+
+
+def test_links_within_the_folder_and_of_what_nobody_reads_are_let_be(
+    folder: Path, bare: Target
+) -> None:
+    """A volume of Kubernetes links each name to a hidden folder beside it."""
+    (folder / "..data").mkdir()
+    (folder / "config.json").rename(folder / "..data" / "config.json")
+    (folder / "config.json").symlink_to("..data/config.json")
+    (folder / "picture.png").symlink_to("/etc/hostname")
+    for way in (as_target, as_draft):
+        assert way(folder, bare) is not None
+
+
+@pytest.mark.parametrize("place", ["cache", "blobs", "another"])
+def test_only_the_hubs_own_links_lead_out(place: str, folder: Path, bare: Target) -> None:
+    """A folder can be called `snapshots` or `blobs` by anybody, and lie in an archive."""
+    repo = folder.parent / ("cache" if place == "cache" else "models--some--model")
+    snapshot, blobs = repo / "snapshots" / ("a" * 40), repo / "blobs"
+    snapshot.mkdir(parents=True)
+    if place == "blobs":
+        (folder.parent / "elsewhere").mkdir()
+        blobs.symlink_to(folder.parent / "elsewhere")
+    elif place == "another":
+        blobs = folder.parent / "models--another--model" / "blobs"
+        blobs.mkdir(parents=True)
+    else:
+        blobs.mkdir()
+    for path in sorted(folder.iterdir()):
+        is_config = path.name == "config.json"
+        path.rename(kept := (blobs if is_config else snapshot) / path.name)
+        if is_config:
+            (snapshot / path.name).symlink_to(kept)
+    for way in (as_target, as_draft, show_folder):
+        with pytest.raises(SpecctlError, match=r"link out of its folder|a symbolic link"):
+            way(snapshot, bare)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "vocab.txt"])
+@pytest.mark.parametrize("way", [as_target, as_draft, show_folder])
+def test_a_sparse_file_of_a_terabyte_is_not_read(
+    name: str, way: Any, folder: Path, bare: Target
+) -> None:
+    with (folder / name).open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(IntegrityError, match="too long"):
+        way(folder, bare)
+
+
 DEEP = '{"a":' * 400 + "1" + "}" * 400
 ABYSS = "[" * 100_000 + "]" * 100_000
 SETTINGS = ("config.json", "tokenizer_config.json", "generation_config.json")

@@ -60,13 +60,16 @@ def render(
     """The conversation as the template writes it; ValueError when the template refuses it."""
     from jinja2.exceptions import TemplateError
 
+    from specctl.runtime.target.bounded_templates import written
+
     try:
-        return tokenizer.apply_chat_template(
+        return written(
+            tokenizer,
             as_taken(tokenizer, messages),
             tools=list(tools) or None,
             **{"tokenize": True, "return_dict": True, **more, **(variables or {})},
         )
-    except (TemplateError, KeyError, TypeError, IndexError) as error:
+    except TemplateError as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from specctl.core.bounded_read import open_regular
 from specctl.core.errors import FileError, SpecctlError, nearest
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
@@ -86,8 +87,7 @@ def _short(target: Target, prompt: HeldoutPrompt) -> HeldoutPrompt:
 def _prompts(file: Path) -> Iterator[FilePrompt]:
     """Every prompt of the file; one that cannot be read is an error."""
     try:
-        with file.open("rb"):
-            pass
+        open_regular(file).close()
         yield from file_prompts(file, TEXTS, turns_first=False)
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(

@@ -21,6 +21,7 @@ from specctl.train.data.splits import no_split
 from specctl.train.data.streams import BROKEN, opened
 
 LONGEST_LINE = 1 << 24  # bytes of a record; no context holds what is longer
+MOST_SKIPPED = 1 << 26  # bytes of a record that is not held, behind which a file is not read on
 CHUNK = 1 << 16  # characters that are read at once
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval")
 LISTS = (
@@ -117,13 +118,17 @@ def _raw_lines(path: Path) -> Iterator[tuple[str, bytes | ValueError]]:
                 if not line:
                     return
                 is_long = len(line.removesuffix(b"\n")) > LONGEST_LINE
-                while is_long and line and not line.endswith(b"\n"):
+                skipped = len(line)
+                while is_long and line and not line.endswith(b"\n") and skipped < MOST_SKIPPED:
                     line = file.readline(LONGEST_LINE)
+                    skipped += len(line)
             except BROKEN as error:
                 yield where, broken_off(error)
                 return
             if is_long:
                 yield where, ValueError(f"line is longer than {LONGEST_LINE:,} bytes")
+                if skipped >= MOST_SKIPPED:
+                    return
             elif line.strip():
                 yield where, line
 

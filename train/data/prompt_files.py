@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specctl.core.bounded_read import read_stream
 from specctl.core.errors import FileError
 from specctl.train.data.json_records import EMPTY
 from specctl.train.data.records import Sample, check_values, sample_of
@@ -53,7 +54,8 @@ def file_prompts(file: Path, texts: Sequence[str], turns_first: bool) -> Iterato
 
 def _lines(file: Path) -> list[str]:
     with opened(file) as stream:
-        return io.TextIOWrapper(stream, "utf-8").read().split("\n")
+        body = read_stream(stream)
+    return io.TextIOWrapper(io.BytesIO(body), "utf-8").read().split("\n")
 
 
 def _sample(record: Any, where: str, stem: str, texts: Sequence[str], turns_first: bool) -> Sample:

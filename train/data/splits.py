@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, RecipeError, alike
 from specctl.core.printable import counted
+from specctl.recipes.files import parse_yaml
 
 DEFAULT = "train"
 ALL = "all"  # every split of a folder
@@ -218,12 +220,10 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 
 def _configs(folder: Path) -> list[Mapping[str, Any]]:
-    import yaml
-
     try:
-        front = _FRONT.match((folder / "README.md").read_text(encoding="utf-8-sig"))
-        tree = yaml.safe_load(front[1]) if front is not None else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        front = _FRONT.match(read_text(folder / "README.md", "utf-8-sig"))
+        tree = parse_yaml(front[1], "README.md") if front is not None else None
+    except (OSError, UnicodeDecodeError, RecipeError):
         return []
     configs = tree.get("configs") if isinstance(tree, Mapping) else None
     listed = configs if isinstance(configs, list) else []

@@ -19,12 +19,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from specctl.core.bounded_read import open_regular
 from specctl.core.errors import FileError
 from specctl.core.installed import library
 
 PACKED = (".gz", ".zst", ".bz2", ".xz")  # suffixes that stand behind the one of the content
 BROKEN = (EOFError, OSError, UnicodeDecodeError, zlib.error, lzma.LZMAError)  # while reading
-CHUNK = 1 << 16
+CHUNK, HEAD = 1 << 16, 64
 
 _GZIP, _ZSTD, _XZ = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00"
 _BZIP2 = re.compile(rb"BZh[1-9]1AY&SY")
@@ -35,6 +36,7 @@ _FOREIGN = {
     b"\x80\x05": "a pickle of Python",
     b"%PDF": "a PDF",
     b"SQLite format 3\x00": "a SQLite database",
+    bytes(HEAD): "zeros alone where it begins",
 }
 
 
@@ -57,8 +59,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     opened, or is nothing that holds text; one of BROKEN while reading where it breaks off."""
     with ExitStack() as open_files:
         try:
-            file = open_files.enter_context(path.open("rb"))
-            head = file.read(64)
+            file = open_files.enter_context(open_regular(path))
+            head = file.read(HEAD)
             file.seek(0)
         except OSError as error:
             raise FileError(
@@ -66,7 +68,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                 where=str(path),
                 found=error.strerror or type(error).__name__,
                 expected="a file that you may read",
-                do="correct the path or the file's permissions",
+                do="correct the path or the file's permissions; standard input is written -",
             ) from error
         _check_kind(path, head)
         stream: Any = file

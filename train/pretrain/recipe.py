@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import ValidationError, model_validator
 
+from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, RecipeError, nearest
+from specctl.recipes.files import parse_yaml
 from specctl.recipes.section import Positive, Section
 
 
@@ -79,7 +80,7 @@ def load_pretrain_recipe(path: Path) -> PretrainRecipe:
     if not path.exists():
         raise FileError(f"no recipe at {path}", do="name a YAML file")
     try:
-        return PretrainRecipe.model_validate(yaml.safe_load(path.read_text()))
+        return PretrainRecipe.model_validate(parse_yaml(read_text(path), str(path)))
     except ValidationError as error:
         problem = error.errors()[0]
         name, expected = ".".join(map(str, problem["loc"])), problem["msg"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError
 from specctl.recipes.files import parse_yaml
 from specctl.train.log import read_log
@@ -124,7 +125,7 @@ def _record(folder: Path) -> dict[str, Any]:
     """run.yaml as written; FileError if the folder holds no run."""
     path = folder / RECORD
     try:
-        record = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        record = parse_yaml(read_text(path), str(path))
         if int(record["recipe"]["train"]["steps"]) > 0:
             return dict(record)
     except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError):
