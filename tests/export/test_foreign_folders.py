@@ -248,7 +248,7 @@ def test_the_hub_caches_links_into_its_blobs_are_followed(
 def show_folder(folder: Path, bare: Target) -> object:
     del bare
     with open(os.devnull, "w") as quiet:
-        return show(Console(quiet, quiet), folder)
+        return show(Console(quiet, quiet), str(folder))
 
 
 READ_BY_NAME = (
