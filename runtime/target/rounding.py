@@ -11,13 +11,13 @@ import os
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from specctl.runtime.target.target import Target
+from specctl.core.language_model import LanguageModel
+from specctl.core.spec import ModelSpec
 
 TOKENS = 256
 DOUBTFUL = 0.05  # nats a token from which the answers are visibly another model's
@@ -59,6 +59,26 @@ class Rounding:
         )
 
 
+class MeasuredTarget(Protocol):
+    """What is looked at of a target."""
+
+    @property
+    def lm(self) -> LanguageModel: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def inflated(self) -> str | None: ...
+    @property
+    def tokenizer_fingerprint(self) -> str | None: ...
+    @property
+    def dtype_name(self) -> str: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Unrounded:
     """What the model as stored says of the text, before its weights are released; `known` is the
@@ -70,7 +90,7 @@ class Unrounded:
     known: Rounding | None = None
 
     @classmethod
-    def of(cls, target: Target, bits: int) -> Unrounded:
+    def of(cls, target: MeasuredTarget, bits: int) -> Unrounded:
         about = {
             "method": METHOD,
             "bits": bits,
@@ -83,7 +103,7 @@ class Unrounded:
         ids = () if known is not None else _ids(target)
         return cls(about, ids, _logits(target, ids) if ids else None, known)
 
-    def beside(self, rounded: Target) -> Rounding | None:
+    def beside(self, rounded: MeasuredTarget) -> Rounding | None:
         """The figure for the same model in few bits; None where there is no text to measure on."""
         if self.known is not None or self.logits_TV is None:
             return self.known
@@ -96,7 +116,7 @@ class Unrounded:
         return found
 
 
-def _ids(target: Target) -> tuple[int, ...]:
+def _ids(target: MeasuredTarget) -> tuple[int, ...]:
     """Code and prose in turn; none without a tokenizer."""
     if target.tokenizer is None:
         return ()
@@ -108,7 +128,7 @@ def _ids(target: Target) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _logits(target: Target, ids: tuple[int, ...]) -> Tensor:
+def _logits(target: MeasuredTarget, ids: tuple[int, ...]) -> Tensor:
     """float32 [T, V]."""
     lm, count = target.lm, len(ids)
     ids_1T = torch.tensor([ids], device=lm.device)

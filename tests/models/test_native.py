@@ -476,7 +476,8 @@ def test_without_it_the_reason_is_known(monkeypatch: pytest.MonkeyPatch, tmp_pat
     make_new = built.library.__wrapped__
     with monkeypatch.context() as patch:
         patch.setenv(built.SWITCH, "0")
-        assert make_new() == built.Library(None, "SPECCTL_NATIVE=0")
+        switched_off = built.Library(None, "SPECCTL_NATIVE=0", do="unset SPECCTL_NATIVE")
+        assert make_new() == switched_off
     with monkeypatch.context() as patch:
         patch.setattr(built, "COMPILERS", ("no-such-compiler",))
         assert "no C++ compiler" in make_new().missing

@@ -50,7 +50,8 @@ def _unresolved(context: Any, made: Sequence[str]) -> str | None:
     """Which of the names on a command line means nothing here."""
     target, recipe = _option(context, "--target"), _option(context, "--recipe")
     given = _option(context, "--data") or ()
-    data = [each for each in given if each != PLACEHOLDER]
+    # A plan may be made before its data are there.
+    data = [each for each in given if each != PLACEHOLDER and Path(str(each)).exists()]
     try:
         if target is not None and not str(target).startswith("the package's own"):
             resolve(str(target))
