@@ -22,7 +22,7 @@ from specctl.core.errors import Exit
 from specctl.drafters import family
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
-from specctl.runtime.measure.bench import BenchRow
+from specctl.runtime.measure.bench import BenchReport, BenchRow
 from specctl.runtime.target.target import load_target
 from specctl_testing.cli.commands import parsed
 from specctl_testing.cli.next_lines import wrong_lines
@@ -170,12 +170,17 @@ def row(name: str, speedup: float) -> BenchRow:
     return BenchRow(name, "greedy", 2.0, 10.0, speedup, 0.0, True, 0.1, ())
 
 
+def report(*rows: BenchRow) -> BenchReport:
+    return BenchReport(rows, "my t", None, "float32", "cpu", 1, 1, 4, 64, 1)
+
+
 def test_a_benchmark_names_a_drafter_of_ours_or_how_to_train_one() -> None:
     rows = [row("plain", 1.0), row("runs/a b", 1.2), row("transformers with runs/a b", 9.0)]
     target, drafting = TargetChoice("my t"), DraftingFlags(allow=["template"])
-    fast = _next(rows, ["runs/a b"], target, drafting)
+    fast = _next(report(*rows), ["runs/a b"], target, drafting)
     assert fast == ("specctl generate --target 'my t' --draft 'runs/a b' --allow template \"...\"")
-    slow = _next([rows[0], row("runs/a b", 0.9), rows[2]], ["runs/a b"], target, drafting)
+    others = report(rows[0], row("runs/a b", 0.9), rows[2])
+    slow = _next(others, ["runs/a b"], target, drafting)
     assert slow == "specctl train-draft --target 'my t' --recipe distill"
 
 

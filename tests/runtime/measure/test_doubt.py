@@ -6,6 +6,8 @@ import pytest
 
 from specctl.cli.commands.bench import _next
 from specctl.cli.commands.quickstart import Pair, verdict
+from specctl.cli.options.loading import DraftingFlags
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.runtime.generate import Generated
 from specctl.runtime.measure.bench import BenchReport, Timed, _rows
 from specctl.runtime.measure.doubt import counted_shares, doubts
@@ -53,7 +55,7 @@ def report(*seconds: float, tokens: int = 512, tau: float = 2.0) -> BenchReport:
     ids=["faster", "no gain", "slower", "few tokens", "above tau", "noise"],
 )
 def test_bench_names_a_winner_or_asks_for_more(found: BenchReport, following: str) -> None:
-    (line,) = _next(found, "tiny")
+    line = _next(found, ["copy"], TargetChoice("tiny"), DraftingFlags())
     assert following in line
     is_doubtful = any("doubtful: copy" in note for note in found.table().notes)
     assert is_doubtful == ("bench" in line)
