@@ -153,8 +153,8 @@ def _hub_errors(plan: PushPlan) -> Iterator[None]:
     try:
         yield
     except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        forbidden = forbidden_by()
         status = getattr(getattr(error, "response", None), "status_code", None)
+        forbidden = forbidden_by() if status is None else []  # a hub that answers was reached
         raise NetworkError(
             "the hub did not take the package",
             found=str(error).splitlines()[0][:200] if str(error) else type(error).__name__,
