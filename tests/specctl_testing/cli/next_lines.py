@@ -56,7 +56,9 @@ def _unresolved(context: Any, made: Sequence[str]) -> str | None:
         if target is not None and not str(target).startswith("the package's own"):
             resolve(str(target))
         if recipe is not None and context.info_name != "pretrain":
-            load_recipe(str(recipe), _option(context, "--set") or ())
+            endpoint, sets = _option(context, "--endpoint"), [*(_option(context, "--set") or ())]
+            sets += [] if endpoint is None else [f"data.endpoint={endpoint}"]
+            load_recipe(str(recipe), sets)
         if data:
             check_source(data, "auto", "train")
         for name in _drafters(context):
