@@ -71,13 +71,13 @@ former: | $(BIN)/python
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.locked $(VENV)/.torch
 	@$(MAKE) --no-print-directory former
 	@echo "installing specctl"
-	@$(PIP) --no-build-isolation -e ".[plots,data,tracking,serve]"
+	@$(PIP) --no-build-isolation -e ".[plots,data,tracking,serve,grammar,gguf]"
 	@touch $@
 
 $(VENV)/.dev: locks/dev.lock $(VENV)/.installed
 	@echo "installing the test tools"
 	@$(HASHED) -r locks/dev.lock
-	@$(PIP) --no-build-isolation -e ".[plots,data,tracking,serve,tune,dev]"
+	@$(PIP) --no-build-isolation -e ".[plots,data,tracking,serve,grammar,gguf,tune,dev]"
 	@touch $@
 
 install: $(VENV)/.installed

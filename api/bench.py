@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,11 +83,17 @@ def bench(
     several = [samplings] if isinstance(samplings, Sampling) else samplings
     asked = [replace(one, seed=seed, max_new_tokens=max_new_tokens) for one in several]
     contenders = [engine_contender("plain", model, batch=batch)]
-    contenders += [_contender(draft, model, batch, ids, asked) for draft in drafts]
+    began = time.perf_counter()
+    with reporter.task("measuring what a round costs", len(drafts), "drafters") as advance:
+        for draft in drafts:
+            contenders.append(_contender(draft, model, batch, ids, asked))
+            advance(1, draft.name)
+    costs_seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         if "hf" in baselines:
             contenders += _transformers(reporter, model, drafts, Path(folder), batch)
-        return measure.bench(model, contenders, ids, asked, repeats=repeats, reporter=reporter)
+        found = measure.bench(model, contenders, ids, asked, repeats=repeats, reporter=reporter)
+        return found.after("costs of a round", costs_seconds)
 
 
 def _transformers(

@@ -120,12 +120,17 @@ def write_costs(about: dict[str, Any], costs: CostTable) -> Path | None:
 
 
 def _path(about: dict[str, Any]) -> Path | None:
+    folder = _folder()
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return None if folder is None else folder / f"{key[:32]}.json"
+
+
+def _folder() -> Path | None:
+    """Where the tables are kept; None where nobody has a home."""
     try:
-        folder = cache_folder("costs")
+        return cache_folder("costs")
     except OSError:  # no place for it
         return None
-    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-    return folder / f"{key[:32]}.json"
 
 
 def _processor() -> str:
@@ -136,3 +141,11 @@ def _processor() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def count_since(moment: float) -> int:
+    """How many tables were written here since that time (seconds since the epoch)."""
+    folder = _folder()
+    if folder is None or not folder.is_dir():
+        return 0
+    return sum(path.stat().st_mtime >= moment for path in folder.glob("*.json"))

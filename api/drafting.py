@@ -10,13 +10,15 @@ from typing import Any
 from specctl.api.arguments import MOST_DRAFTED, check_count
 from specctl.api.cost_cache import describe, read_costs, write_costs
 from specctl.api.failures import raises_user_errors
+from specctl.api.families import check_stored
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, did_you_mean, one_of
 from specctl.drafters import family
 from specctl.export.package import folder as packages
 from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
-from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.built_in import as_path_word, is_built_in
+from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.recipes.serve import POLICY_FIELDS
 from specctl.runtime.cross_vocab.translate import check_method
 from specctl.runtime.measure.cost import measure_costs
@@ -24,6 +26,7 @@ from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import Policy, make_policy, policies_of
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.stops import STOPS
 from specctl.runtime.stops.learned import read_stop
 from specctl.runtime.target.target import Target
 
@@ -167,11 +170,12 @@ def load_draft(
     if drafter is None or drafter == NO_DRAFTER:
         _refuse_settings(given)
         return PLAIN
-    name = drafter.family if isinstance(drafter, Drafter) else str(drafter)
+    name = drafter.family if isinstance(drafter, Drafter) else as_path_word(drafter)
     if not isinstance(drafter, Drafter):
         how = None if translate == "none" else translate
         if how is not None:
             check_method(how)  # also where nothing needs to be translated
+        check_stored(target.dtype_name, drafter_names(name))
         loaded = load_drafter(drafter, target, allow=tuple(allow or ()), translate=how)
         source = _source(name)
     else:
@@ -247,7 +251,7 @@ def _stop_settings(word: str | None) -> dict[str, Any]:
     """What --stop-rule stands for: a rule, or a file with the weights of one."""
     if word is None:
         return {}
-    if not Path(word).is_file():
+    if is_built_in(word, STOPS, "stop rule") or not Path(word).is_file():
         return {"stop": word}
     return {"stop": read_stop(Path(word))[0], "stop_file": word}
 
@@ -268,6 +272,8 @@ def _source(name: str) -> str:
     """What tells two drafters apart: the digest of a package, else the name; of several, each."""
     folders = [(part, package_in(Path(part))) for part in drafter_names(name)]
     return "+".join(
-        read_manifest(folder).digest if (folder / MANIFEST).is_file() else part
+        part
+        if part in drafter_words() or not (folder / MANIFEST).is_file()
+        else read_manifest(folder).digest
         for part, folder in folders
     )

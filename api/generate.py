@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -153,8 +153,10 @@ def _split(
                 do=did_you_mean(name, known, "help(specctl.generate)"),
             )
     own = {name: value for name, value in settings.items() if name in SAMPLING}
-    if "stop" in own:
-        own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"] or ())
+    if isinstance(stop := own.get("stop"), str):
+        own["stop"] = (stop,)
+    elif "stop" in own and (stop is None or isinstance(stop, Collection)):
+        own["stop"] = tuple(stop or ())
     return (
         replace(sampling or Sampling(), **own),
         {name: value for name, value in settings.items() if name in DRAFTING},

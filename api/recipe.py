@@ -10,20 +10,20 @@ from typing import Any
 from specctl.api.families import check_options, family_infos
 from specctl.api.targets import TargetLike, load_target
 from specctl.core.errors import RecipeError, did_you_mean
-from specctl.recipes.load import load_recipe, recipe_in_memory, with_fields
+from specctl.recipes.load import IN_CALL, load_recipe, recipe_in_memory, with_fields
 from specctl.recipes.schema import Recipe
 from specctl.recipes.section import Section, flatten
 
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
 INDEPENDENT = ("small-lm", "sorted")  # families of models that draft without the target
-SAID_BY = "Python"  # the origin of what a call sets
+SAID_BY = IN_CALL  # the origin of what a call sets
 
 
 def recipe_of(recipe: RecipeLike, target: TargetLike, settings: Mapping[str, Any]) -> Recipe:
     """The recipe for that target with these settings, checked."""
     if isinstance(recipe, Mapping):
         recipe = recipe_in_memory(recipe, "recipe")
-    base = recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))
+    base = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     fields = _target_fields(target)
     for name, value in settings.items():
         fields |= _fields(base, name, value)

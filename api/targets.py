@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import FileError, SpecctlError
 from specctl.core.model_folder import refuse_stand_ins
-from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.built_in import as_path_word
+from specctl.recipes.drafter_names import drafter_names, drafter_words
+from specctl.recipes.targets import resolve
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import TargetRecord
@@ -66,6 +68,8 @@ def load_target(
         )
         for note in found.notes:
             warnings.warn(note, stacklevel=2)
+        if found.rounding is not None and found.rounding.is_doubtful:
+            warnings.warn(found.rounding.warning(found.dtype_name), stacklevel=2)
         return found
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
@@ -114,15 +118,38 @@ def target_or_own(target: TargetLike | None, *drafters: object, dtype: str = "au
 
 
 def own_target(*drafters: object) -> TargetRecord | None:
-    """What the first of these drafters that is a package was made for; no torch."""
-    from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
+    """What the first of these drafters that is a package was made for; no torch. FileError where
+    that target is not on this machine under the name that the package gives it."""
+    from specctl.export.package.manifest import read_manifest
 
-    named = (one for one in drafters if isinstance(one, (str, Path)))
-    folders = (
-        package_in(Path(part).expanduser()) for one in named for part in drafter_names(str(one))
+    package = _package(drafters)
+    if package is None:
+        return None
+    record = read_manifest(package).target
+    try:
+        resolve(record.name)
+    except SpecctlError as error:
+        raise _not_here(record, package) from error
+    return record
+
+
+def _package(drafters: Sequence[object]) -> Path | None:
+    from specctl.export.package.manifest import MANIFEST, package_in
+
+    named = (as_path_word(one) for one in drafters if isinstance(one, (str, Path)))
+    parts = (part for one in named for part in drafter_names(one) if part not in drafter_words())
+    folders = (package_in(Path(part).expanduser()) for part in parts)
+    return next((f for f in folders if (f / MANIFEST).is_file()), None)
+
+
+def _not_here(record: TargetRecord, package: Path) -> FileError:
+    return FileError(
+        "the target that the package was made for is not found from here",
+        where=f"{package}: target.name",
+        found=ascii(record.name),
+        expected=f"a folder or a name of this machine, with fingerprint {record.fingerprint[:12]}",
+        do="name it: --target FOLDER (in Python: target=)",
     )
-    package = next((f for f in folders if (f / MANIFEST).is_file()), None)
-    return None if package is None else read_manifest(package).target
 
 
 def inflated_note(target: Target) -> str:
@@ -144,4 +171,5 @@ def target_json(target: Target) -> dict[str, Any]:
         "inflated": target.inflated,
         "adapters": [asdict(one) for one in target.adapters],
         "note": inflated_note(target) if target.inflated else None,
+        "rounding": None if target.rounding is None else asdict(target.rounding),
     }

@@ -19,7 +19,7 @@ from specctl.core.table import Table, Tabled
 from specctl.export.package.find import Kind, locate
 from specctl.export.package.manifest import MANIFEST, check_files, package_in
 from specctl.export.package.proof_record import write_record
-from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.proof import prove
 from specctl.runtime.proof.proof_report import Check, Proof
@@ -146,7 +146,7 @@ def check_stored(drafter: str) -> Check:
 
 def _stored_in(drafter: str) -> Path | None:
     """The package of that name; None: a drafter of which nothing is stored."""
-    if Path(drafter).is_dir():
+    if drafter not in drafter_words() and Path(drafter).is_dir():
         return package_in(Path(drafter))
     found = locate(drafter)  # refuses what is nowhere
     return found.folder if found.kind is Kind.PACKAGE else None

@@ -149,7 +149,7 @@ def _everywhere(
     ] = False,
 ) -> None:
     flags = {"json": json, "jsonl": jsonl, "quiet": quiet, "verbose": verbose}
-    configure(console_of(ctx), flags | {"no_color": no_color})
+    configure(ctx, flags | {"no_color": no_color})
 
 
 def main(argv: Sequence[str] | None = None, console: Console | None = None) -> int:

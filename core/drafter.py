@@ -345,7 +345,8 @@ class Drafter(ABC):
 class Family:
     """One method file's entry: `FAMILY = Family(...)`. `options` is a frozen dataclass whose
     defaults are the family's; `build(options, spec, vocab)` makes a drafter with fresh weights.
-    `policies` are the tree policies that may grow it, the default first."""
+    `policies` are the tree policies that may grow it, the default first. `reads_stored`: it makes
+    weights of its own from the target's as they are stored."""
 
     name: str
     summary: str
@@ -354,6 +355,7 @@ class Family:
     build: Callable[[Any, ModelSpec, VocabMap | None], Drafter]
     trainable: bool
     policies: tuple[str, ...]
+    reads_stored: bool = False
 
 
 STRIDE = 64  # positions between the small states

@@ -7,9 +7,13 @@ the same name. Ours has a name of its own, and is told from others by what its c
 from __future__ import annotations
 
 import importlib
+import json
+import shlex
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distributions, packages_distributions
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from specctl.core.errors import SpecctlError
 
@@ -65,6 +69,32 @@ def library(
         ) from error
 
 
-def pip_upgrade() -> str:
-    """The command that installs the newest version."""
-    return f"pip install --upgrade {distribution_name()}"
+def way_to_newer(version: str = "") -> str:
+    """How to come by another version of this program: from where this one was installed, since no
+    index has it."""
+    which = f"specctl {version} or newer" if version else "a newer specctl"
+    place = _source()
+    if place is None:
+        return f"install {which} from where this one came from (a checkout or a wheel)"
+    if place.startswith("git+"):
+        return f"install {which}: pip install --upgrade '{distribution_name()} @ {place}'"
+    return f"install {which}: update the checkout {place}, then pip install {shlex.quote(place)}"
+
+
+def _source() -> str | None:
+    """The checkout or the repository that our distribution was installed from, as its metadata say
+    (PEP 610); of a source tree that was never installed, the tree. None where nothing tells."""
+    ours = next((dist for dist in distributions() if is_ours(dist) and _key(dist) != THEIRS), None)
+    if ours is None:
+        tree = Path(__file__).resolve().parents[1]
+        return str(tree) if (tree / "pyproject.toml").is_file() else None
+    try:
+        about = json.loads(ours.read_text("direct_url.json") or "{}")
+    except ValueError:
+        about = {}
+    url = str(about.get("url", ""))
+    if "vcs_info" in about:
+        return f"git+{url}"
+    if "dir_info" in about and url.startswith("file:"):
+        return unquote(urlsplit(url).path)
+    return None

@@ -9,7 +9,13 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
+from specctl.core.errors import (
+    FileError,
+    IncompatibleError,
+    IntegrityError,
+    SpecctlError,
+    alike,
+)
 
 CONFIG, PACKAGE = "config.json", "manifest.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -21,6 +27,7 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model", "source.spm", "vocab.json", "vocab.txt", "merges.txt",
     "tekken.json", "qwen.tiktoken", "tiktoken.model",
 )  # fmt: skip
+NEAR = 0.7  # a name less alike than this is another
 # What a library may read of a model's folder, which is not told one by one.
 READ_SUFFIXES = frozenset(
     [".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".tokenizer", ".spm", ".bpe"]
@@ -136,6 +143,27 @@ def is_adapter_alone(folder: Path) -> bool:
     return (folder / ADAPTER).is_file() and not any((folder / name).is_file() for name in WEIGHTS)
 
 
+def near_folder(path: Path) -> str:
+    """What may have been meant by a folder that is not there: the one beside it that is most alike
+    by name, if one is."""
+    parent = path.parent
+    if not parent.is_dir():
+        return f"check the path: {parent} does not exist"
+    try:
+        names = [each.name for each in parent.iterdir() if each.is_dir() and not _hidden(each)]
+    except OSError:
+        names = []
+    near = alike(path.name, names, cutoff=NEAR)
+    if near:
+        return f"did you mean {parent / near[0]}"
+    place = "this folder" if parent == Path() else str(parent)
+    return f"check the path: {place} has no folder of a name like {path.name}"
+
+
+def _hidden(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the most steps among the folders inside that can be loaded."""
     numbered = [(match, path) for path in _inside(folder) if (match := _step(path)) is not None]
@@ -149,7 +177,7 @@ def _step(path: Path) -> int | None:
 
 def _inside(folder: Path) -> list[Path]:
     """Folders inside that hold a model or an adapter, in the order of their names."""
-    there = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    there = (path for path in sorted(folder.iterdir()) if not _hidden(path))
     return [path for path in there if path.is_dir() and _is_whole(path)]
 
 
@@ -201,6 +229,7 @@ def gguf_error(path: Path) -> IncompatibleError:
         expected=f"{CONFIG}, tokenizer and {WEIGHTS[0]}",
         do="give the repository of safetensors that the GGUF was made from, or convert it with "
         f"transformers (pip install gguf): AutoModelForCausalLM.from_pretrained({folder!r}, "
-        f"gguf_file={name!r}).save_pretrained('FOLDER'), and the same of AutoTokenizer",
+        f"gguf_file={name!r}, quantization_config=GgufConfig(dequantize=True))"
+        ".save_pretrained('FOLDER'), and AutoTokenizer with gguf_file alone",
         where=str(path),
     )

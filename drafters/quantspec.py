@@ -167,4 +167,5 @@ FAMILY = Family(
     build=QuantSpec,
     trainable=False,
     policies=("chain", "dynamic-tree"),
+    reads_stored=True,
 )

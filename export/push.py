@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IntegrityError, NetworkError, RecipeError
+from specctl.core.hub_access import forbidden_by, way_online
 from specctl.export.package.files import open_folder
 from specctl.export.package.manifest import CARD, MANIFEST, Manifest, check_files, package_in
 from specctl.export.package.proof_record import RECORDS, read_record
@@ -153,11 +154,14 @@ def _hub_errors(plan: PushPlan) -> Iterator[None]:
         yield
     except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
+        forbidden = forbidden_by() if status is None else []  # a hub that answers was reached
         raise NetworkError(
             "the hub did not take the package",
             found=str(error).splitlines()[0][:200] if str(error) else type(error).__name__,
             expected="a hub that can be reached, and a token that may write there",
-            do="hf auth login, with a token that may write"
+            do=f"{way_online(forbidden)}, then push again"
+            if forbidden
+            else "hf auth login, with a token that may write"
             if status in (401, 403) or isinstance(error, LocalTokenNotFoundError)
             else "push again; nothing is visible before the whole commit is",
             where=plan.repo,

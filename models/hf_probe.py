@@ -361,8 +361,9 @@ def _told(model: Any, what: str) -> Iterator[None]:
 def refused(model: Any, what: str, away: float | None = None) -> IncompatibleError:
     """The error for a module that cannot be a target, with the cause as far as it shows."""
     by = "" if away is None else f", by {away:.1%} of the logits"
-    places = _cache_places(model)
-    cause = places or _cause(model)
+    cause = _cause(model)
+    places = None if cause else _cache_places(model)
+    cause = cause or places or ""
     do = "choose a target with rotary or learned positions, e.g. a Llama or Qwen3"
     if places is not None:
         do = (

@@ -3,7 +3,7 @@
 A row of logits is bad if it holds NaN or +inf, or nothing but -inf; -inf beside numbers is how
 models mask ids of their padding. All three show in the row's largest logit. Where they come from is
 looked for afterwards, by one forward that is watched, and by a look at the weights.
-Letters: B rows, S sequence, T fed tokens, V target vocabulary, X any axes.
+Letters: B rows, D hidden width, S sequence, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import yaml
 
 from specctl.core.bounded_read import MOST, read_text
 from specctl.core.errors import FileError, RecipeError, did_you_mean
+from specctl.recipes.built_in import is_built_in
 
 NOT_RECIPES = ("sources", "targets", "tiny-target")
 NODE_BYTES = 64  # of a value in memory, about, beside its text
@@ -142,16 +143,17 @@ def _names(files: Iterable[Any]) -> list[str]:
     return [f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")]
 
 
-def read_source(name_or_path: str) -> Source:
-    """The text of a recipe: of a file, of a run's folder, or of one that comes with specctl."""
+def read_source(name_or_path: str | Path) -> Source:
+    """The text of a recipe: of one that comes with specctl (built_in.py), of a file, or of a run's
+    folder."""
+    known = recipe_names()
+    if is_built_in(name_or_path, [*known, *base_names()], "recipe"):
+        return shipped(str(name_or_path))
     path = Path(name_or_path).expanduser()
     if path.is_dir() and (path / "run.yaml").is_file():
         path = path / "run.yaml"
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return Source(_read_file(path), str(path), path)
-    known = recipe_names()
-    if name_or_path in known or name_or_path in base_names():
-        return shipped(name_or_path)
     if path.is_dir():
         raise FileError(
             f"the folder {path} holds no recipe",
@@ -159,11 +161,12 @@ def read_source(name_or_path: str) -> Source:
             expected=EXPECTED.replace(", or", ",") + ", or the folder of a run",
             do="give the file itself",
         )
+    name = str(name_or_path)
     raise RecipeError(
-        f"unknown recipe {name_or_path!r}",
-        found=ascii(name_or_path),
+        f"unknown recipe {name!r}",
+        found=ascii(name),
         expected=EXPECTED,
-        do=did_you_mean(name_or_path, known, "specctl recipes ls"),
+        do=did_you_mean(name, known, "specctl recipes ls"),
     )
 
 

@@ -45,7 +45,7 @@ class Layer:
         return str(self.tree.get("name") or Path(self.source.where).stem)
 
 
-def lineage(name_or_path: str) -> list[Layer]:
+def lineage(name_or_path: str | Path) -> list[Layer]:
     """The recipe and its parents, the furthest first."""
     return _with_parents(_layer(read_source(name_or_path)))
 
@@ -91,7 +91,7 @@ def _source_of_parent(child: Layer) -> Source:
     path = child.source.path or Path()
     path = path.parent / Path(name).expanduser()
     if isfile(path) or isfile(path / "run.yaml"):  # False, too, of what can be no file's name
-        return read_source(str(path))
+        return read_source(path)
     raise RecipeError(
         f"unknown recipe {name[:80]!r}",
         where=f"{child.source.where}:{BASED_ON}",

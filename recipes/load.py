@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -20,6 +21,7 @@ from specctl.recipes.schema import Recipe, section_at
 from specctl.recipes.section import Section, flatten
 
 EMBEDDED = "tiny"  # the target that comes with specctl
+SET, LINE, IN_CALL = "--set", "command line", "Python"  # what says a value that no file says
 # What a recipe says of the text of its own source. It holds for no other: what a demonstration
 # learns of Python files would make a user's chats learn their prompts and foreign answers.
 OF_SOURCE = ("data.text_tokens", "data.train_on_prompt", "data.format", "data.split")
@@ -38,7 +40,7 @@ class RecipeInfo:
 
 
 def load_recipe(
-    name_or_path: str,
+    name_or_path: str | Path,
     sets: Sequence[str] = (),
     target: str | None = None,
     flags: Mapping[str, Any] | None = None,
@@ -65,8 +67,7 @@ def load_recipe(
         origin.pop(field), files.pop(field)
     for field, value in given.items():
         _place(tree, field, value, where)
-        origin[field] = (named or {}).get(field, "command line")
-        files.pop(field, None)
+        origin[field] = files[field] = (named or {}).get(field, LINE)
     for text in sets:
         field, value = parse_set(text)
         value = _as_text(field, value, text.partition("=")[2].strip())
@@ -206,11 +207,12 @@ def explain(
     field = ".".join(str(part) for part in path)
     where = (files or {}).get(field, where)
     if any(text.partition("=")[0].strip() == field for text in sets):
-        where = "--set"
+        where = SET
     owner = section_at(path) if path else Recipe
+    remedy = _remedy(field, owner, path, where)
     if problem["type"] == "extra_forbidden":
         known = list((owner or Recipe).model_fields)
-        known += [BASED_ON] if len(path) == 1 and where != "--set" else []
+        known += [BASED_ON] if len(path) == 1 and where != SET else []
         return RecipeError(
             f"unknown key {path[-1]!r}",
             where=f"{where}:{field}",
@@ -219,17 +221,16 @@ def explain(
             do=write_instead(str(path[-1]), known),
         )
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
-        return _unknown_choice(problem, path, f"{where}:{field}", _remedy(field, owner, path))
+        return _unknown_choice(problem, path, f"{where}:{field}", remedy)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error" and isinstance(problem.get("input"), Mapping):
-        otherwise = _remedy(field, owner, path)
-        return _disagreement(message, problem["input"], f"{where}:{field}", otherwise)
+        return _disagreement(message, problem["input"], f"{where}:{field}", remedy)
     return RecipeError(
         f"{field or 'recipe'} is not valid",
         where=f"{where}:{field}",
         found=repr(problem.get("input"))[:120],
         expected=message[0].lower() + message[1:],
-        do=_remedy(field, owner, path),
+        do=remedy,
     )
 
 
@@ -270,7 +271,8 @@ def _is_branch_label(part: Any) -> bool:
     )
 
 
-def _remedy(field: str, owner: type[Section] | None, path: tuple[Any, ...]) -> str:
+def _remedy(field: str, owner: type[Section] | None, path: tuple[Any, ...], where: str) -> str:
+    """How the value is set right in the place that said it: a flag, a file, or a call."""
     info = owner.model_fields.get(str(path[-1])) if owner and path else None
     if info is None or info.is_required():
         return "correct the value; `specctl recipes show eagle3` prints a valid recipe"
@@ -280,4 +282,9 @@ def _remedy(field: str, owner: type[Section] | None, path: tuple[Any, ...]) -> s
     shown = (
         "null" if default is None else str(default).lower() if default in (True, False) else default
     )
-    return f"--set {field}={shown} restores the default"
+    if where == SET:
+        return f"{SET} {field}={shown} restores the default"
+    if where.startswith("--"):
+        return f"give {where} another value, or leave it out (the default is {shown})"
+    key, at = field.rpartition(".")[2], "" if where in (LINE, IN_CALL) else f" in {where}"
+    return f"write {key}: {shown}{at} (the default), or leave {key} out"

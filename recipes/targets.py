@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from specctl.core.errors import FileError, SpecctlError, nearest
-from specctl.core.model_folder import CONFIG, gguf_error, is_adapter_alone
+from specctl.core.model_folder import CONFIG, gguf_error, is_adapter_alone, near_folder
+from specctl.recipes.built_in import is_built_in
 
 BRANCH = "main"  # of a repository where no revision is given
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -69,9 +70,9 @@ def aliases() -> tuple[str, ...]:
 
 
 def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
-    """What a target's name means. An existing folder goes before everything but an alias; write
-    ./NAME for a folder called like an alias. A word that means nothing raises with the nearest."""
-    if name in _table():
+    """What a target's name means: an alias (built_in.py), a folder, or a hub id. A word that means
+    nothing raises with the nearest."""
+    if is_built_in(name, _table(), "target"):
         return _resolve_alias(name, revision)
     path = Path(name).expanduser()
     if not name.strip():
@@ -125,13 +126,11 @@ def _is_commit(revision: str | None) -> bool:
 
 def _unknown(name: str, path: Path) -> SpecctlError:
     if "/" in name or name.startswith((".", "~")):
-        parent = path.parent
-        siblings = [str(p) for p in parent.glob("[!.]*/")] if parent.is_dir() else []
         return FileError(
             "there is no such target folder",
             found=ascii(name),
             expected="a folder with config.json, tokenizer and safetensors weights",
-            do="nearest: " + (nearest(str(path), siblings) or f"none; {parent} does not exist"),
+            do=near_folder(path) + ", or name another target, such as tiny",
         )
     return SpecctlError(
         "unknown target",

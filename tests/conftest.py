@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from specctl.cli.app.console import Console
 from specctl.runtime.target.target import Target
+from specctl_testing.cli.next_lines import wrong_lines
 from specctl_testing.models import build_model
 
 # A shell that starts the tests in the background hands down an ignored Ctrl-C; some tests press it.
@@ -38,6 +40,23 @@ def tiny_target() -> Target:
     from specctl.runtime.target.target import load_target
 
     return load_target("tiny", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def next_lines_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test has commands do: each `Next:` line that they print is read by the program,
+    and what it names is there."""
+    wrong, done = list[str](), Console.done
+
+    def checked(
+        console: Console, result: dict[str, Any], next: Sequence[str] = (), ok: bool = True
+    ) -> None:
+        wrong.extend(wrong_lines(next))
+        done(console, result, next, ok)
+
+    monkeypatch.setattr(Console, "done", checked)
+    yield
+    assert not wrong, wrong
 
 
 @pytest.fixture(autouse=True)

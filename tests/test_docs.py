@@ -139,7 +139,8 @@ def test_cheap_commands_run(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "prompts.txt").write_text("import os\nimport sys\n")
+    for file in ("prompts.txt", "README.md"):
+        (tmp_path / file).write_text("import os\nimport sys\n")
     if "my-eagle3.yaml" in command and " cp " not in command:
         (tmp_path / "my-eagle3.yaml").write_text((ROOT / "recipes" / "eagle3.yaml").read_text())
     for name, text in YAML.items():

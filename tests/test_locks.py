@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
 ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)((?: \\\n {4}--hash=sha256:[0-9a-f]{64})+)$", re.M)
 # What `make install` and `make dev` install; torch is a file of its own, see the Makefile.
-RUN = ("plots", "data", "tracking", "serve")
+RUN = ("plots", "data", "tracking", "serve", "grammar", "gguf")
 EXTRAS = {"run": RUN, "dev": (*RUN, "tune", "dev")}
 BUILT_WITH = {"setuptools"}
 CUDA = ("cuda-", "nvidia-", "triton")  # libraries of torch's default build, which it pins itself

@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
+from specctl.core.errors import SpecctlError, one_of_two
 from specctl.core.printable import guarded_streams
+from specctl.recipes.built_in import HiddenName
 
 P = ParamSpec("P")
 _BOTH, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -70,15 +73,15 @@ def command(
     def run(ctx: typer.Context, **given: Any) -> None:
         console = console_of(ctx)
         console.command = name or body.__name__.strip("_").replace("_", "-")
-        configure(console, {flag: given.pop(flag) for flag in GLOBAL_FLAGS})
+        configure(ctx, {flag: bool(given.pop(flag)) for flag in GLOBAL_FLAGS})
         del given["help_all"], given["config_file"]  # their callbacks have done their work
         for option in own:
             _check_numbers(ctx, option, given[option.name])
         given |= {group.name: group.gather(given) for group in groups}
-        for warning in ctx.meta.get(REPEATED, ()):
-            console.warn(warning)
+        for repeated in ctx.meta.get(REPEATED, ()):
+            console.warn(repeated)
         try:
-            with guarded_streams():
+            with guarded_streams(), hidden_names_said(console):
                 body(console, **given)  # type: ignore[call-arg]
         except BrokenPipeError as error:
             raise ClosedPipe from error  # typer would turn it into exit code 1
@@ -91,6 +94,24 @@ def command(
     run.__doc__ = _indentation_kept(unwrap(body.__doc__ or ""))
     del run.__wrapped__
     return run
+
+
+@contextmanager
+def hidden_names_said(console: Console) -> Iterator[None]:
+    """Where a built-in name and a folder are called alike, the console warns of it; all other
+    warnings of Python go where they went."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+        warnings.simplefilter("always", HiddenName)
+
+        def show(message: Any, category: Any, *where: Any, **more: Any) -> None:
+            if issubclass(category, HiddenName):
+                console.warn(str(message))
+            else:
+                shown(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 class Command(TyperCommand):
@@ -107,7 +128,8 @@ class Command(TyperCommand):
         counts, which nobody means who takes it for a list."""
         given = list(args)
         rest: list[str] = super().parse_args(ctx, args)
-        _, _, order = self.make_parser(ctx).parse_args(given)
+        _, _, order = self.make_parser(ctx).parse_args(list(given))
+        _refuse_both_ways(order, given)
         once = [p for p in order if not (p.multiple or getattr(p, "is_flag", False))
                 and p.param_type_name == "option" and not getattr(p, "count", False)]  # fmt: skip
         ctx.meta[REPEATED] = [
@@ -278,9 +300,45 @@ def _check_numbers(ctx: typer.Context, option: inspect.Parameter, value: Any) ->
             raise typer.BadParameter(told, ctx=ctx, param=flag)
 
 
-def configure(console: Console, flags: dict[str, bool]) -> None:
-    """Apply the flags of every command."""
-    console.configure(color=not flags.pop("no_color"), **flags)
+def _refuse_both_ways(order: Sequence[Any], words: Sequence[str]) -> None:
+    """Of a switch that was given more than once, both ways: --adaptive --no-adaptive."""
+    for parameter, times in Counter(order).items():
+        ways = [[w for w in words if w in part] for part in (parameter.opts, _others(parameter))]
+        if times > 1 and all(ways):
+            raise _exclusive(ways[0][0], ways[1][0])
+
+
+def _others(parameter: Any) -> Sequence[str]:
+    """The flags that switch it off."""
+    return parameter.secondary_opts if getattr(parameter, "is_flag", False) else ()
+
+
+# Flags of every command that say the opposite of each other, or two forms of one thing.
+OPPOSITES = (("quiet", "verbose"), ("json", "jsonl"))
+_TYPED = "specctl.typed"  # those that were typed so far: they may stand before or after a name
+
+
+def configure(ctx: typer.Context, given: dict[str, bool]) -> None:
+    """Apply the flags of every command. What is typed wins over its opposite in a file of defaults;
+    two that exclude each other are refused."""
+    typed: list[str] = ctx.meta.setdefault(_TYPED, [])
+    typed += [flag for flag in given if given[flag] and _is_typed(ctx, flag)]
+    for first, second in OPPOSITES:
+        given[first] &= first in typed or second not in typed
+        given[second] &= second in typed or first not in typed
+        if all(given[flag] or flag in typed for flag in (first, second)):
+            raise _exclusive(f"--{first}", f"--{second}")
+    console_of(ctx).configure(color=not given.pop("no_color"), **given)
+
+
+def _is_typed(ctx: typer.Context, flag: str) -> bool:
+    source = ctx.get_parameter_source(flag)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _exclusive(first: str, second: str) -> SpecctlError:
+    what = f"{first} and {second} exclude each other"
+    return one_of_two(what, f"{first} {second}", f"leave out {second}, or {first}")
 
 
 def unwrap(doc: str) -> str:

@@ -42,6 +42,8 @@ class Console:
         self.warnings: list[str] = []
         self.is_answered = False
         self.result: dict[str, Any] | None = None  # what an error still may report with --json
+        self.kept: Callable[[], str | None] = _nothing  # on the disk, for the command to go on from
+        self.remains: Callable[[], str | None] = _nothing  # there too, but it would begin anew
         self.rerun: Callable[[Sequence[str]], int] | None = None  # main() with this console
         self._progress: Progress | None = None
 
@@ -218,6 +220,10 @@ class Console:
     def _object(self, body: dict[str, Any]) -> None:
         self.is_answered = True
         self._event({"event": "result", **body} if self.jsonl else body)
+
+
+def _nothing() -> None:
+    """What most commands leave on the disk when they are stopped."""
 
 
 def has_colours(console: Console) -> bool:

@@ -119,6 +119,8 @@ def handle(error: BaseException, console: Console) -> int:
         return _interrupted(error, console)  # a library put its own error in the place of ours
     if told is None:
         return _bug(error, console)
+    if told.exit == Exit.INTERRUPTED and not told.found:
+        told.found = console.kept() or "nothing was written yet"
     console.fail(told)
     is_plain = isinstance(error, (SpecctlError, USAGE_ERROR)) and error.__cause__ is None
     if console.verbose and not is_plain:
@@ -127,13 +129,20 @@ def handle(error: BaseException, console: Console) -> int:
 
 
 def _interrupted(error: BaseException, console: Console) -> int:
-    """Ctrl-C where there is no state to save: say so, and how to begin again."""
-    kept = "what was done until then is written; " if console.result else ""
+    """Ctrl-C and SIGTERM: what is on the disk now, and how to go on or to begin again."""
+    command = shlex.join(["specctl", *sys.argv[1:]])
+    kept = console.kept()
+    if kept is not None:
+        told = SpecctlError("stopped on request", found=kept, do=command, exit=Exit.INTERRUPTED)
+        console.fail(told)
+        return int(told.exit)
+    written = "what was done until then is written; " if console.result else ""
+    remains = console.remains() or "nothing was saved"
     is_terminated = Terminated in (type(error), type(error.__cause__)) or signal.SIGTERM in _HEARD
     told = SpecctlError(
         "terminated" if is_terminated else "interrupted",
-        found=f"{kept}nothing was saved",
-        do=shlex.join(["specctl", *sys.argv[1:]]),
+        found=f"{written}{remains}",
+        do=command,
     )
     code = TERMINATED if is_terminated else INTERRUPTED
     console.fail(told, code)

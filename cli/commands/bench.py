@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,7 @@ from specctl.api.against import parse_against
 from specctl.api.outputs import check_file, check_plot, write_report
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.commands.bench_families import (
     FAMILIES_OUT,
     Heat,
@@ -32,8 +35,9 @@ from specctl.cli.options.measuring import (
 )
 from specctl.cli.options.names import complete_draft
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
-from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, loading
 from specctl.core.errors import GateError, RecipeError
+from specctl.core.printable import counted
 
 if TYPE_CHECKING:
     from specctl.runtime.measure.bench import BenchReport, BenchRow
@@ -165,11 +169,15 @@ def bench(
     from specctl.api.bench import DEFAULT_DRAFTS
     from specctl.api.bench import bench as bench_
 
+    console.remains = partial(_remaining, time.time())
+    console.say(loading(target))
+    began = time.perf_counter()
     model = target.load(console, compiled)
     samplings = _samplings(console, model, generation_config, temperature)
     drafts = [drafting.of(n).load(model) for n in dict.fromkeys(draft or DEFAULT_DRAFTS)]
     for loaded in drafts:
         loaded.announce(console)
+    loading_seconds = time.perf_counter() - began
     report = bench_(
         model,
         drafts,
@@ -185,6 +193,7 @@ def bench(
         progress=console,
         **drafting.given(),
     )
+    report = report.after("loading", loading_seconds)
     console.show(report.table())
     result = {**report.to_json(), "target": target_json(model), "batch": batch}
     console.result = result
@@ -195,7 +204,17 @@ def bench(
         _draw(report, plot)
         console.say(f"picture: {plot}")
     check_gates(report.rows, gates)
-    console.done(result, next=_next(report.rows, target.name))
+    console.done(result, next=[_next(report, [d.name for d in drafts], target, drafting)])
+
+
+def _remaining(since: float) -> str | None:
+    """What a benchmark that was stopped leaves: its table is written at its end."""
+    from specctl.api.cost_cache import count_since
+
+    if not (count := count_since(since)):
+        return None
+    told = f"kept: {counted(count, 'table')} of what a round costs here"
+    return f"{told}; of this benchmark nothing was saved"
 
 
 def _draw(report: BenchReport, path: Path) -> None:
@@ -209,9 +228,9 @@ def _draw(report: BenchReport, path: Path) -> None:
     series = {setting: [by.get(name) for name in names] for setting, by in speeds.items()}
     first = report.rows[0].setting
     positions = {
-        row.name: row.accepted_per_position
+        row.name: row.well_counted
         for row in report.rows
-        if row.setting == first and row.accepted_per_position
+        if row.setting == first and row.well_counted
     }
     about = f"{report.target} {report.dtype} on {report.device}"
     about += f", inflated to {report.inflated}" if report.inflated else ""
@@ -284,8 +303,20 @@ def check_gates(rows: Sequence[BenchRow], gates: Sequence[tuple[str, str, float]
             )
 
 
-def _next(rows: Sequence[BenchRow], target: str) -> list[str]:
-    best = max(rows, key=lambda row: row.speedup)
-    if best.name == "plain":
-        return [f"specctl train-draft --target {target} --recipe distill"]
-    return [f'specctl generate --target {target} --draft {best.name} "..."']
+def _next(
+    report: BenchReport, drafts: Sequence[str], target: TargetChoice, drafting: DraftingFlags
+) -> str:
+    """The winner where there is one; where that is doubtful, a measurement that says more; else how
+    to train a drafter. Other baselines, and a drafter that stands there twice, are no name of a
+    drafter."""
+    drafted = [row for row in report.rows if row.name in drafts]
+    winners = [row for row in drafted if row.is_winner]
+    if winners:
+        best = max(winners, key=lambda row: row.speedup)
+        return with_text("generate", *target.words(), "--draft", best.name, *drafting.words())
+    if not any(row.doubts for row in drafted):
+        return command_line("train-draft", *target.training_words(), "--recipe", "distill")
+    names = dict.fromkeys(row.name for row in drafted)
+    prompts, tokens = max(12, 2 * report.num_prompts), max(64, report.new_tokens)
+    more = ("--num-prompts", prompts, "--max-new-tokens", tokens, "--repeats", report.repeats + 2)
+    return command_line("bench", *target.words(), *names, *more)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from specctl.api.outputs import check_folder, check_plot
 from specctl.api.targets import inflated_note, target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import as_told
+from specctl.cli.app.follow_up import with_text
 from specctl.cli.commands.family_tables import show_tables
 from specctl.cli.options.flags import Compile, Seed, Sets
 from specctl.cli.options.loading import DraftingFlags
@@ -37,10 +38,11 @@ from specctl.cli.options.measuring import (
 )
 from specctl.cli.options.names import complete_family
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import TargetChoice
+from specctl.cli.options.target_choice import TargetChoice, loading
 from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
 from specctl.core.printable import counted
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe
+from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -189,6 +191,7 @@ def compare_families(
     check_plot(plot)
     recipes = {name: family_recipe(name, budget) for name in chosen(budget.families)}
     budget.out.mkdir(parents=True, exist_ok=True)
+    console.kept = partial(kept_in, budget.out)
     trained: list[Trained] = []
     errors: dict[str, str] = {}
     for number, (name, recipe) in enumerate(recipes.items(), start=1):
@@ -203,6 +206,7 @@ def compare_families(
             console.warn(f"{name}: {errors[name]}")
     rows: list[dict[str, Any]] = []
     sizes = dict.fromkeys((None, budget.target.inflate))
+    console.say(loading(budget.target))
     targets = [replace(budget.target, inflate=size).load(console, heat.compiled) for size in sizes]
     for target in targets:
         rows += measure(console, target, trained, heat)
@@ -220,7 +224,7 @@ def compare_families(
     console.result = result
     refuse_failed(rows)
     best = max(rows, key=lambda row: row["speedup"])
-    console.done(result, next=[f'specctl generate --draft {best["package"]} "..."'])
+    console.done(result, next=[with_text("generate", "--draft", best["package"])])
 
 
 def chosen(words: str) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import go_offline, not_in_step
+from specctl.cli.options.target_choice import TargetChoice, not_in_step
+from specctl.core.hub_access import go_offline
 
 REST = RecipeFlags(recipe="rest")
 
@@ -39,7 +42,9 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     from specctl.runtime.target.target import load_part
     from specctl.train.assemble import family_options
     from specctl.train.datastore import fill
+    from specctl.train.runs.kept import kept_in
 
+    console.kept = partial(kept_in, out)
     part = recipe.target
     target = load_part(part, offline=offline, tensor_parallel=False)
     if recipe.drafter.init is not None:
@@ -60,7 +65,5 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     size = sum(record.bytes for record in manifest.files.values())
     console.say(f"{out / 'package'}: {size:,} bytes")
     result = {"package": str(out / "package"), "tokens": num_tokens, "bytes": size}
-    console.done(
-        result,
-        next=[f"specctl generate --target {part.name} --draft {out / 'package'} --compare"],
-    )
+    words = [*TargetChoice.of_recipe(part).words(), "--draft", out / "package", "--compare"]
+    console.done(result, next=[with_text("generate", *words)])

@@ -19,8 +19,10 @@ import typer
 import specctl
 from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
+from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.installed import distribution_name, foreign_distributions, pip_install
 from specctl.core.printable import counted
+from specctl.models.native.library import BUILDING, is_to_be_built
 
 GREEN, YELLOW, RED = "ok", "note", "fix"
 NEEDED = ("transformers", "accelerate", "tokenizers", "safetensors", "numpy", "pydantic", "pyyaml")
@@ -58,9 +60,7 @@ def doctor(
 
       specctl doctor --json
     """
-    checks = [*_python(), *_packages(), *_namesakes(), *_machine(), *_folders(), *_hub()]
-    if not quick:
-        checks += _device()
+    checks = _checked(console, quick)
     worst = max((check.state for check in checks), key=(GREEN, YELLOW, RED).index)
     rows = [(c.name, c.state, c.found, c.do) for c in checks]
     console.table(("check", "state", "found", "do"), rows)
@@ -72,6 +72,19 @@ def doctor(
     console.done(result, next=to_fix or ["specctl quickstart"], ok=worst != RED)
     if worst == RED:
         raise typer.Exit(int(Exit.RESOURCES))
+
+
+def _checked(console: Console, quick: bool) -> list[Finding]:
+    """Every finding; what takes seconds is said before."""
+    console.say("checking Python, libraries and this machine")
+    checks = [*_python(), *_packages(), *_namesakes()]
+    if is_to_be_built():
+        console.say(BUILDING)
+    checks += [*_machine(), *_folders(), *_hub()]
+    if not quick:
+        console.say("loading torch to see the device (--quick leaves that out)")
+        checks += _device()
+    return checks
 
 
 def _python() -> Iterator[Finding]:
@@ -184,10 +197,12 @@ def _hub() -> Iterator[Finding]:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     token = Path(os.environ.get("HF_TOKEN_PATH", home / "token"))
     has_token = bool(os.environ.get("HF_TOKEN")) or token.is_file()
-    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-    found = ("a token is set" if has_token else "no token") + (", offline mode" if offline else "")
+    forbidden = forbidden_by()
+    found = "a token is set" if has_token else "no token"
     do = "" if has_token else "only for gated models: hf auth login"
-    yield Finding("hub", GREEN if has_token and not offline else YELLOW, found, do)
+    if forbidden:
+        found, do = f"{found}, offline: {', '.join(forbidden)}", way_online(forbidden)
+    yield Finding("hub", GREEN if has_token and not forbidden else YELLOW, found, do)
 
 
 def _device() -> Iterator[Finding]:

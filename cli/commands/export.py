@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +14,12 @@ import typer
 
 from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Allow, panel
 from specctl.cli.options.names import ENGINES, check_package, complete_format
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
-from specctl.core.errors import GateError, RecipeError, nearest
+from specctl.core.errors import GateError, RecipeError
 from specctl.core.plugins import declared
 
 if TYPE_CHECKING:
@@ -139,17 +141,21 @@ def export(
       specctl export runs/eagle3 --push OWNER/my-eagle3
     """
     if to is not None:
-        _check_format(to)
+        from specctl.export.formats import check_name
+
+        check_name(to)
     if package is None and not draft:
         _write_target(console, out, to, target)
         return
-    folder = Path(one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER"))
-    check_package(str(folder))
+    word = one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER")
+    check_package(word)
+    folder = Path(word)
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
     if out is None:
         assert push is not None
         console.done(
-            {"push": pushed(console, folder, push, public, yes)}, next=[f"specctl show {folder}"]
+            {"push": pushed(console, folder, push, public, yes)},
+            next=[command_line("show", folder)],
         )
         return
     to = to or "hf"
@@ -171,22 +177,12 @@ def export(
     for note in result.notes:
         console.warn(note)
     told: dict[str, Any] = result.to_json()
+    console.remains = lambda: f"the export is written, whole, in {out}; what follows it is not done"
     if prove:
         told["proof"] = _proved(console, folder, out, engine, engine_python, model.name)
     if push is not None:
         told["push"] = pushed(console, out, push, public, yes)
-    console.done(told, next=[f"specctl show {out}", *result.serve])
-
-
-def _check_format(to: str) -> None:
-    if to not in (*FORMATS, *ENGINES):
-        raise RecipeError(
-            f"unknown format {to!r}",
-            where="--to",
-            found=to,
-            expected="one of " + ", ".join(dict.fromkeys([*ENGINES, *FORMATS])),
-            do=f"--to {nearest(to, [*FORMATS, *ENGINES], 1)}",
-        )
+    console.done(told, next=[command_line("show", out), *result.serve])
 
 
 def _write_target(console: Console, out: Path | None, to: str | None, choice: TargetChoice) -> None:
@@ -206,7 +202,7 @@ def _write_target(console: Console, out: Path | None, to: str | None, choice: Ta
         console.warn(note)
     console.out(f"{out}: {FILE}")
     told = {"out": str(out), "format": "gguf", "files": [FILE]}
-    console.done(told, next=[f"llama-server -m {out / FILE}"])
+    console.done(told, next=[shlex.join(["llama-server", "-m", str(out / FILE)])])
 
 
 def _proved(

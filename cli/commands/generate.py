@@ -11,6 +11,7 @@ import typer
 
 from specctl.api.targets import target_json
 from specctl.cli.app.console import ACCEPTED, PLAIN_COLOUR, Console, has_colours
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
@@ -19,6 +20,7 @@ from specctl.cli.options.prompts import PromptText, read_prompts
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError
+from specctl.runtime.measure.doubt import doubts
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -109,7 +111,7 @@ def generate(
         made, result = run, job.to_json(run)
     console.result = result
     check_forms(made.outputs)
-    console.done(result, next=_next(target.name, draft.draft, compare))
+    console.done(result, next=[_next(target, draft, compare, chat)])
 
 
 def told_apart(words: Sequence[str], file: Path | None) -> tuple[str | None, str | None]:
@@ -288,10 +290,17 @@ def _compare(console: Console, job: GenerateJob) -> tuple[GenerateResult, dict[s
         )
     if identical is False:
         _explain_difference(console, job)
+    why = doubts(speedup, fast.stats.tau, fast.stats.tokens)
+    if why:
+        console.warn(
+            f"the speed-up of {speedup:.2f} is no finding yet: {'; '.join(why)}; for one: specctl "
+            f"bench --target {job.target.name} {job.draft.name}"
+        )
     comparison = {
         "plain": base.stats.to_json(),
         "speculative": fast.stats.to_json(),
         "speedup": round(speedup, 3),
+        "doubts": list(why),
         "identical": identical,
         "identical_outputs": sum(same) if identical is not None else None,
     }
@@ -314,7 +323,9 @@ def _explain_difference(console: Console, job: GenerateJob) -> None:
     )
 
 
-def _next(target: str, draft: str, compared: bool) -> list[str]:
-    if draft == NO_DRAFTER and not compared:
-        return [f'specctl generate --target {target} --draft prompt-lookup --compare "..."']
-    return [f"specctl bench --target {target}" + (f" {draft}" if draft != NO_DRAFTER else "")]
+def _next(target: TargetChoice, draft: DraftChoice, compared: bool, chat: bool) -> str:
+    if draft.draft == NO_DRAFTER and not compared:
+        wrapped = ["--chat"] if chat else []
+        words = ["--draft", "prompt-lookup", *wrapped, "--compare"]
+        return with_text("generate", *target.words(), *words)
+    return command_line("bench", *target.measured_words(), *draft.positional(), *draft.words())

@@ -10,6 +10,7 @@ import typer
 
 from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Out
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import FileError
@@ -86,7 +87,7 @@ def import_(
     console.done(
         found.to_json(),
         next=[
-            f"specctl bench --target {target.name} {out}",
-            f"specctl verify {out} --target {target.name} --level lossless",
+            command_line("bench", *target.words(), out),
+            command_line("verify", out, *target.words(), "--level", "lossless"),
         ],
     )

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,13 +23,15 @@ import typer
 
 from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.launch import use_device
 from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import PlanFlags
-from specctl.cli.options.target_choice import TargetChoice, go_offline
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -96,13 +99,14 @@ def plan(
         raise one_of_two(told, "--rehearse --scaling", "leave --rehearse out")
     from specctl.recipes.stages import runs_of
     from specctl.train.job import check_rows
+    from specctl.train.planning.hardware import PER_NODE
 
     _see_device(run.device, gpu, gpus)
     cluster = _cluster(gpu, gpus, nodes)
     if offline:
         go_offline()
     if scaling:
-        plan_scaling(console, loaded, run.folder(loaded))
+        plan_scaling(console, loaded, run.folder(loaded), run)
         return
     if cluster is not None:
         for each in runs_of(loaded):
@@ -111,8 +115,10 @@ def plan(
     check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
     check_made_for(loaded, run.recipe, console.warn)
     result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster)
-    chosen = "" if run.target is None else f" --target {run.target}"
-    console.done(result, next=[f"specctl train-draft --recipe {run.recipe}{chosen}"])
+    words = [*run.words(), *(["--offline"] if offline else [])]
+    if gpus > 1 and nodes in (None, 1) and gpus <= PER_NODE:
+        words += ["--gpus", str(gpus)]
+    console.done(result, next=[command_line("train-draft", *words)])
 
 
 def _see_device(device: str, gpu: str | None, gpus: int) -> None:
@@ -155,6 +161,7 @@ def show_plans(
     from specctl.train.runs.stages import plans
 
     trainable_family(recipe)
+    console.say("planning: a step is traced for its memory, then its time is found")
     if is_rehearsed:
         made = [(recipe, _rehearsed(console, recipe))]
     else:
@@ -333,9 +340,11 @@ def calibration(console: Console, processes: int = 1) -> Calibrate:
     start = process_seconds()
 
     def measured(recipe: Recipe, shape: TargetShape) -> Pace | None:
-        console.say("calibrating: a few steps and rounds of the run, some seconds")
+        console.say(
+            f"calibrating {recipe.name} here: a few steps and rounds of the run, up to a minute"
+        )
         try:
-            return calibrate(recipe, shape, processes, start)
+            return calibrate(recipe, shape, processes, start, reporter=console)
         except SpecctlError as error:
             console.warn(f"not calibrated: {error.what}")
             return None
@@ -409,7 +418,7 @@ def rehearsal_process() -> None:
 # -- scaling ------------------------------------------------------------------------------------
 
 
-def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
+def plan_scaling(console: Console, recipe: Recipe, out: Path, run: PlanFlags) -> None:
     """Run the grid of a recipe in `out`, print the law, and write scaling.json and scaling.png."""
     from specctl.train.planning.scaling import (
         fit,
@@ -419,7 +428,9 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
         run_grid,
         save_picture,
     )
+    from specctl.train.runs.kept import kept_in
 
+    console.kept = partial(kept_in, out)
     cells = grid(recipe, out)
     target = TargetChoice.of_recipe(recipe.target).load(console)
     points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])
@@ -450,7 +461,9 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path) -> None:
     (out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
     picture = save_picture(points, law, out / "scaling.png")
     answer = {**found, "out": str(out), "picture": None if picture is None else str(picture)}
-    console.done(answer, next=[f"specctl distill --target {recipe.target.name}"])
+    words = TargetChoice.of_recipe(recipe.target).training_words()
+    data = [word for name in run.data or () for word in ("--data", name)]
+    console.done(answer, next=[command_line("distill", *words, *data)])
 
 
 def prices(found: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import typer
 
 from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.options.flags import Out
 
@@ -48,7 +49,7 @@ def pretrain(
         "heldout_tokens": final.tokens,
         "peak_bytes": peak_memory(),
     }
-    following = f"specctl train-draft --target {out / 'export'} --recipe distill"
+    following = command_line("train-draft", "--target", out / "export", "--recipe", "distill")
     console.done(result, next=[following])
 
 

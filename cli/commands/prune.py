@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.app.launch import use_device
 from specctl.cli.commands.plan import shown, without_dry_run
 from specctl.cli.commands.shapes import SearchFlags, search_shapes
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import DryRun, TunedFlags
-from specctl.cli.options.target_choice import go_offline
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.cli.options.training import finish
 from specctl.core.errors import RecipeError
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.api.prune import PruneJob, PruneResult
@@ -93,6 +96,7 @@ def prune(
     """
     from specctl.api.prune import Cut, PruneJob, cut_table
     from specctl.api.prune import prune as prune_
+    from specctl.train.runs.kept import kept_in
 
     recipe, wanted = run.load(), Cut(**asdict(cut))
     wanted.check(recipe)
@@ -104,10 +108,12 @@ def prune(
     if not search.search:  # which keeps a folder of its own kind
         check_out(out)
     check_run(recipe, out)
+    if not dry_run:
+        console.kept = partial(kept_in, out)
     if search.search:
         if dry_run:
             raise _search_unplanned()
-        search_shapes(console, recipe, out, search, cut.heal_steps, run.device)
+        search_shapes(console, recipe, out, search, cut.heal_steps, run)
         return
     if dry_run:
         _show_plans(console, PruneJob(recipe, wanted, out))
@@ -139,15 +145,15 @@ def _show_plans(console: Console, job: PruneJob) -> None:
 
 
 def _finish_unhealed(console: Console, recipe: Recipe, result: PruneResult) -> None:
-    package, target = result.package, recipe.target.name
+    package, target = result.package, TargetChoice.of_recipe(recipe.target).words()
     if recipe.vocab.size is not None:
         console.say("the vocabulary is whole: it is trimmed while healing, or by vocab-trim")
     console.out(
         f"cut {package} | alpha {result.report['alpha']:.3f} | tau {result.tau:.2f}, not healed"
     )
     following = [
-        f"specctl vocab-trim {package} --target {target} --out {result.out}-trimmed",
-        f'specctl generate --target {target} --draft {package} --compare "..."',
+        command_line("vocab-trim", package, *target, "--out", f"{result.out}-trimmed"),
+        with_text("generate", *target, "--draft", package, "--compare"),
     ]
     console.done(result.to_json(), next=following)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ import typer
 
 from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, noted
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.quickstart_story import (
@@ -25,8 +25,9 @@ from specctl.cli.commands.quickstart_story import (
     in_plain_words,
 )
 from specctl.cli.options.flags import Sets
-from specctl.core.errors import Exit, SpecctlError
 from specctl.core.printable import counted
+from specctl.runtime.measure.doubt import PAYS, doubts
+from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -42,8 +43,8 @@ LEAST = {"data.prompts": 32, "train.steps": 40}
 TRIM_PROMPTS, TRIM_TOKENS = 12, 48
 COMPARE_PROMPTS, COMPARE_TOKENS = 12, 64
 RATE_REPEATS = 5
+MUCH_REST = 0.2  # share of rounds without a draft from which tokens per pass need a word
 TURNS = 3  # runs of each way; one run says little where other work slows the machine for seconds
-PAYS = 1.05  # a smaller gain is within the noise
 
 
 def quickstart(
@@ -79,6 +80,7 @@ def quickstart(
     loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
     check_out(out)
     check_run(loaded, out)
+    console.kept = partial(kept_in, out)
     from specctl.cli.options.target_choice import TargetChoice
     from specctl.runtime.target.inflate import inflatable, size_named
 
@@ -103,55 +105,51 @@ def quickstart(
         "first, and the drafter learns from its answers."
     )
     run = _train(console, loaded, out)
-    with continued(out):
-        console.heading("3/5 Trim the drafter's vocabulary")
-        console.say(
-            "A drafter that scores fewer tokens is faster, and guesses a little less. The trimmed "
-            "one is used only if it is faster in the end."
-        )
-        package = _faster(console, model, out, _trim(console, model, out))
-        console.heading("4/5 Prove that the output stays the same")
-        console.say(
-            "The target checks every guess, so drafting must not change the text. This is tested "
-            "with the drafter just trained."
-        )
-        _prove(console, model, package)
-        console.heading("5/5 Measure the speed")
-        console.say(
-            "The same held-out prompts are decoded plainly and with the drafter. Plain decoding "
-            "makes one token per forward pass of the target."
-        )
-        report = compare(
-            console, model, package, None if size == "none" else size, out / "quickstart.png"
-        )
+    console.heading("3/5 Trim the drafter's vocabulary")
+    console.say(
+        "A drafter that scores fewer tokens is faster, and guesses a little less. The trimmed "
+        "one is used only if it is faster in the end."
+    )
+    package = _faster(console, model, out, _trim(console, model, out))
+    console.heading("4/5 Prove that the output stays the same")
+    console.say(
+        "The target checks every guess, so drafting must not change the text. This is tested "
+        "with the drafter just trained."
+    )
+    _prove(console, model, package)
+    console.heading("5/5 Measure the speed")
+    console.say(
+        "The same held-out prompts are decoded plainly and with the drafter. Plain decoding "
+        "makes one token per forward pass of the target."
+    )
+    report = compare(
+        console, model, package, None if size == "none" else size, out / "quickstart.png"
+    )
     seconds = time.monotonic() - started
     console.say(f"\nDone in {duration(seconds)}, {peak_text()}. Everything is in {out}.")
     result = {"out": str(out), "package": str(package), "seconds": round(seconds, 1)}
     result["peak_bytes"] = peak_memory()
     result |= {"tau_trained": run, **report}
     (out / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
+    inflated = [] if size == "none" else ["--inflate", size]
+    trained = TargetChoice.of_recipe(loaded.target).training_words()
     console.done(
         result,
         next=[
-            f'specctl generate {package} "def main("   (accepted guesses are green at a terminal)',
-            f"specctl bench {package} {package}+prompt-lookup --inflate 300m   (with copying, too)",
-            f"specctl train-draft --target {target} --recipe eagle3   (an EAGLE-3 head instead)",
+            noted(
+                command_line("generate", package, "def main("),
+                "accepted guesses are green at a terminal",
+            ),
+            noted(
+                command_line("bench", package, f"{package}+prompt-lookup", *inflated),
+                "copying, too",
+            ),
+            noted(
+                command_line("train-draft", *trained, "--recipe", "eagle3"),
+                "an EAGLE-3 head instead",
+            ),
         ],
     )
-
-
-@contextmanager
-def continued(out: Path) -> Iterator[None]:
-    """Ctrl-C in here loses no training: the same command goes on from it."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise SpecctlError(
-            "stopped on request, the trained drafter is kept",
-            where=str(out),
-            do=shlex.join(["specctl", *sys.argv[1:]]),
-            exit=Exit.INTERRUPTED,
-        ) from error
 
 
 def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> Recipe:
@@ -180,7 +178,7 @@ def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
     result = train_and_package(
         StoryReporter(console), recipe, out, command=["specctl", *sys.argv[1:]]
     )
-    steps = f"trained {counted(result.steps, 'step')} in {duration(result.seconds)}"
+    steps = f"trained {counted(result.steps, 'step')}"  # the time stands behind the bar
     tau = "" if result.tau is None else f": {result.tau:.2f} tokens per forward pass of the target"
     console.say(steps + tau)
     return result.tau
@@ -267,6 +265,7 @@ class Pair:
     target: str
     plain: Generated
     fast: Generated
+    rested: float = 0.0  # share of the rounds in which nothing was drafted
     identical: bool | None = None  # the texts of every turn; None where they are drawn
 
     @property
@@ -292,6 +291,7 @@ class Pair:
             "speculative": self.fast.stats.to_json(),
             "speedup": round(self.speedup, 3),
             "identical": self.identical,
+            "rested": round(self.rested, 3),
         }
 
 
@@ -341,11 +341,18 @@ def verdict(pairs: Sequence[Pair]) -> str:
     told = []
     for pair in reversed([pair for pair in pairs if pair.setting == "greedy"]):
         text = {True: ", identical text", False: ", texts differ by rounding"}[bool(pair.identical)]
-        if pair.speedup > PAYS:
+        why = doubts(pair.speedup, pair.fast.stats.tau, pair.fast.stats.tokens)
+        if why:
+            told.append(f"{_place(pair)}: {pair.speedup:.2f}x, no finding yet ({'; '.join(why)})")
+        elif pair.speedup > PAYS:
             told.append(f"{_place(pair)}: {pair.speedup:.1f}x faster{text}")
-        else:
+        elif pair.speedup * PAYS >= 1:
             told.append(
                 f"{_place(pair)}: no gain ({pair.speedup:.2f}x), drafting costs what it saves"
+            )
+        else:
+            told.append(
+                f"{_place(pair)}: slower ({pair.speedup:.2f}x), drafting costs more than it saves"
             )
     return "Verdict: " + "; ".join(told) + "."
 
@@ -367,7 +374,7 @@ def draw(pairs: Sequence[Pair], path: Path) -> Path | None:
     positions = {
         f"{pair.shown}, {pair.setting}": shares
         for pair in pairs
-        if (shares := pair.fast.stats.accepted_per_position)
+        if (shares := pair.fast.stats.well_counted)
     }
     return save_comparison(
         names, series, positions, "The trained drafter on held-out prompts", path
@@ -419,9 +426,9 @@ def _pairs(
         for _ in range(TURNS):
             plain = generate(target, prompts, sampling=sampling)
             advance(1, f"{name} {setting} plain")
-            fast = _speculate(target, draft, prompts, sampling, costs)
+            fast, rested = _speculate(target, draft, prompts, sampling, costs)
             advance(1, f"{name} {setting} speculative")
-            turns.append(Pair(setting, name, plain, fast))
+            turns.append(Pair(setting, name, plain, fast, rested))
         yield middle_of(turns)
 
 
@@ -431,13 +438,14 @@ def _speculate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     costs: CostTable | None,
-) -> Generated:
-    """With the drafter, its lengths chosen by what a round was measured to cost."""
+) -> tuple[Generated, float]:
+    """With the drafter, its lengths chosen by what a round was measured to cost; and the share of
+    the rounds in which it was left alone."""
     from specctl.runtime.generate import generate
     from specctl.runtime.measure.cost import equip
 
     chosen = equip(draft.policy, costs)
-    return generate(
+    made = generate(
         target,
         prompts,
         drafter=draft.drafter,
@@ -446,6 +454,8 @@ def _speculate(
         rule=draft.rule,
         chooser=chosen.chooser,
     )
+    chooser = chosen.chooser
+    return made, 0.0 if chooser is None else chooser.rounds_off / max(1, chooser.rounds)
 
 
 def _show(console: Console, pairs: list[Pair]) -> None:
@@ -466,3 +476,10 @@ def _show(console: Console, pairs: list[Pair]) -> None:
         for pair in pairs
     ]
     console.table(columns, rows)
+    for pair in pairs:
+        if pair.rested > MUCH_REST:
+            console.out(
+                f"{pair.shown}, {pair.setting}: {pair.fast.stats.tau:.2f} tokens per pass, fewer "
+                f"than in training, because {pair.rested:.0%} of the rounds drafted nothing: "
+                "there a draft costs more time than it saves"
+            )

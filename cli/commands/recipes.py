@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +12,13 @@ import typer
 
 from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.options.flags import Sets
 from specctl.cli.options.names import complete_family, complete_recipe, complete_target
 
 if TYPE_CHECKING:
     from specctl.recipes.load import RecipeInfo
+    from specctl.recipes.schema import Recipe
 
 Name = Annotated[
     str,
@@ -23,6 +28,7 @@ Name = Annotated[
         autocompletion=complete_recipe,
     ),
 ]
+TAKE_SETS = ("train-draft", "distill", "prune", "adapt", "datastore", "plan", "quickstart")
 DEFAULTS = ("default", "base")  # origins of values that a recipe leaves alone
 RECOMMENDED = (
     "quickstart",
@@ -186,7 +192,7 @@ def show(
         "source": layers[-1].source.where,
         "text": text,
     }
-    console.done(result, next=[_command_of(text) or f"specctl train-draft --recipe {name}"])
+    console.done(result, next=_uses(recipe, name, text, set_ or ()))
 
 
 def cp(
@@ -222,7 +228,7 @@ def cp(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     console.out(str(path))
-    console.done({"path": str(path)}, next=[f"specctl recipes validate {path}"])
+    console.done({"path": str(path)}, next=[command_line("recipes", "validate", path)])
 
 
 def validate(
@@ -237,14 +243,18 @@ def validate(
       specctl recipes validate my-eagle3.yaml
     """
     from specctl.api.families import check_options
+    from specctl.recipes.lineage import lineage
     from specctl.recipes.load import load_recipe
+    from specctl.recipes.whole import whole_text
 
     recipe = load_recipe(name, set_ or ())
     check_options(recipe, name)
     console.out(f"{name}: valid ({recipe.drafter.family} for {recipe.target.name})")
     console.done(
         {"valid": True, "name": recipe.name, "digest": recipe.digest},
-        next=[f"specctl plan --recipe {name}"],
+        next=_planned(recipe, name, set_ or ())
+        if _trains(recipe)
+        else _uses(recipe, name, whole_text(lineage(name)), set_ or ()),
     )
 
 
@@ -312,10 +322,62 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-def _command_of(text: str) -> str | None:
-    """The command in the first line of a recipe."""
+def _command_of(text: str) -> list[str]:
+    """The words of the command in the first line of a recipe; none if it names none."""
     first = text.splitlines()[0] if text else ""
-    return first.removeprefix("# ") if first.startswith("# specctl") else None
+    return shlex.split(first.removeprefix("# specctl")) if first.startswith("# specctl") else []
+
+
+def _uses(recipe: Recipe, name: str, text: str, sets: Sequence[str]) -> list[str]:
+    """The command of a recipe's first line, for the recipe as it was named and changed; before it
+    the one that trains the drafter it starts from, where that is not there."""
+    from specctl.recipes.files import recipe_names
+
+    words = _command_of(text)
+    if not words or (sets and words[0] not in TAKE_SETS and _trains(recipe)):
+        return _planned(recipe, name, sets)
+    if name not in recipe_names():  # a copy, or a run: its first line names what it was made from
+        words = _renamed(words, name)
+    if words[0] in TAKE_SETS:
+        words += [word for one in sets for word in ("--set", one)]
+    drafts = [value for flag, value in pairwise(words) if flag == "--draft"]
+    missing = [d for d in drafts if d.startswith("runs/") and not Path(d).exists()]
+    return [*map(_training, missing), command_line(*words)]
+
+
+def _planned(recipe: Recipe, name: str, sets: Sequence[str]) -> list[str]:
+    """The command that says what a recipe takes; what trains nothing drafts as it is."""
+    if not _trains(recipe):
+        words = ["--target", recipe.target.name, "--draft", recipe.drafter.family, "--compare"]
+        return [with_text("generate", *words)]
+    return [
+        command_line("plan", "--recipe", name, *(word for one in sets for word in ("--set", one)))
+    ]
+
+
+def _trains(recipe: Recipe) -> bool:
+    from specctl.api.families import family_infos
+
+    joint = recipe.train.joint
+    is_joint = joint is not None and joint.alone is not None
+    return bool(recipe.stages) or is_joint or family_infos()[recipe.drafter.family].trainable
+
+
+def _renamed(words: Sequence[str], name: str) -> list[str]:
+    """A command line with another recipe, and in the folder that is usual for it."""
+    left = list(words)
+    for flag in ("--out", "--recipe"):
+        if flag in left:
+            del left[left.index(flag) : left.index(flag) + 2]
+    takes_recipe = left[0] in (*TAKE_SETS, "vocab-trim")
+    out = ["--out", f"runs/{Path(name).stem}"] if "--out" in words else []
+    return [*left, *(["--recipe", name, *out] if takes_recipe else [])]
+
+
+def _training(package: str) -> str:
+    """The command that makes runs/NAME/package."""
+    folder = Path(package).parent if Path(package).name == "package" else Path(package)
+    return command_line("train-draft", "--recipe", folder.name, "--out", folder)
 
 
 app = command_group(

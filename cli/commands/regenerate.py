@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.api.preflight import check_out, check_run
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
-from specctl.cli.options.target_choice import go_offline, not_in_step
+from specctl.cli.options.target_choice import not_in_step
 from specctl.core.errors import RecipeError
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -115,8 +119,10 @@ def regenerate(
         go_offline()
     from specctl.train.data.answers_file import write_answers
     from specctl.train.data.prepare import write_answers_alone
+    from specctl.train.runs.kept import kept_in
     from specctl.train.saving.lock import locked
 
+    console.kept = partial(kept_in, out)
     with locked(out, console):
         target = _target(recipe)
         found = write_answers_alone(recipe, target, out, console)
@@ -131,9 +137,16 @@ def regenerate(
         "documents": lines,
         "tokens": num_tokens,
     }
-    name = recipe.target.name
-    words = f"specctl train-draft --target {name} --data {path} --set data.regenerate=false"
-    console.done(result, next=[words])
+    console.done(result, next=[command_line("train-draft", *_training_words(run, recipe, path))])
+
+
+def _training_words(run: RecipeFlags, recipe: Recipe, answers: Path) -> list[str]:
+    """The flags of a run that learns these answers; those that said how they are written have done
+    their work, and the folder holds them and no run."""
+    sets = [word for word in run.sets or () if not word.startswith("data.")]
+    kept = replace(run, sets=[*sets, "data.regenerate=false"])
+    words = kept.words(("target", "data", "endpoint", "out", "init"))
+    return ["--target", recipe.target.name, "--data", str(answers), *words]
 
 
 def _target(recipe: Recipe) -> Target:

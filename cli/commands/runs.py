@@ -13,6 +13,7 @@ import typer
 
 from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
 from specctl.core.errors import FileError, SpecctlError, no_folder, one_of_two
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from specctl.train.runs.folders import RunStatus
 
 RUNS = Path("runs")
+KEPT = 2  # checkpoints besides the best
 POLL = 0.5  # seconds between two looks at a log that is followed
 RESOLVED = ("train-draft", "distill")  # commands that run.yaml alone can continue
 
@@ -354,12 +356,11 @@ def _value(value: object) -> str:
 def after(run: RunStatus) -> list[str]:
     """What to do next with a run."""
     if run.state == "running":
-        return [f"specctl runs tail {run.path} --follow"]
+        return [command_line("runs", "tail", run.path, "--follow")]
     if run.state == "finished":
-        return [f"specctl show {run.path}/package"]
-    if run.state == "damaged":
-        return [f"specctl runs show {run.path} --hashes"]
-    return [f"specctl runs resume {run.path}"]
+        return [command_line("show", run.path / "package")]
+    again = ["--allow", "restart"] if run.state == "damaged" else []  # nothing to go on from
+    return [command_line("runs", "resume", run.path, *again)]
 
 
 def clean(
@@ -368,7 +369,7 @@ def clean(
         list[Path] | None,
         typer.Argument(metavar="[FOLDER]...", help="Run folders, or folders of runs."),
     ] = None,
-    keep: Keep = 2,
+    keep: Keep = KEPT,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
 ) -> None:
     """Delete what runs can do without: leftovers, damaged and superseded checkpoints.
@@ -403,7 +404,8 @@ def clean(
         "deleted": [str(path) for path in deleted],
         "bytes": freed,
     }
-    words = shlex.join(["specctl", "runs", "clean", *map(str, folders or [Path("runs")]), "--yes"])
+    kept = [] if keep == KEPT else ["--keep", keep]
+    words = command_line("runs", "clean", *(folders or [RUNS]), *kept, "--yes")
     console.done(answer, next=[] if deleted or not going else [words])
 
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Compile, panel
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
-from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
+from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, loading
 from specctl.core.errors import SpecctlError, unknown
 from specctl.core.installed import pip_install
 from specctl.core.plugins import declared
@@ -232,6 +234,9 @@ def serve(
     socket = bind(access.host, access.port)
     url, called = url_of(socket), name or target.name
     recorder = Recorder(record) if record is not None else None
+    level = logging.WARNING if console.quiet else logging.INFO
+    send_logs(console.stderr, level, as_json=not console.stderr.isatty())
+    _tell(console, loading(target))
     model = target.load(console, compiled)
     defaults = _defaults(console, model, generation_config)
     loaded = draft.load(model)
@@ -250,8 +255,6 @@ def serve(
         style=ChatStyle.of(model, tool_parser, reasoning),
         is_strict=strict,
     )
-    level = logging.WARNING if console.quiet else logging.INFO
-    send_logs(console.stderr, level, as_json=not console.stderr.isatty())
 
     def ready() -> None:
         about = {"url": url, "port": socket.getsockname()[1], "model": called}
@@ -266,13 +269,22 @@ def serve(
     code = asyncio.run(Listener(app, service, socket, limits.drain).run(ready))
     if recorder is not None:
         recorder.close()
-    drafter = f" {draft.draft}" if draft.draft != NO_DRAFTER else ""
-    nexts = [f"specctl bench --target {target.name}{drafter}"]
-    if record is not None:
-        nexts.insert(0, f"specctl distill --target {target.name} --data {record}")
+    nexts = [command_line("bench", *target.words(), *draft.positional(), *draft.words())]
+    if record is not None and record.is_file() and record.stat().st_size:
+        nexts.insert(0, command_line("distill", *target.training_words(), "--data", record))
     result = {"url": url, "model": called, "was_cut": code != 0, **_totals(service)}
     console.done(result, next=nexts, ok=code == 0)
     raise typer.Exit(code)
+
+
+def _tell(console: Console, text: str) -> None:
+    """What is done before the server is ready; a line of the log where nobody sits."""
+    from specctl.runtime.server.logs import log
+
+    if console.jsonl or console.stderr.isatty():
+        console.say(text)
+    else:
+        log("starting", message=text)
 
 
 def _defaults(console: Console, target: Target, choice: str | None) -> Sampling:
@@ -318,7 +330,7 @@ def _service(
     rule = RULE if draft.rule == "auto" else draft.rule
     if rule != RULE and draft.drafter is not None:
         console.warn(f"with rule {rule}, an answer to a seed depends on what is drafted for it")
-    draft = priced(target, draft)
+    draft = priced(target, draft, lambda text: _tell(console, text))
     chosen = make_batching(console, batching, target, draft, limits.max_batch)
     service = Service(
         target,
@@ -395,13 +407,16 @@ def make_batching(
     return batch.make_batching(name, draft.policy.depth, costs)
 
 
-def priced(target: Target, draft: LoadedDraft) -> LoadedDraft:
+def priced(
+    target: Target, draft: LoadedDraft, say: Callable[[str], None] = lambda text: None
+) -> LoadedDraft:
     """The draft with measured prices, where its policy chooses by them (a switch of drafters)."""
     from specctl.runtime.measure.cost import equip
     from specctl.runtime.policies.switch import Switch
 
     if not isinstance(draft.policy, Switch):
         return draft
+    say("measuring what a round costs, unless that is known from an earlier start")
     costs = draft.costs(target, [target.encode(SAMPLE)], sampled=True)
     return replace(draft, policy=equip(draft.policy, costs).policy)
 
@@ -424,7 +439,7 @@ def _costs(console: Console, target: Target, draft: LoadedDraft, max_batch: int)
     if len(kept) == len(about):
         return BatchCosts(kept)
     rows = "1 row" if max_batch == 1 else f"1 to {max_batch} rows"
-    console.say(f"measuring what a round costs with {rows} (kept for the next start)")
+    _tell(console, f"measuring what a round costs with {rows} (kept for the next start)")
     costs = measure_batch_costs(
         target, drafter, policy, max_batch, sampling=Sampling(temperature=1.0)
     )

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.progress import duration
+from specctl.cli.options.recipe_flags import TunedFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import FileError, RecipeError
 
@@ -92,14 +94,14 @@ def search_shapes(
     out: Path,
     flags: SearchFlags,
     steps: int | None,
-    device: str = "auto",
+    run: TunedFlags,
 ) -> None:
     """Heal or read acceptances, measure latency, rank; OUT/shapes.json holds all of it."""
     from specctl.train.data.heldout import heldout_prompts
     from specctl.train.prune.cut import prunable
     from specctl.train.prune.shapes import DraftShape, fit_acceptance, measure_latency, rank
 
-    target = replace(TargetChoice.of_recipe(recipe.target), device=device).load(console)
+    target = replace(TargetChoice.of_recipe(recipe.target), device=run.device).load(console)
     base = prunable(target).module.shape
     widths = flags.widths or ",".join(str(base.hidden_size * n // 4) for n in (4, 3, 2))
     grid = [
@@ -117,7 +119,17 @@ def search_shapes(
     measuring = (target, base, grid, _vocab(recipe, target), prompts, ROUNDS, LENGTHS)
     latency = measure_latency(*measuring, reporter=console)
     ranked = rank(grid, latency, acceptances, flags.max_parameters)
-    _finish(console, recipe, out, latency, acceptances, ranked)
+    answer = {"out": str(out), **_answer(latency, acceptances, ranked)}
+    (out / REPORT).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+    _show(console, latency, acceptances, ranked)
+    following = [] if not ranked else [_cutting(ranked[0].shape, recipe, out, run)]
+    console.done(answer, next=following)
+
+
+def _cutting(best: DraftShape, recipe: Recipe, out: Path, run: TunedFlags) -> str:
+    """The command that cuts and heals a drafter of that shape, in a folder of its own."""
+    words = ["--target", recipe.target.name, "--layers", best.layers, "--width", best.width]
+    return command_line("prune", *words, "--out", f"{out}-best", *run.words(("target", "out")))
 
 
 def _numbers(text: str, where: str, most: int) -> list[int]:
@@ -206,13 +218,8 @@ def _healed(
     return found
 
 
-def _finish(
-    console: Console,
-    recipe: Recipe,
-    out: Path,
-    latency: Latency,
-    acceptances: Acceptances,
-    ranked: list[Candidate],
+def _show(
+    console: Console, latency: Latency, acceptances: Acceptances, ranked: list[Candidate]
 ) -> None:
     rows = [
         (
@@ -232,14 +239,6 @@ def _finish(
         f"Predicted. The fit of t(depth, width) has {_explained(latency.fit)}, that of alpha "
         f"{_explained(acceptances.fit)}; a shape that was measured is ranked by that alone."
     )
-    answer = {"out": str(out), **_answer(latency, acceptances, ranked)}
-    (out / REPORT).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
-    following = []
-    if ranked:
-        best = ranked[0].shape
-        words = f"--layers {best.layers} --width {best.width}"
-        following = [f"specctl prune --target {recipe.target.name} {words} --out {out}-best"]
-    console.done(answer, next=following)
 
 
 def _answer(latency: Latency, acceptances: Acceptances, ranked: list[Candidate]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import FileError, IntegrityError, did_you_mean, no_folder
 
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
 def show(
     console: Console,
-    path: Annotated[
-        Path,
+    word: Annotated[
+        str,
         typer.Argument(
             metavar="PATH|TARGET",
             help="A package, a run folder, a model folder, or a target's name.",
@@ -40,7 +42,7 @@ def show(
       specctl show runs/quickstart --json
       specctl show tiny
     """
-    target = _target_named(path)
+    target, path = _target_named(word), Path(word)
     if target is not None:
         result, following = _target(console, target)
         console.done(result, next=following)
@@ -77,13 +79,15 @@ def show(
     console.done(result, next=following)
 
 
-def _target_named(path: Path) -> ResolvedTarget | None:
-    """The target of that name where no folder is called so."""
+def _target_named(word: str) -> ResolvedTarget | None:
+    """The target of that name; None where a folder is meant."""
+    from specctl.recipes.drafter_names import folder_named
     from specctl.recipes.targets import aliases, is_hub_id, resolve
 
-    name = str(path)
-    known = name in aliases() or is_hub_id(name)
-    return resolve(name) if known and not path.exists() else None
+    if word in aliases() or (is_hub_id(word) and not folder_named(word).exists()):
+        return resolve(word)
+    folder_named(word)
+    return None
 
 
 def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], list[str]]:
@@ -122,7 +126,7 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
     }
     usual = [name for name in recipes if name.endswith("eagle3")]
     recipe = (usual or recipes or ["eagle3"])[0]
-    return result, [f"specctl plan --target {found.name} --recipe {recipe}"]
+    return result, [command_line("plan", "--target", found.name, "--recipe", recipe)]
 
 
 def _ends(path: Path) -> EndsOfText:
@@ -167,7 +171,7 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     vocab, accepted = manifest.vocabulary, manifest.acceptance
     mark, dtype = manifest.verification, manifest.target.dtype
     size = sum(record.bytes for record in manifest.files.values())
-    _warn_of_damage(console, path, manifest)
+    damaged = _warn_of_damage(console, path, manifest)
     rows: list[tuple[str, object]] = [
         ("kind", f"package ({manifest.format}, format {manifest.format_version})"),
         ("family", manifest.family),
@@ -181,29 +185,31 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("acceptance", _acceptance_text(accepted)),
         ("recipe", manifest.recipe_digest[:16]),
         ("digest", manifest.digest),
-        ("made by", " ".join(manifest.command)),
+        ("made by", shlex.join(manifest.command)),
     ]
     console.table(("field", "value"), rows)
-    following = [
-        f"specctl verify {path} --target {manifest.target.name}",
-        f'specctl generate --target {manifest.target.name} --draft {path} --compare "..."',
-    ]
+    following = [command_line("verify", path), with_text("generate", "--draft", path, "--compare")]
     if not manifest.is_loadable:
         following = [filled(line, path, None) for line in manifest.served_by]
+    if damaged:
+        following = [f"specctl verify {path} --level files"]
     result = {"kind": "package", "path": str(path), "manifest": manifest.to_json()}
     return {**result, "proof": record}, following
 
 
-def _warn_of_damage(console: Console, path: Path, manifest: Manifest) -> None:
-    """What the folder shows at a glance: files that are gone or have another size."""
+def _warn_of_damage(console: Console, path: Path, manifest: Manifest) -> bool:
+    """Whether the folder shows damage at a glance: files that are gone or have another size."""
+    damaged = False
     for name, record in manifest.files.items():
         file = path / name
         found = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
         if found != f"{record.bytes:,} bytes":
+            damaged = True
             console.warn(
                 f"{name} is not as it was written ({found}, {record.bytes:,} bytes in the "
-                f"manifest): specctl verify {path} --level files"
+                "manifest): it cannot be used; get the package again, or make it again from its run"
             )
+    return damaged
 
 
 def _target_text(target: Any) -> str:
@@ -265,7 +271,7 @@ def _run(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("package", str(package) if package.is_dir() else "not written yet"),
     ]
     command = run.get("command")
-    text = " ".join(map(str, command)) if isinstance(command, list) else command
+    text = shlex.join(map(str, command)) if isinstance(command, list) else command
     if text:
         rows.append(("command", text))
     console.table(("field", "value"), rows)
@@ -277,8 +283,10 @@ def _run(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         "checkpoints": steps,
         "package": str(package) if package.is_dir() else None,
     }
-    following = [f"specctl show {package}"] if package.is_dir() else [text] if text else []
-    return result, following
+    is_there = package.is_dir()
+    return result, [
+        command_line("show", package) if is_there else command_line("runs", "resume", path)
+    ]
 
 
 def last_metrics(path: Path) -> dict[str, Any]:
@@ -326,7 +334,22 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     console.table(("field", "value"), rows)
     result = {"kind": "model", "path": str(path), "config": config, "weight_bytes": size}
     result["ends"] = ends.to_json()
-    return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+    return result, [] if _warn_of_weights(console, path, weights) else [_trying(path)]
+
+
+def _warn_of_weights(console: Console, path: Path, weights: Sequence[Path]) -> bool:
+    """Whether a model's folder lacks weights, or holds files of them that were cut short."""
+    from specctl.export.package.files import read_header
+
+    faults = [] if weights else ["no safetensors weights in it: download the folder again"]
+    for file in weights:
+        try:
+            read_header(file)
+        except IntegrityError as error:
+            faults.append(f"{file.name}: {error.what} ({error.found}); {error.do}")
+    for fault in faults:
+        console.warn(f"{path} cannot be loaded: {fault}")
+    return bool(faults)
 
 
 def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -345,7 +368,11 @@ def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     ]
     console.table(("field", "value"), rows)
     result = {"kind": "adapter", "path": str(path), "base": base, "weight_bytes": size}
-    return result, [f'specctl generate --target {path} --draft prompt-lookup --compare "..."']
+    return result, [_trying(path)]
+
+
+def _trying(target: Path) -> str:
+    return with_text("generate", "--target", target, "--draft", "prompt-lookup", "--compare")
 
 
 def _nested(tree: dict[str, Any], section: str, key: str) -> Any:

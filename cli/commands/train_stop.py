@@ -9,6 +9,7 @@ import typer
 
 from specctl.api.outputs import check_file
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.names import check_drafter
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
@@ -65,8 +66,8 @@ def train_stop(
     write_stop(out, wanted.name, learning.net, {"drafter": loaded.drafter.family})
     _show(console, learning)
     done = {"rule": rule, "file": str(out), **learning.to_json()}
-    where = f"--target {target.name} --draft {draft} --stop-rule {out}"
-    console.done(done, next=[f'specctl generate {where} --length 16 --stats "def main("'])
+    words = [*target.words(), "--draft", draft, "--stop-rule", out, "--length", 16, "--stats"]
+    console.done(done, next=[with_text("generate", *words)])
 
 
 def _show(console: Console, learning: Learning) -> None:

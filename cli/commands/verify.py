@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +11,13 @@ import typer
 from specctl.api.outputs import check_file, write_report
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.flags import Allow, TranslateFlag
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.names import check_drafter
-from specctl.cli.options.target_choice import OWN, TargetChoice, go_offline
+from specctl.cli.options.target_choice import OWN, TargetChoice, loading
 from specctl.core.errors import GateError
+from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.api.verify import VerifyResult
@@ -76,20 +78,30 @@ def verify(
     check_file(out)
     if target.offline:
         go_offline()
+    settings = DraftChoice(draft, allow=[*_of_package(allow)] or None, translate=translate)
+    again = [*target.words(OWN_TARGET), "--draft", draft, *settings.words(), "--compare"]
     stored = [check_stored(draft)]
     _tell(console, stored[0])
     if level == LEVELS[0]:
-        _finish(console, VerifyResult(draft, level, tuple(stored)), {}, out)
+        _finish(console, VerifyResult(draft, level, tuple(stored)), {}, out, again)
         return
-    model = target.or_own(draft).load(console, None)
-    names = [name for name in allow or () if name != APPROXIMATE]
-    loaded = DraftChoice(draft, allow=names or None, translate=translate).load(model)
+    found = target.or_own(draft)
+    console.say(loading(found))
+    model = found.load(console, None)
+    loaded = settings.load(model)
     loaded.announce(console)
     stored.append(check_fit(model))
     _tell(console, stored[1])
     approximate = APPROXIMATE in (allow or ())
     result = prove_draft(model, loaded, level, stored, approximate=approximate, reporter=console)
-    _finish(console, result, {"target": target_json(model)}, out)
+    _finish(console, result, {"target": target_json(model)}, out, again)
+
+
+def _of_package(allow: Sequence[str] | None) -> list[str]:
+    """The mismatches that are accepted; the other word says what is to be measured."""
+    from specctl.api.verify import APPROXIMATE
+
+    return [name for name in allow or () if name != APPROXIMATE]
 
 
 def _tell(console: Console, check: Check) -> None:
@@ -97,7 +109,11 @@ def _tell(console: Console, check: Check) -> None:
 
 
 def _finish(
-    console: Console, found: VerifyResult, more: Mapping[str, Any], out: Path | None
+    console: Console,
+    found: VerifyResult,
+    more: Mapping[str, Any],
+    out: Path | None,
+    again: Sequence[str],
 ) -> None:
     proof, result = found.proof, {**found.to_json(), **more}
     console.result = result
@@ -117,5 +133,4 @@ def _finish(
             expected="every check passed",
             do="do not use it; report it with the output of the same command and --json",
         )
-    following = f'specctl generate --draft {result["path"]} --compare "..."'
-    console.done(result, next=[following])
+    console.done(result, next=[with_text("generate", *again)])

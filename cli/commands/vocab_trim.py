@@ -10,6 +10,7 @@ import typer
 
 from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Allow, Out
 from specctl.cli.options.names import check_drafter
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
@@ -120,11 +121,12 @@ def vocab_trim(
         **asked,
     )
     show_trim(console, result)
+    allowed = [word for name in allow or () for word in ("--allow", name)]
     console.done(
         result.to_json(),
         next=[
-            f"specctl bench --target {target.name} {draft} {out / 'package'}",
-            f"specctl verify {out / 'package'} --target {target.name} --level lossless",
+            command_line("bench", *target.words(), draft, out / "package", *allowed),
+            command_line("verify", out / "package", *target.words(), "--level", "lossless"),
         ],
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from specctl.cli.app.follow_up import given_flags
 from specctl.cli.options.flags import (
     AdaptiveFlag,
     Allow,
@@ -47,6 +48,10 @@ class DraftingFlags:
         """The settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(DraftingFlags)}
 
+    def words(self) -> list[str]:
+        """The flags that were given, as they are typed; the drafter is not among them."""
+        return given_flags(self, DraftingFlags(), ("draft",))
+
     def check(self, *drafts: str) -> None:
         """Refuse names that nothing has, before torch is imported or a target is read."""
         check_drafting(self.policy, self.rule, self.controller, self.stop_rule)
@@ -63,6 +68,10 @@ class DraftChoice(DraftingFlags):
     """What the drafting flags say, drafter included."""
 
     draft: Draft = NO_DRAFTER
+
+    def positional(self) -> list[str]:
+        """The drafter as a word of its own; nothing where nothing drafts."""
+        return [] if self.draft == NO_DRAFTER else [self.draft]
 
     def worded(self, drafter: str | None) -> DraftChoice:
         """This choice with the drafter that stands as a word of its own, and all names checked."""

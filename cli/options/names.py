@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specctl.core.errors import FileError, did_you_mean, unknown
 from specctl.core.plugins import declared
-from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.drafter_names import drafter_names, folder_named
 
 AUTO, NONE = "auto", "none"
 ENGINES = ("vllm", "sglang", "llama.cpp", "trtllm", "openvino", "mlx", "onnxruntime")
@@ -64,7 +64,7 @@ def check_package(name: str) -> None:
     """Refuse the name of a recipe, or of a drafter without training, where a package is needed."""
     from specctl.recipes.files import recipe_names
 
-    if Path(name).exists() or name not in recipe_names():
+    if folder_named(name).exists() or name not in recipe_names():
         return
     untrained = name in free_drafters()
     raise FileError(

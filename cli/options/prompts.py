@@ -53,11 +53,20 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
             where=_place(file),
             found="only white space" if found else "no line with text",
             expected="at least one character that is not white space",
-            do='specctl generate "def main("',
+            do=_with_text(file),
         )
     for prompt_text in found:
         check_text(prompt_text.text, file)
     return found[:limit]
+
+
+def _with_text(file: Path | None) -> str:
+    """How a prompt is given in the place where there was none."""
+    if file is None:
+        return 'specctl generate "def main("'
+    if file == Path("-"):
+        return "echo 'def main(' | specctl generate -"
+    return f"write at least one line of text into {file}, or give another file with --file"
 
 
 def _place(file: Path | None) -> str:

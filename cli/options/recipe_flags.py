@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from specctl.cli.app.follow_up import given_flags
 from specctl.cli.options.flags import Offline, Sets, panel
 from specctl.cli.options.names import complete_recipe, complete_target
 
@@ -111,6 +112,11 @@ class RecipeFlags:
         if self.data is not None and len(self.data) == 1:
             given["data.source"] = self.data[0]
         return {field: value for field, value in given.items() if value is not None}
+
+    def words(self, but: Collection[str] = ()) -> list[str]:
+        """The recipe and every change of it, as they are typed; the fields `but` are left out."""
+        name = [] if "recipe" in but else ["--recipe", self.recipe]
+        return [*name, *given_flags(self, type(self)(), ("recipe", *but))]
 
     def folder(self, recipe: Recipe) -> Path:
         """--out, or runs/TARGET-RECIPE."""

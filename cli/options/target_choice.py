@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import given_flags
 from specctl.cli.options.flags import Offline, target_option
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import SpecctlError
+from specctl.core.hub_access import go_offline
+from specctl.recipes.drafter_names import drafter_names
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import TargetPart
+    from specctl.runtime.target.rounding import Rounding
     from specctl.runtime.target.target import Target
 
 OWN = "the package's own, or tiny"  # stands for a name that nobody gave
@@ -71,6 +75,9 @@ class TargetChoice:
     def or_own(self, *drafts: str) -> TargetChoice:
         """This choice; where none was named, the target that the first package was made for, else
         tiny."""
+        from specctl.api.families import check_stored
+
+        check_stored(self.dtype, (part for draft in drafts for part in drafter_names(draft)))
         if self.name != OWN:
             return self
         if self.offline:
@@ -85,6 +92,28 @@ class TargetChoice:
         return replace(
             self, name=record.name, revision=record.revision, inflate=inflate, adapter=adapter
         )
+
+    def words(self, like: TargetChoice | None = None, but: Collection[str] = ()) -> list[str]:
+        """The flags that name this target to the next command; none for what nobody named. What is
+        as in `like` (else the defaults) is left out, and so are the fields `but`."""
+        name = [] if self.name == OWN else ["--target", self.name]
+        return [*name, *given_flags(self, like or TargetChoice(), ("name", *but))]
+
+    def measured_words(self) -> list[str]:
+        """The same for a command that runs in one process: what was spread over several is spread
+        over the devices of one."""
+        if not self.tensor_parallel:
+            return self.words()
+        return replace(self, tensor_parallel=False, device_map="auto").words()
+
+    def training_words(self) -> list[str]:
+        """The flags that name it to a command that trains."""
+        words = self.words(but=("revision", "dtype", "inflate", "tensor_parallel"))
+        for field in ("revision", "dtype", "inflate"):
+            value = getattr(self, field)
+            if value not in (None, "auto"):
+                words += ["--set", f"target.{field}={value}"]
+        return words
 
     @classmethod
     def of_recipe(cls, part: TargetPart) -> TargetChoice:
@@ -126,11 +155,11 @@ class TargetChoice:
             console.detail(f"with adapter {word}")
         if self.revision is not None and resolved.path is not None:
             console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
-        from specctl.models.native.library import is_given_up, is_to_be_built, library
+        from specctl.models.native.library import BUILDING, is_given_up, is_to_be_built, library
 
         is_new = is_to_be_built()
         if is_new:
-            console.say("compiling the decoding step for this processor, once: a few seconds")
+            console.say(BUILDING)
         target = load_target(
             self.name,
             revision=self.revision,
@@ -149,6 +178,8 @@ class TargetChoice:
             console.warn(f"it was not compiled, decoding is slower without it: {missing}")
         for note in target.notes:
             console.say(f"note: {note}")
+        if target.rounding is not None:
+            _tell_rounding(console, target.rounding, target.dtype_name)
         if target.spread is not None:
             console.say(f"target {self.name}: {target.spread}; its forward is transformers'")
         if target.inflated:
@@ -158,7 +189,20 @@ class TargetChoice:
         return target
 
 
+def _tell_rounding(console: Console, rounding: Rounding, dtype: str) -> None:
+    if rounding.is_doubtful:
+        console.warn(rounding.warning(dtype))
+    else:
+        console.say(rounding.text(dtype))
+
+
 OWN_TARGET = TargetChoice(name=OWN)
+
+
+def loading(target: TargetChoice) -> str:
+    """What is said by commands that take long, before the target is read."""
+    size = "" if target.inflate is None else f", and growing it to {target.inflate}"
+    return f"loading target {target.name}{size}"
 
 
 def not_in_step(where: str) -> SpecctlError:
@@ -170,9 +214,3 @@ def not_in_step(where: str) -> SpecctlError:
         expected="specctl generate --tp, or training with target.tensor_parallel",
         do="--device-map auto, or let vLLM or SGLang serve the target",
     )
-
-
-def go_offline() -> None:
-    """Never ask the hub, in this process and those it starts: neither for models nor for data.
-    To be called before transformers or datasets is imported."""
-    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"

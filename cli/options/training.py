@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,17 @@ from specctl.api.preflight import (
     check_run,
 )
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.app.launch import check_gpus, is_launched, relaunch, use_device, watch_front
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
-from specctl.cli.options.target_choice import go_offline
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import SpecctlError
+from specctl.core.hub_access import go_offline
 from specctl.recipes.stages import runs_of
+from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
     from specctl.api.train import TrainResult
@@ -42,6 +46,8 @@ def run_training(
     and returns it for --json."""
     recipe = flags.load()
     out = flags.folder(recipe)
+    if not flags.dry_run:
+        console.kept = partial(kept_in, out)
     use_device(flags.device, flags.gpus)
     if flags.offline:
         go_offline()
@@ -125,8 +131,10 @@ def finish(console: Console, result: TrainResult, more: Mapping[str, Any] | None
         f"{tau} ({how}, k={result.recipe.serve.length}) | {duration(result.run.seconds)} | "
         f"{peak_text()}"
     )
+    made = TargetChoice(str(result.target))  # what the run made of its target is whole by itself
+    target = made if result.run.target is not None else TargetChoice.of_recipe(result.recipe.target)
     following = [
-        f"specctl verify {package} --target {result.target} --level lossless",
-        f'specctl generate --target {result.target} --draft {package} --compare "..."',
+        command_line("verify", package, *target.words(but=("dtype",)), "--level", "lossless"),
+        with_text("generate", *target.words(), "--draft", package, "--compare"),
     ]
     console.done({**answer, "peak_bytes": peak_memory(), **(more or {})}, next=following)

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.core.errors import FileError, IncompatibleError, SpecctlError, nearest
-from specctl.core.plugins import plugins
+from specctl.core.errors import FileError, IncompatibleError, RecipeError, nearest
+from specctl.core.plugins import declared, plugins
 from specctl.export.package.manifest import CARD, MANIFEST, Manifest
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class Format:
     files; `check(source, folder)` reads the sealed folder back and raises if anything differs;
     `serve(source, folder)` gives the shell commands that serve it from `folder`, with TARGET where
     the target's folder or repository belongs; `notes(source)` is what a user must know of it;
-    `ready(engine_python)` raises if what writes it is not installed."""
+    `fits(source)` raises for a drafter of these families that the format has no place for, and
+    `ready(engine_python)` where what writes it is not installed, which is asked second."""
 
     name: str
     summary: str
@@ -57,6 +58,7 @@ class Format:
     check: Callable[[ExportSource, Path], None]
     serve: Callable[[ExportSource, str], tuple[str, ...]]
     notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
+    fits: Callable[[ExportSource], object] = lambda source: None
     ready: Callable[[str | None], object] = lambda engine_python: None
 
     def holds(self, family: str) -> bool:
@@ -90,6 +92,7 @@ def format_for(name: str, family: str) -> str:
 
     `sglang` is an engine and a format: families that the format cannot hold get the engine's other.
     """
+    check_name(name)
     known = formats()
     if name not in ENGINES:
         return name
@@ -108,6 +111,19 @@ def format_for(name: str, family: str) -> str:
     )
 
 
+def check_name(name: str) -> None:
+    """Refuse what is neither an engine nor a format, with the nearest of both; no torch."""
+    known = dict.fromkeys([*ENGINES, *declared(__name__, "FORMAT")])
+    if name not in known:
+        raise RecipeError(
+            f"unknown export format {name!r}",
+            where="--to",
+            found=name,
+            expected="one of " + ", ".join(known),
+            do=f"--to {nearest(name, known, 1)}",
+        )
+
+
 def _fitting(family: str) -> list[str]:
     """The formats that hold a family, an engine's before our own."""
     fits = [n for n, form in formats().items() if form.holds(family)]
@@ -119,15 +135,9 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def find_format(name: str, family: str) -> Format:
-    """The format of that name; one that cannot hold the family is refused with those that can."""
-    known = formats()
-    if name not in known:
-        raise SpecctlError(
-            f"unknown export format {name!r}",
-            found=name,
-            expected="one of " + ", ".join(known),
-            do=f"--to {nearest(name, known, 1)}",
-        )
+    """The format of that name, or of the engine of that name; one that cannot hold the family is
+    refused with those that can."""
+    known, name = formats(), format_for(name, family)
     if not known[name].holds(family):
         fits = _fitting(family)
         raise IncompatibleError(
@@ -164,10 +174,11 @@ def export(
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
-    form.ready(engine_python)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
     beside = _beside(manifest, target)
     source = ExportSource(folder, beside, drafter, target, tuple(allow), engine_python)
+    form.fits(source)
+    form.ready(engine_python)
     with new_folder(out, own_files) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]

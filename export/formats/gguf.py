@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
-from specctl.export.layouts.blocks import check_confidence, mask_row
+from specctl.export.layouts.blocks import blocks_of, check_confidence, mask_row
 from specctl.export.layouts.engines import draft_length, gate
 from specctl.export.layouts.llama_cpp import blocks, eagle3, library
 from specctl.export.layouts.llama_cpp.block_reader import GgufBlocks
@@ -66,6 +66,14 @@ def write(source: ExportSource, folder: Path) -> None:
     name = f"specctl {source.manifest.family} draft"
     model = GgufModel(name, wide.shape, wide.tensors, spec)
     write_gguf(folder / FILE, model, vocabulary_of(source.target.tokenizer, spec))
+
+
+def fits(source: ExportSource) -> None:
+    """Refuse what llama.cpp's graphs of trained drafters do not compute."""
+    if source.manifest.family == "eagle3":
+        eagle3.refuse(source)
+    elif source.manifest.family in BLOCKS:
+        blocks_of(source)
 
 
 def check(source: ExportSource, folder: Path) -> None:
@@ -181,5 +189,6 @@ FORMAT = Format(
     check=check,
     serve=serve,
     notes=notes,
+    fits=fits,
     ready=lambda engine_python: library(),
 )

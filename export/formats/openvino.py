@@ -38,6 +38,14 @@ TOLERANCE = 1e-4  # of the largest logit: the engine computes in float32
 TARGET_IR = "target-openvino"
 
 
+def fits(source: ExportSource) -> None:
+    """Refuse what OpenVINO's classes of trained drafters have no place for."""
+    if source.manifest.family == "eagle3":
+        eagle3.refuse(source)
+    elif source.manifest.family == "dflash":
+        dflash.refuse(source)
+
+
 def write(source: ExportSource, folder: Path) -> None:
     """What the converter reads lies in a folder that is gone afterwards."""
     python, family = source.engine_python or own_python(), source.manifest.family
@@ -46,7 +54,6 @@ def write(source: ExportSource, folder: Path) -> None:
         plain, made = Path(temp) / "plain", Path(temp) / "made"
         plain.mkdir()
         if family == "eagle3":
-            eagle3.refuse(source)
             layers = eagle3.hidden_layers(source)
             eagle3.write(source, plain)
         elif family == "dflash":
@@ -171,5 +178,6 @@ FORMAT = Format(
     check=check,
     serve=serve,
     notes=notes,
+    fits=fits,
     ready=ready,
 )

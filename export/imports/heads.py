@@ -123,7 +123,7 @@ EMBEDDING = "the head has an embedding of its own, not the target's"
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadTensors:
     """Tensors of which `lm_head.weight` is one, and what is to be said of where it came from."""
 
     tensors: Mapping[str, Tensor]
@@ -132,11 +132,11 @@ class Heads:
 
 def with_head(
     tensors: Mapping[str, Tensor], rows: int, target: Target, is_tied: bool = False
-) -> Heads:
+) -> HeadTensors:
     """The head's tensors; where none is an LM head, with the target's rows for the ids that it
     speaks of: those of its embedding where config.json ties them."""
     if HEAD in tensors:
-        return Heads(tensors, (STORED_HEAD,) if is_tied else ())
+        return HeadTensors(tensors, (STORED_HEAD,) if is_tied else ())
     vocab, borrowed = vocabulary(tensors, rows, target.spec.vocab_size), target.borrowed()
     if is_tied:
         borrowed = replace(borrowed, head_VD=borrowed.embedding_VD * borrowed.embed_scale)
@@ -145,7 +145,7 @@ def with_head(
     rows_KD = head_rows(borrowed, vocab).detach().to("cpu", dtype).clone()
     whose = "embedding" if is_tied else "LM head"
     note = f"the folder has no LM head: it drafts with the rows of the {whose} of {target.name}"
-    return Heads({**tensors, HEAD: rows_KD}, (note,))
+    return HeadTensors({**tensors, HEAD: rows_KD}, (note,))
 
 
 HEAD = "lm_head.weight"

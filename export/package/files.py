@@ -22,6 +22,7 @@ from specctl.core.model_folder import (
     gguf_error,
     is_hub_link,
     is_inside,
+    near_folder,
     refuse_pointer,
 )
 
@@ -112,12 +113,11 @@ def open_folder(path: Path) -> Path:
             expected="a folder with manifest.json, or a transformers folder with config.json",
             do="give the folder; unpack archives yourself after checking where they come from",
         )
-    near = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
     raise FileError(
         "no such package folder",
         found=str(path),
-        expected="an existing folder" + (f"; beside it: {', '.join(near[:5])}" if near else ""),
-        do="check the path, or train one with `specctl train-draft`",
+        expected="an existing folder",
+        do=f"{near_folder(path)}, or train one with `specctl train-draft`",
     )
 
 

@@ -1,7 +1,7 @@
 """What a drafter's name means: a folder, a training-free family or recipe, an alias or a hub
 repository.
 
-A plain word is a family, a recipe or an alias first; `./word` is always a folder.
+A plain word is a family, a recipe or an alias first; `./word` is always a folder (built_in.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specctl.core.errors import (
     SpecctlError,
     did_you_mean,
 )
+from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.model_folder import is_adapter_alone, something_else
 from specctl.drafters import families
 from specctl.drafters.nets.options import read_options
@@ -32,6 +33,8 @@ from specctl.export.package.manifest import (
     read_manifest,
     refuse_export,
 )
+from specctl.recipes.built_in import is_built_in
+from specctl.recipes.drafter_names import drafter_words
 from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
@@ -68,17 +71,30 @@ def locate(path_or_name: str | Path) -> Found:
     if not name or len(name) > 1000 or "\0" in name:
         raise unknown(name)
     if plain and name not in (".", "..", "~"):
-        if name in families():
-            return _family(name)
-        if free_recipe(name) is not None:
-            return Found(Kind.RECIPE, name)
-        if path.exists():
-            return _folder(path)
-        return _hub(*_alias(name))
+        known = drafter_words() | families().keys()
+        return _word(name) if is_built_in(name, known, "drafter or recipe") else _place(path)
     repo, _, revision = name.partition("@")
     if path.exists() or not is_hub_id(repo):
         return _folder(path)
     return _hub(repo, revision or None)
+
+
+def _word(name: str) -> Found:
+    """What a built-in name stands for where a drafter is asked for."""
+    if name in families():
+        return _family(name)
+    if free_recipe(name) is not None:
+        return Found(Kind.RECIPE, name)
+    if name in recipe_names():
+        raise _untrained(name, "a recipe of trained drafters")
+    return _hub(*_alias(name))
+
+
+def _place(path: Path) -> Found:
+    """A word that is no built-in name: a folder here."""
+    if path.exists():
+        return _folder(path)
+    raise unknown(str(path))
 
 
 def load_found(
@@ -150,11 +166,20 @@ def free_recipe(name: str) -> Recipe | None:
 def _family(name: str) -> Found:
     if not families()[name].trainable or name == CARRIED:
         return Found(Kind.FAMILY, name)
-    raise FileError(
-        f"{name} is a family of trained drafters, not a drafter",
+    raise _untrained(name, "a family of trained drafters")
+
+
+def _untrained(name: str, kind: str) -> FileError:
+    do = f"train one with `specctl train-draft --recipe {name}`, then give its package"
+    if name not in recipe_names():
+        do = "train one with `specctl train-draft`, then give its package"
+    if Path(name).exists():
+        do = f"give ./{name}, which is the folder here"
+    return FileError(
+        f"{name} is {kind}, not a drafter",
         found=name,
         expected="a package folder, or a family that needs no training, such as prompt-lookup",
-        do=f"train one with `specctl train-draft`, then give its package; ./{name} means a folder",
+        do=do,
     )
 
 
@@ -205,7 +230,8 @@ def _alias(name: str) -> tuple[str, str | None]:
 
 def unknown(name: str) -> FileError:
     """The error for a word that means nothing, with what it may have meant."""
-    known = [*families(), *(str(p.parent) for p in sorted(Path("runs").glob("*/package/")))]
+    made = sorted(Path("runs").glob(f"*/package/{MANIFEST}"))
+    known = [*families(), *(str(file.parents[1]) for file in made)]
     known += [p.name for p in sorted(Path().iterdir()) if (p / MANIFEST).exists()]
     return FileError(
         f"unknown drafter {ascii(name)[:80]}",
@@ -231,6 +257,13 @@ def _hub(repo: str, revision: str | None) -> Found:
         path = snapshot_download(repo, revision=revision, allow_patterns=_WANTED)
     except (*problems, HFValidationError) as error:
         found = (str(error).splitlines() or [type(error).__name__])[0]
+        if forbidden := forbidden_by():
+            raise NetworkError(
+                f"no folder {repo} here, and the hub may not be asked",
+                found=f"{repo}, with {' and '.join(forbidden)}",
+                expected="an existing folder, a repository in the cache, or leave to ask the hub",
+                do=f"check the path, or {way_online(forbidden)} and give the same again",
+            ) from error
         raise NetworkError(
             f"no folder {repo} here, and the hub did not give a repository of that name",
             found=found.removeprefix("Got: ")[:200],

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -52,7 +53,8 @@ from specctl.export.package.tensors import (
 )
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.drafter_names import drafter_names
-from specctl.recipes.targets import resolve
+from specctl.recipes.targets import aliases, resolve
+from specctl.runtime.target.adapter import AppliedAdapter
 from specctl.runtime.target.target import Target
 
 
@@ -158,17 +160,36 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
 
 
 def target_record(target: Target) -> dict[str, Any]:
-    """How a manifest names a target."""
+    """How a manifest names a target: so that it is found from any folder of this machine."""
     return {
-        "name": target.name,
+        "name": _lasting(target.name),
         "repo": _repo(target.name),
         "revision": target.revision,
         "fingerprint": target.fingerprint,
         "inflated": target.inflated,
         "dtype": target.dtype_name,
         **({} if target.changed is None else {"changed": asdict(target.changed)}),
-        **({"adapters": [asdict(one) for one in target.adapters]} if target.adapters else {}),
+        **({"adapters": [_adapter(one) for one in target.adapters]} if target.adapters else {}),
     }
+
+
+def _lasting(name: str) -> str:
+    """A target's name; of a folder its whole path: a relative one means nothing elsewhere."""
+    try:
+        is_folder = name not in aliases() and resolve(name).path is not None
+    except SpecctlError:
+        return name
+    return whole_path(name) if is_folder else name
+
+
+def _adapter(applied: AppliedAdapter) -> dict[str, Any]:
+    is_folder = Path(applied.name).expanduser().is_dir()
+    return asdict(applied) | ({"name": whole_path(applied.name)} if is_folder else {})
+
+
+def whole_path(name: str) -> str:
+    """The path of that name from the root; links stay as they are."""
+    return os.path.abspath(Path(name).expanduser())
 
 
 def _repo(name: str) -> str | None:

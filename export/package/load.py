@@ -24,7 +24,7 @@ from specctl.core.errors import (
     nearest,
     one_of,
 )
-from specctl.core.installed import pip_upgrade
+from specctl.core.installed import way_to_newer
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
@@ -39,8 +39,9 @@ from specctl.export.package.manifest import (
     Manifest,
     check_files,
     refuse_export,
+    written_by,
 )
-from specctl.export.package.padding import Parts, padded_parts, padded_small_lm
+from specctl.export.package.padding import DrafterParts, padded_parts, padded_small_lm
 from specctl.export.package.tensors import MAP_NAMES, read_tensors
 from specctl.runtime.target.target import Target
 
@@ -74,10 +75,12 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     with _building():
         if size == manifest.vocabulary.target_size:
             return _built(manifest, family, options, vocab, own)
-        return _padded(manifest, Parts(family, options, manifest.model_spec, vocab, own), size)
+        return _padded(
+            manifest, DrafterParts(family, options, manifest.model_spec, vocab, own), size
+        )
 
 
-def _padded(manifest: Manifest, parts: Parts, size: int) -> Drafter:
+def _padded(manifest: Manifest, parts: DrafterParts, size: int) -> Drafter:
     """The drafter for a target of as many ids, padded otherwise than the one it was made for."""
     if issubclass(parts.family.options, SmallLmOptions):
         made = _built(manifest, parts.family, parts.options, parts.vocab, parts.tensors)
@@ -150,7 +153,7 @@ def _family(manifest: Manifest) -> Family:
         "family: this specctl does not know the drafter's family",
         found=ascii(manifest.family)[1:-1][:80],
         expected=one_of(known, "specctl recipes ls"),
-        do=f"{pip_upgrade()}, or train one of "
+        do=f"{way_to_newer(written_by(manifest.versions))}; or train one of "
         + nearest(manifest.family, known)
         + f" for {made_for(manifest)}",
         where=f"{MANIFEST}:family",

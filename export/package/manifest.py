@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -25,9 +26,10 @@ from pydantic import (
     model_validator,
 )
 
+import specctl
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
 from specctl.core.files import sha256_file
-from specctl.core.installed import pip_upgrade
+from specctl.core.installed import way_to_newer
 from specctl.core.model_folder import CONFIG, is_hub_link, refuse_pointer
 from specctl.core.spec import ModelSpec, check_spec
 from specctl.export.package.files import (
@@ -288,9 +290,17 @@ def _check_version(body: Mapping[str, Any]) -> None:
             "format_version: the package was written by a newer specctl",
             found=str(version)[:40],
             expected=f"at most {FORMAT_VERSION}",
-            do=pip_upgrade(),
+            do=way_to_newer(written_by(body.get("versions")))
+            + "; or ask its author for one of this format",
             where=f"{MANIFEST}:format_version",
         )
+
+
+def written_by(versions: object) -> str:
+    """The other version of specctl that a manifest's `versions` name; empty where they do not."""
+    version = versions.get("specctl") if isinstance(versions, Mapping) else None
+    is_version = isinstance(version, str) and re.fullmatch(r"[0-9][0-9A-Za-z.+]{0,30}", version)
+    return str(version) if is_version and version != specctl.__version__ else ""
 
 
 def _invalid(error: ValidationError) -> IntegrityError:

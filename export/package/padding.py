@@ -21,7 +21,7 @@ from specctl.drafters.small_lm import SmallLm
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class DrafterParts:
     """What a drafter is built of: its family and options, the target's spec, the ids it speaks
     (None: all), and its tensors."""
 
@@ -32,7 +32,7 @@ class Parts:
     tensors: Mapping[str, Tensor]
 
 
-def padded_parts(parts: Parts, size: int) -> Parts:
+def padded_parts(parts: DrafterParts, size: int) -> DrafterParts:
     """The same for a target of `size` ids."""
     spec, before = replace(parts.spec, vocab_size=size), parts.spec.vocab_size
     vocab = padded_vocab(parts, size)
@@ -48,7 +48,7 @@ def padded_parts(parts: Parts, size: int) -> Parts:
         fitted[name], shape = tensor, tuple(wanted[name].shape) if name in wanted else ()
         if shape == (size, *tensor.shape[1:]) and tensor.shape[:1] == (before,):
             fitted[name] = fitting_rows(tensor, size)
-    return Parts(parts.family, parts.options, spec, vocab, fitted)
+    return DrafterParts(parts.family, parts.options, spec, vocab, fitted)
 
 
 def _check_stored_ids(tensors: Mapping[str, Tensor], size: int) -> None:
@@ -65,7 +65,7 @@ def _check_stored_ids(tensors: Mapping[str, Tensor], size: int) -> None:
             )
 
 
-def padded_vocab(parts: Parts, size: int) -> VocabMap | None:
+def padded_vocab(parts: DrafterParts, size: int) -> VocabMap | None:
     """Of the ids that were spoken those below `size`, and none of the padding behind."""
     before, vocab = parts.spec.vocab_size, parts.vocab
     if vocab is None:
@@ -81,7 +81,7 @@ def padded_vocab(parts: Parts, size: int) -> VocabMap | None:
     return VocabMap(vocab.ids_K, size)
 
 
-def padded_small_lm(drafter: SmallLm, parts: Parts, size: int) -> Drafter:
+def padded_small_lm(drafter: SmallLm, parts: DrafterParts, size: int) -> Drafter:
     """A language model stays as it is stored: it reads ids behind its own as its last, and what it
     says of ids that the target lacks is left out."""
     spec = replace(parts.spec, vocab_size=size)

@@ -35,6 +35,7 @@ SOURCES = (
     SOURCE.with_name("cut.h"),
     SOURCE.with_name("kl.h"),
 )
+BUILDING = "compiling the decoding step for this processor, once: 10 to 60 seconds"
 SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
 COMPILERS = ("c++", "g++", "clang++")

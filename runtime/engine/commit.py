@@ -64,8 +64,8 @@ def commit(
         num_accepted, num_drafted, *path = rest or (0, 0)
         is_behind, num_fed = num_drafted > num_accepted, num_drafted + 1
         if not tree.is_chain:
-            (behind, *path), num_fed = path, tree.num_nodes + 1
-            is_behind = bool(behind)
+            num_behind, *path = path
+            is_behind, num_fed = num_behind > 0, tree.num_nodes + 1
         if read.is_bad(b, num_fed):
             bad.numbers.append(b)
             continue
@@ -73,7 +73,7 @@ def commit(
         if read.is_banned(b) and len(new) > num_accepted:
             bad.banned.append(b)
             continue
-        is_rejected = bool(is_behind) and len(new) > num_accepted
+        is_rejected = is_behind and len(new) > num_accepted
         logprobs = None
         if row.request.logprobs is not None:
             logprobs = _logprobs(logits_BTV[b], verdict.path_BP[b], row.request.logprobs, new)

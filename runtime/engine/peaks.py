@@ -4,7 +4,7 @@ Whether logits are numbers shows in the largest one behind every fed token: NaN,
 nothing is left. So one pass finds it, and it reaches the host with what the commit reads anyway.
 Where bias, penalties or a grammar change the logits, the token that is drawn is looked at once more
 behind them: with everything banned there is none.
-Letters: B rows, N nodes, T fed tokens, V target vocabulary, X any axes.
+Letters: B rows, P path, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from specctl.models.native.threads import threads_used
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip
 from specctl.runtime.measure.cost_table import CostTable
+from specctl.runtime.measure.doubt import PAYS, doubts
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.measure.stats import busy_note, repetition_rate
 from specctl.runtime.policies.base import Policy
@@ -45,6 +46,7 @@ class Timed:
     tau: float | None = None
     draft_share: float | None = None
     accepted_per_position: tuple[float, ...] = ()
+    well_counted: tuple[float, ...] = ()  # of these, the positions that were tested often
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,9 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
+    """What was measured of one contender in one setting; `doubts` say why its speed-up is no
+    finding yet."""
+
     name: str
     setting: str
     tau: float | None
@@ -66,6 +71,13 @@ class BenchRow:
     identical: bool | None
     draft_share: float | None
     accepted_per_position: tuple[float, ...]
+    well_counted: tuple[float, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def is_winner(self) -> bool:
+        """Whether it was clearly faster than the baseline."""
+        return self.speedup > PAYS and not self.doubts
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,6 +90,7 @@ class BenchRow:
             "identical_to_plain": self.identical,
             "draft_share": None if self.draft_share is None else round(self.draft_share, 3),
             "accepted_per_position": [round(x, 3) for x in self.accepted_per_position],
+            "doubts": list(self.doubts),
         }
 
 
@@ -95,6 +108,11 @@ class BenchReport(Tabled):
     num_prompts: int
     new_tokens: int
     repeats: int
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of wall time, by part
+
+    def after(self, part: str, seconds: float) -> BenchReport:
+        """This report with what was done before it, in that time."""
+        return replace(self, seconds={part: seconds, **self.seconds})
 
     def table(self) -> Table:
         """A row for every contender and setting."""
@@ -120,8 +138,13 @@ class BenchReport(Tabled):
             f"{counted(self.num_prompts, 'prompt')} x {counted(self.new_tokens, 'token')}, "
             + (f"medians of {self.repeats} runs" if self.repeats > 1 else "one run of each")
         ]
+        doubtful = [row for row in self.rows if row.doubts]
+        notes += [f"doubtful: {r.name}, {r.setting}: {'; '.join(r.doubts)}" for r in doubtful]
         if self.threads_used < self.threads:
             notes.append(busy_note(self.threads_used, self.threads))
+        if self.seconds:
+            parts = ", ".join(f"{name} {spent:.0f}" for name, spent in self.seconds.items())
+            notes.append(f"{sum(self.seconds.values()):.0f} seconds in all: {parts}")
         if self.inflated is not None:
             notes.append(inflated_note(self.target, self.inflated))
         return Table(columns, rows, notes)
@@ -137,6 +160,7 @@ class BenchReport(Tabled):
             "num_prompts": self.num_prompts,
             "new_tokens": self.new_tokens,
             "repeats": self.repeats,
+            "seconds": {name: round(spent, 1) for name, spent in self.seconds.items()},
             "rows": [row.to_json() for row in self.rows],
         }
 
@@ -175,6 +199,7 @@ def engine_contender(
             stats.tau,
             stats.draft_share,
             stats.accepted_per_position,
+            stats.well_counted,
         )
 
     return Contender(name, run)
@@ -231,10 +256,14 @@ def bench(
     reporter = reporter if reporter is not None else SilentReporter()
     rows: list[BenchRow] = []
     total = len(samplings) * repeats * len(contenders)
+    warming_seconds, began = 0.0, time.perf_counter()
     with reporter.task("bench", total, "runs") as advance:
         for sampling in samplings:
+            started = time.perf_counter()
             for contender in contenders:
+                advance(0, f"{contender.name}, warming up")
                 contender.run(warming, sampling)
+            warming_seconds += time.perf_counter() - started
             runs: dict[str, list[Timed]] = {c.name: [] for c in contenders}
             for _ in range(repeats):
                 for contender in contenders:
@@ -253,6 +282,7 @@ def bench(
         len(prompts),
         samplings[0].max_new_tokens,
         repeats,
+        {"warm-up": warming_seconds, "runs": time.perf_counter() - began - warming_seconds},
     )
 
 
@@ -267,7 +297,11 @@ def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
     greedy, setting = sampling.greedy, setting_of(sampling)
     rows = []
     for name, times in runs.items():
-        last = times[-1]
+        last, is_baseline = times[-1], name == baseline
+        pairs = zip(times, runs[baseline], strict=True)
+        each = [one.tokens / one.seconds / (base.tokens / base.seconds) for one, base in pairs]
+        speedup = rates[name] / rates[baseline]
+        why = () if is_baseline else doubts(speedup, last.tau, last.tokens, each)
         same = last.token_ids == runs[baseline][-1].token_ids if greedy else None
         rows.append(
             BenchRow(
@@ -275,11 +309,13 @@ def _rows(runs: dict[str, list[Timed]], sampling: Sampling) -> list[BenchRow]:
                 setting,
                 last.tau,
                 rates[name],
-                rates[name] / rates[baseline],
+                speedup,
                 repetition_rate(last.token_ids),
                 same,
                 last.draft_share,
                 last.accepted_per_position,
+                last.well_counted,
+                why,
             )
         )
     return rows

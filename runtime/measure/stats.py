@@ -16,6 +16,7 @@ from typing import Any
 
 from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
+from specctl.runtime.measure.doubt import FEW_COUNTS, counted_shares
 
 
 @dataclass(slots=True)
@@ -79,6 +80,12 @@ class Stats(Tabled):
         return shares(self.accepted_at, self.tested_at)
 
     @property
+    def well_counted(self) -> tuple[float, ...]:
+        """The same of the first positions, as far as each was tested often enough to be drawn."""
+        pairs = zip(self.accepted_per_position, self.tested_at, strict=True)
+        return tuple(share for share, tested in pairs if tested >= FEW_COUNTS)
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
@@ -90,7 +97,7 @@ class Stats(Tabled):
 
     def lines(self) -> tuple[str, str]:
         """What speculation did, and how fast it was."""
-        per_position = " ".join(f"{share:.2f}" for share in self.accepted_per_position) or "-"
+        per_position = " ".join(counted_shares(self.accepted_at, self.tested_at)) or "-"
         return (
             f"tau {self.tau:.2f} | rounds {self.rounds:,} | drafted {self.drafted:,} | "
             f"accepted {self.accepted:,} | accepted per position {per_position}",
@@ -105,7 +112,7 @@ class Stats(Tabled):
     def table(self) -> Table:
         """The figures by name."""
         figures = {k: v for k, v in self.to_json().items() if k != "controller"}
-        shares = " ".join(f"{share:.2f}" for share in self.accepted_per_position) or "-"
+        shares = " ".join(counted_shares(self.accepted_at, self.tested_at)) or "-"
         rows = [(k, shares if k == "accepted_per_position" else v) for k, v in figures.items()]
         return Table(("figure", "value"), rows)
 

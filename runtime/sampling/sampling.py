@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
     from specctl.runtime.sampling.noise import RoundNoise
 
 
-NUMBERS = ("temperature", "max_new_tokens")
-OPTIONAL_NUMBERS = (
-    "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "seed",
-)  # fmt: skip
 DRAWN_SEEDS = 1 << 32  # few enough to type one again
 
 
@@ -69,44 +65,52 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        self._check_types()
         if _is_random(self.seed):
             object.__setattr__(self, "seed", secrets.randbelow(DRAWN_SEEDS))
-        finite = math.isfinite(self.temperature)
-        self._check("temperature", finite and self.temperature >= 0, "a finite number >= 0")
-        is_count = self.top_k is None or 1 <= self.top_k < 2**31
+        self._check_sequences()
+        temperature = _is_number(self.temperature) and 0 <= self.temperature < math.inf
+        self._check("temperature", temperature, "a finite number >= 0")
+        is_count = self.top_k is None or (_is_count(self.top_k) and 1 <= self.top_k < 2**31)
         self._check("top_k", is_count, "None or a count in [1, 2^31)")
-        self._check("top_p", self.top_p is None or 0 < self.top_p <= 1, "None or in (0, 1]")
-        self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]")
-        positive = self.repetition_penalty is None or 0 < self.repetition_penalty < math.inf
+        top = self.top_p is None or (_is_number(self.top_p) and 0 < self.top_p <= 1)
+        self._check("top_p", top, "None or in (0, 1]")
+        least = self.min_p is None or (_is_number(self.min_p) and 0 <= self.min_p <= 1)
+        self._check("min_p", least, "None or in [0, 1]")
+        penalty = self.repetition_penalty
+        positive = penalty is None or (_is_number(penalty) and 0 < penalty < math.inf)
         self._check("repetition_penalty", positive, "None or a finite number > 0")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
-            self._check(name, value is None or math.isfinite(value), "None or a finite number")
-        bias = dict(self.logit_bias or {})
-        real = all(i >= 0 and b < math.inf and not math.isnan(b) for i, b in bias.items())
-        self._check("logit_bias", real, "token ids with finite biases (or -inf)")
-        words = all(word and min(word) >= 0 for word in self.bad_words)
-        self._check("bad_words", words, "non-empty tuples of token ids")
-        self._check("seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63), or -1 for any")
-        self._check("max_new_tokens", self.max_new_tokens >= 1, "a count >= 1")
-        texts = not isinstance(self.stop, str) and all(map(_is_text, self.stop))
-        self._check("stop", texts, "non-empty strings of whole characters")
-        self._check("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "token ids")
-        callables = all(callable(one) for one in self.processors)
-        self._check("processors", callables, "LogitsProcessor objects")
+            finite = value is None or (_is_number(value) and math.isfinite(value))
+            self._check(name, finite, "None or a finite number")
+        seed = _is_count(self.seed) and 0 <= self.seed < 2**63
+        self._check("seed", seed, "an integer in [0, 2^63), or -1 for any")
+        most = _is_count(self.max_new_tokens) and self.max_new_tokens >= 1
+        self._check("max_new_tokens", most, "a count >= 1")
 
-    def _check_types(self) -> None:
-        for name in NUMBERS:
-            self._check(name, hasattr(getattr(self, name), "__float__"), "a number")
-        for name in OPTIONAL_NUMBERS:
-            value = getattr(self, name)
-            self._check(name, value is None or hasattr(value, "__float__"), "None or a number")
+    def _check_sequences(self) -> None:
+        """What consists of several values."""
+        bias = self.logit_bias if self.logit_bias is not None else {}
+        real = isinstance(bias, Mapping) and all(
+            _is_id(i) and _is_number(b) and b < math.inf and not math.isnan(b)
+            for i, b in bias.items()
+        )
+        self._check("logit_bias", real, "token ids with finite biases (or -inf)")
+        words = _is_several(self.bad_words) and all(
+            _is_several(word) and word and all(map(_is_id, word)) for word in self.bad_words
+        )
+        self._check("bad_words", words, "non-empty tuples of token ids")
+        stops = _is_several(self.stop) and all(map(_is_text, self.stop))
+        self._check("stop", stops, "non-empty strings of whole characters")
+        ids = _is_several(self.stop_token_ids) and all(map(_is_id, self.stop_token_ids))
+        self._check("stop_token_ids", ids, "token ids")
+        callables = _is_several(self.processors) and all(map(callable, self.processors))
+        self._check("processors", callables, "LogitsProcessor objects")
 
     def _check(self, name: str, ok: bool, expected: str) -> None:
         if not ok:
             raise SpecctlError(
-                f"sampling setting {name} is out of range",
+                f"sampling setting {name} is not valid",
                 where=f"Sampling.{name}",
                 found=repr(getattr(self, name))[:80],
                 expected=expected,
@@ -123,14 +127,30 @@ class Sampling:
         return Truncation(self.top_k or 0, p, self.min_p or 0.0)
 
 
-def _is_text(value: Any) -> bool:
+def _is_random(seed: object) -> bool:
+    return seed is None or (_is_count(seed) and seed == -1)
+
+
+def _is_text(value: object) -> bool:
     """Whether it is a text that UTF-8 can spell, and not an empty one."""
     is_whole = isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
     return is_whole and value != ""
 
 
-def _is_random(seed: int | None) -> bool:
-    return seed is None or seed == -1
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_id(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _is_several(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
 
 
 class SamplingBatch:

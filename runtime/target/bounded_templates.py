@@ -42,7 +42,7 @@ def written(tokenizer: Any, turns: Any, **fields: Any) -> Any:
     """`apply_chat_template` within the bounds. EndlessTemplateError beyond them, TemplateError for
     whatever else stops a template or what reads its text."""
     text = _text_of(tokenizer, fields)
-    token = _BUDGET.set(Budget(time.thread_time() + SECONDS))
+    token = _BUDGET.set(RenderBudget(time.thread_time() + SECONDS))
     try:
         if isinstance(text, str):
             _compile(text)
@@ -60,7 +60,7 @@ def written(tokenizer: Any, turns: Any, **fields: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Budget:
+class RenderBudget:
     """What one rendering may still use. One writer: its own thread."""
 
     ends: float
@@ -82,7 +82,7 @@ class Budget:
             raise _beyond(f"it writes more than {MOST_WRITTEN:,} characters")
 
 
-_BUDGET: ContextVar[Budget | None] = ContextVar("budget of a chat template", default=None)
+_BUDGET: ContextVar[RenderBudget | None] = ContextVar("budget of a chat template", default=None)
 _COMPILING = threading.Lock()
 
 
@@ -233,7 +233,9 @@ class Watched(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = self._called("each", [node.iter], node)
+        values = node.iter
+        assert isinstance(values, nodes.Expr), "what a loop walks through is an expression"
+        node.iter = self._called("each", [values], node)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:

@@ -105,14 +105,14 @@ def read_object(path: Path) -> dict[str, Any]:
             f"{path.name} cannot be read",
             found=_short(error),
             expected="a JSON object in UTF-8",
-            do="fetch it again",
+            do="download the folder again",
             where=str(path),
         ) from None
     if not isinstance(content, dict):
         raise IntegrityError(
             f"{path.name} is not a JSON object",
             found=type(content).__name__,
-            do="fetch it again",
+            do="download the folder again",
             where=str(path),
         )
     return content

@@ -19,6 +19,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+SHOWN = ("auto", "float32", "bfloat16", "float16", "int8", "int4")  # what help names
 FEW_BITS = {"int8": 8, "int4": 4}  # of a weight, on a CPU; all else is of the "auto" dtype
 NVIDIA = "0x10de"  # the vendor's number on the PCI bus
 LARGE = 200_000_000  # parameters from which bfloat16 is the default on a CPU that has it
@@ -37,13 +38,20 @@ def choose_dtype(
             raise SpecctlError(
                 f"unknown dtype {name!r}",
                 found=repr(name),
-                expected="auto, float32, bfloat16, float16, int8 or int4",
-                do=f"--dtype {nearest(name, [*DTYPES, *FEW_BITS], 1)}",
+                expected=f"{', '.join(SHOWN[:-1])} or {SHOWN[-1]}",
+                do=f"--dtype {_near_dtype(str(name))}",
             )
         return DTYPES[name]
     if device.type == "cpu":
         return torch.bfloat16 if num_parameters >= LARGE and has_fast_bf16() else torch.float32
     return stored or torch.bfloat16
+
+
+def _near_dtype(name: str) -> str:
+    """The one of SHOWN that is nearest to a mistyped name, or to its short form."""
+    short = {n: full for n, d in DTYPES.items() if (full := str(d).split(".")[1]) in SHOWN}
+    known = {**short, **{n: n for n in SHOWN}}
+    return known[nearest(name, known, 1)]
 
 
 def slow_dtype(dtype: torch.dtype, device: torch.device) -> str | None:

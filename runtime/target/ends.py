@@ -153,34 +153,27 @@ def united(named: Sequence[NamedEnds], tokenizer: Any, vocab_size: int) -> EndsO
     """The ends that the sources name, with those of a tokenizer (None without one) and of its chat
     template, as far as they are ids below `vocab_size`."""
     named = [*named, NamedEnds(TOKENIZER, getattr(tokenizer, "eos_token_id", None))]
-    markers = _markers(tokenizer)
-    left = [
-        NoEnd(number, one.source, f"the model has {vocab_size:,} tokens")
-        for one in named
-        for number in _ids(one.ids)
-        if not 0 <= number < vocab_size
-    ]
-    chosen = {n for one in named if not one.may_be_default for n in _ids(one.ids)}
-    known = {n for one in named for n in _ids(one.ids) if 0 <= n < vocab_size}
-    turn = _end_of_turn(tokenizer, known, {m for m in markers if 0 <= m < vocab_size})
-    special = set(getattr(tokenizer, "all_special_ids", ())) | {
-        number for number, token in _added(tokenizer).items() if token.special
-    }
-    call = _end_of_call(tokenizer, known, {s for s in special if 0 <= s < vocab_size})
-    has_marker = bool((known | {turn, call}) & markers)
+    ids = range(vocab_size)  # looked into, never walked through
+    special = frozenset(n for n in _special(tokenizer) if n in ids)
+    markers = special.union(n for n in _added(tokenizer) if n in ids)
+    known = {n for one in named for n in _ids(one.ids) if n in ids}
+    turn = _end_of_turn(tokenizer, known, markers)
+    call = _end_of_call(tokenizer, known, special, turn)
+    sure = {n for one in named if not one.may_be_default for n in _ids(one.ids)} | markers
+    has_marker = not markers.isdisjoint({*known, turn, call})
     found: dict[int, list[str]] = {}
+    left: list[NoEnd] = []
     for one in [*named, NamedEnds(TEMPLATE, [turn, call])]:
         for number in _ids(one.ids):
-            if not 0 <= number < vocab_size:
-                continue
-            if has_marker and number not in markers | chosen and one.source != TEMPLATE:
+            if number not in ids:
+                left.append(NoEnd(number, one.source, f"the model has {vocab_size:,} tokens"))
+            elif has_marker and number not in sure:
                 left.append(NoEnd(number, one.source, "an ordinary token of the tokenizer"))
             elif one.source not in found.setdefault(number, []):
                 found[number].append(one.source)
     each = tuple(EndOfText(n, _spelling(tokenizer, n), tuple(s)) for n, s in found.items())
-    others = [number for number in found if number != call]
-    document = _end_of_document(others, turn, getattr(tokenizer, "eos_token_id", None))
-    spelled = (markers - special).intersection(found)
+    document = _end_of_document([*found], turn, call, getattr(tokenizer, "eos_token_id", None))
+    spelled = frozenset(found) & markers - special
     return EndsOfText(each, turn, document, tuple(dict.fromkeys(left)), spelled)
 
 
@@ -190,9 +183,10 @@ def _ids(value: Any) -> list[int]:
     return list(dict.fromkeys(v for v in values if isinstance(v, int) and type(v) is not bool))
 
 
-def _markers(tokenizer: Any) -> frozenset[int]:
-    """Tokens that no text contains: those that were added to the vocabulary, and special ones."""
-    return frozenset(_added(tokenizer)) | frozenset(getattr(tokenizer, "all_special_ids", ()))
+def _special(tokenizer: Any) -> frozenset[int]:
+    """Tokens that a tokenizer leaves out of the texts that it writes."""
+    added = {number for number, token in _added(tokenizer).items() if token.special}
+    return frozenset(getattr(tokenizer, "all_special_ids", ())) | added
 
 
 def _added(tokenizer: Any) -> Mapping[int, Any]:
@@ -209,20 +203,22 @@ def _spelling(tokenizer: Any, number: int) -> str | None:
     return None if found is None else str(found)
 
 
-def _end_of_document(ends: Sequence[int], turn: int | None, tokenizers: Any) -> int | None:
-    """The tokenizer's end, unless a turn ends with it and there is another; `ends`: but for that of
-    a call."""
+def _end_of_document(
+    ends: Sequence[int], turn: int | None, call: int | None, tokenizers: Any
+) -> int | None:
+    """The tokenizer's end, unless a turn ends with it and there is another that ends no turn."""
     if tokenizers in ends and tokenizers != turn:
         return int(tokenizers)
-    return next((number for number in ends if number != turn), turn)
+    return next((number for number in ends if number not in (turn, call)), turn)
 
 
 # -- what a chat template writes behind an answer --------------------------------------------------
 
 
-def _end_of_turn(tokenizer: Any, known: set[int], markers: set[int]) -> int | None:
-    """The marker that ends the last answer of a conversation as the template writes it; None
-    without a template, or where it writes none. `known`: the ends that other sources name."""
+def _end_of_turn(tokenizer: Any, known: set[int], markers: frozenset[int]) -> int | None:
+    """The marker (a special token, or one that was added to the vocabulary) that ends the last
+    answer of a conversation as the template writes it; None without a template, or where it writes
+    none. `known`: the ends that other sources name."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     for last, middle in _conversations():
@@ -237,9 +233,12 @@ def _end_of_turn(tokenizer: Any, known: set[int], markers: set[int]) -> int | No
     return None
 
 
-def _end_of_call(tokenizer: Any, known: set[int], specials: set[int]) -> int | None:
-    """The special token with which a turn ends that calls tools (gpt-oss has one of its own); None
-    where the template writes none, or one that stands between two calls as well."""
+def _end_of_call(
+    tokenizer: Any, known: set[int], specials: frozenset[int], end_of_turn: int | None
+) -> int | None:
+    """The special token with which a turn ends that calls tools, where that is another than of any
+    turn (gpt-oss); None where the template writes none, or one that stands between two calls as
+    well."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     call = {"name": "look", "arguments": {"where": ANSWER}}
@@ -249,11 +248,13 @@ def _end_of_call(tokenizer: Any, known: set[int], specials: set[int]) -> int | N
         before, found, behind = (_written(tokenizer, turns) or "").rpartition(ANSWER)
         if not found:
             continue
-        end = (_read(tokenizer, behind.rstrip()) or [-1])[-1]
+        last = _read(tokenizer, behind.rstrip())
+        if not last or end_of_turn in last:
+            return None
         between = _read(tokenizer, before.partition(ANSWER)[2])
         turn, answer = _openings(tokenizer, before.partition(ANSWER)[0] + ANSWER, specials)
-        is_end = end in specials - (turn | answer | {*between}) | known
-        return end if is_end else None
+        is_end = last[-1] in specials - (turn | answer | {*between}) | known
+        return last[-1] if is_end else None
     return None
 
 
@@ -274,7 +275,7 @@ def _written(tokenizer: Any, turns: Conversation) -> str | None:
         return None
 
 
-def _behind(tokenizer: Any, text: str, markers: set[int]) -> list[int]:
+def _behind(tokenizer: Any, text: str, markers: frozenset[int]) -> list[int]:
     """The markers behind the answer, up to the first word; blanks between are the template's."""
     found: list[int] = []
     for number in _read(tokenizer, text.rpartition(ANSWER)[2]):
@@ -285,15 +286,14 @@ def _behind(tokenizer: Any, text: str, markers: set[int]) -> list[int]:
     return found
 
 
-def _openings(tokenizer: Any, text: str, markers: set[int]) -> tuple[set[int], set[int]]:
+def _openings(tokenizer: Any, text: str, markers: frozenset[int]) -> tuple[set[int], set[int]]:
     """The markers with which texts and turns begin, and those with which answers do."""
     before = text.rpartition(ANSWER)[0]
     seen = [number for number in _read(tokenizer, before) if number in markers]
     first = [number for number in _read(tokenizer, before.rpartition(ASK)[0]) if number in markers]
     begin = getattr(tokenizer, "bos_token_id", None)
-    begins_turns = (
-        sum(number == begin for number in seen) > 1
-    )  # a ChatML whose texts begin with <|im_start|>
+    # there is a ChatML whose texts begin with <|im_start|>, as its turns do
+    begins_turns = sum(number == begin for number in seen) > 1
     turn = [number for number in first if begins_turns or number != begin][:1]
     between = _read(tokenizer, before.rpartition(ASK)[2])
     answer = [number for number in between if number in markers][-1:]

@@ -14,8 +14,19 @@ from typing import Any, TypeVar, cast
 from specctl.core.errors import IncompatibleError
 from specctl.models.fast_llama import FastLlama
 from specctl.models.native.library import no_int8
+from specctl.runtime.target.rounding import Unrounded
 
 T = TypeVar("T")
+
+
+def measured_in_few_bits(target: T, bits: int) -> T:
+    """The same, with how far it is from the model as stored (rounding.py)."""
+    given: Any = target
+    is_readable = isinstance(given.lm, FastLlama) and given.device.type == "cpu"
+    unrounded = Unrounded.of(given, bits) if is_readable and no_int8() is None else None
+    found: Any = in_few_bits(target, bits)
+    rounding = None if unrounded is None else unrounded.beside(found)
+    return cast(T, replace(found, rounding=rounding))
 
 
 def in_few_bits(target: T, bits: int) -> T:

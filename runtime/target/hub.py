@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from specctl.core.errors import NetworkError, SpecctlError
+from specctl.core.hub_access import FLAG, forbidden_by, way_online
 from specctl.recipes.targets import ResolvedTarget
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -63,11 +63,18 @@ def _network_error(resolved: ResolvedTarget, offline: bool, error: Exception) ->
         if kind == "RevisionNotFoundError":
             do = "give an existing branch, tag or commit with --revision"
         return NetworkError(what, found=at, do=do)
-    is_offline = offline or bool(os.environ.get("HF_HUB_OFFLINE"))
+    forbidden = list(dict.fromkeys([*([FLAG] if offline else []), *forbidden_by()]))
+    otherwise = "a local folder with --target ./FOLDER, or --target tiny, which needs no download"
+    if forbidden:
+        return NetworkError(
+            "the target is not in the local cache, and the hub may not be asked",
+            found=f"{at}, with {' and '.join(forbidden)}",
+            expected="its files in the cache, or leave to ask the hub",
+            do=f"{way_online(forbidden)} and give the same again, or give {otherwise}",
+        )
     return NetworkError(
-        "the target is not in the local cache" if is_offline else "the hub cannot be reached",
+        "the hub cannot be reached",
         found=f"{at}: {kind}: {str(error).splitlines()[0][:120] if str(error) else ''}",
         expected="a network connection, or the files in the cache",
-        do="go online once, give a local folder with --target ./FOLDER, or use --target tiny, "
-        "which needs no download",
+        do=f"check the network and give the same again, or give {otherwise}",
     )

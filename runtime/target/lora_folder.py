@@ -116,7 +116,8 @@ def _no_base(folder: Path, found: str) -> FileError:
         "the base of the LoRA adapter is not to be had",
         found=found,
         expected=f"a folder or hub id in base_model_name_or_path of {ADAPTER}",
-        do=f"name the base yourself: --target BASE --adapter {folder}",
+        do=f"write the base's folder or hub id into base_model_name_or_path of {ADAPTER}; of a "
+        f"target you may say it instead: --target BASE --adapter {folder}",
         where=str(folder / ADAPTER),
     )
 

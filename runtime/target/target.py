@@ -46,6 +46,7 @@ from specctl.runtime.target.device import (
 )
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, ends_of
 from specctl.runtime.target.lora_folder import beside, load_model
+from specctl.runtime.target.rounding import Rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class Target:
     asks for; `adapters` what was added to the weights, in that order: `fingerprint` then covers
     them, and `base_fingerprint` is that of the weights alone; `spread` says how the weights are
     spread over devices, files or processes, None for one device; `ends` where each of `eos_ids`
-    comes from; `notes` what is to be said of how its folder was read."""
+    comes from; `notes` what is to be said of how its folder was read; `rounding` how far weights in
+    few bits are from those that are stored, None where they are not in few bits."""
 
     name: str
     revision: str | None
@@ -98,6 +100,7 @@ class Target:
     spread: str | None = None
     ends: EndsOfText = NO_ENDS
     notes: tuple[str, ...] = ()
+    rounding: Rounding | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -337,9 +340,9 @@ def load_target(
 
         target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
     if dtype in FEW_BITS:
-        from specctl.runtime.target.few_bits import in_few_bits
+        from specctl.runtime.target.few_bits import measured_in_few_bits
 
-        target = in_few_bits(target, FEW_BITS[dtype])
+        target = measured_in_few_bits(target, FEW_BITS[dtype])
     if compile is None and where.type == "cuda" and isinstance(target.lm, FastLlama):
         return replace(target, lm=CompiledLM(target.lm, patience=PATIENCE))
     return replace(target, lm=CompiledLM(target.lm)) if compile else target

@@ -479,7 +479,7 @@ def test_the_verdict_of_the_quickstart_speaks_of_gains_beyond_the_noise() -> Non
 
     def turn(name: str, setting: str, plain: float, fast: float, last: int = 2) -> Pair:
         def of(rate: float, *ids: int) -> Any:
-            stats = SimpleNamespace(tokens_per_second=rate)
+            stats = SimpleNamespace(tokens_per_second=rate, tau=4.0, tokens=640)
             return SimpleNamespace(stats=stats, outputs=[SimpleNamespace(token_ids=ids)])
 
         return Pair(setting, name, of(plain, 1, 2), of(fast, 1, last))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 WORDS = ("--target", "tiny", "--recipe", "distill")
 
 
@@ -17,11 +19,14 @@ def sources(folder: Path) -> list[str]:
     return names
 
 
-def test_the_plan_shows_every_source_with_its_share(run: Any, tmp_path: Path) -> None:
-    names = sources(tmp_path)
+def test_the_plan_shows_every_source_with_its_share(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [Path(name).name for name in sources(tmp_path)]
     flags = [word for name in names for word in ("--data", name)]
-    ran = run("plan", *WORDS, *flags)
-    assert all(any(n in row and "50%" in row for row in ran.out.splitlines()) for n in names)
+    rows = run("plan", *WORDS, *flags).out.splitlines()
+    assert all(any(name in row and "50%" in row for row in rows) for name in names)
     found = run("plan", *WORDS, *flags, "--json").json["result"]["plan"]
     assert [(one["name"], one["share"]) for one in found["data"]] == [(name, 0.5) for name in names]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import signal
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 
 from specctl.cli.app import failures
-from specctl.cli.commands import quickstart
 from specctl.core.errors import Exit
 from specctl.runtime.engine.engine import Engine
 from specctl.train.runs.folders import read_run
@@ -158,8 +158,51 @@ def test_an_interrupt_is_an_object_with_json(run: Any, monkeypatch: pytest.Monke
     assert ran.json["error"]["do"] == "specctl recipes ls --json"
 
 
-def test_quickstart_keeps_its_training_when_stopped_later(tmp_path: Path) -> None:
-    with pytest.raises(quickstart.SpecctlError) as raised, quickstart.continued(tmp_path):
-        raise KeyboardInterrupt
-    assert raised.value.exit == Exit.INTERRUPTED
-    assert "kept" in raised.value.what
+def test_what_is_said_at_the_end_is_what_lies_on_the_disk(tmp_path: Path) -> None:
+    from specctl.cli.app.console import Console
+    from specctl.train.runs.kept import kept_in
+
+    def stopped(folder: Path) -> tuple[int, str]:
+        console = Console(io.StringIO(), errors := io.StringIO())
+        console.kept = lambda: kept_in(folder)
+        return failures.handle(KeyboardInterrupt(), console), errors.getvalue()
+
+    code, told = stopped(tmp_path / "none")
+    assert (code, "nothing was saved" in told) == (failures.INTERRUPTED, True)
+    run = tmp_path / "families" / "medusa"
+    journal = run / "data" / "answers-0123" / "answers-000.bin"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    assert stopped(run)[0] == failures.INTERRUPTED  # an empty journal holds no answer
+    journal.write_bytes(b"SpcA")
+    code, told = stopped(run)
+    assert (code, f"written answers in {run}" in told) == (Exit.INTERRUPTED, True)
+    (run / "run.lock").touch()
+    (run / "checkpoints" / "step000007").mkdir(parents=True)
+    code, told = stopped(tmp_path / "families")  # the runs inside a folder count
+    assert (code, "nothing was saved" in told) == (Exit.INTERRUPTED, False)
+    assert "state after step 7 in" in told
+    assert "  do:       specctl" in told
+
+
+def test_answers_of_regenerate_are_kept_when_it_is_stopped(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("specctl.train.data.regenerate.slots_for", lambda *words: 2)
+    words = ["regenerate", "--prompts", "6", "--max-new-tokens", "6", "--out", str(tmp_path / "a")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", stopping(Engine.step, after=10))
+        ran = run(*words)
+    assert ran.code == Exit.INTERRUPTED, ran.err
+    assert "nothing was saved" not in ran.err
+    assert f"written answers in {tmp_path / 'a'}" in ran.err
+    assert f"do:       specctl {' '.join(words)}" in ran.err
+    again = run(*words)
+    assert again.code == 0
+    assert "of 6 prompts are answered" in again.err
+    datastore = ["datastore", "--recipe", "rest", "--set", "data.regenerate=true",
+                 "--set", "data.prompts=6", "--set", "data.new_tokens=6", "--out",
+                 str(tmp_path / "store")]  # fmt: skip
+    monkeypatch.setattr(Engine, "step", stopping(Engine.step, after=10))
+    ran = run(*datastore)
+    assert (ran.code, "written answers in" in ran.err) == (Exit.INTERRUPTED, True), ran.err

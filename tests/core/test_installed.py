@@ -93,7 +93,7 @@ def test_a_tree_that_was_never_installed_has_the_name_of_its_build(site: Path) -
 def test_a_hint_has_the_name_that_the_metadata_have(site: Path) -> None:
     install(site, "specctl-of-a-vendor", distribution.STARTS)
     assert distribution.pip_install("serve") == "pip install 'specctl-of-a-vendor[serve]'"
-    assert distribution.pip_upgrade() == "pip install --upgrade specctl-of-a-vendor"
+    assert "pip install --upgrade" not in distribution.way_to_newer()  # no index has it
 
 
 def test_our_own_former_name_is_neither_hinted_at_nor_foreign(site: Path) -> None:

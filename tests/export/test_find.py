@@ -53,7 +53,7 @@ def test_a_training_free_family_is_built_with_its_defaults(name: str, plain_targ
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "small-lm", "toy"])
 def test_a_trained_family_is_no_drafter(name: str, plain_target: Target) -> None:
-    with pytest.raises(FileError, match="train one with `specctl train-draft`"):
+    with pytest.raises(FileError, match="train one with `specctl train-draft"):
         load_drafter(name, plain_target)
 
 

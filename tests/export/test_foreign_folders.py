@@ -248,7 +248,7 @@ def test_the_hub_caches_links_into_its_blobs_are_followed(
 def show_folder(folder: Path, bare: Target) -> object:
     del bare
     with open(os.devnull, "w") as quiet:
-        return show(Console(quiet, quiet), folder)
+        return show(Console(quiet, quiet), str(folder))
 
 
 READ_BY_NAME = (
@@ -420,7 +420,7 @@ def test_no_configuration_asks_for_memory_beside_its_weights() -> None:
 def test_showing_such_a_folder_is_refused(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(SpecctlError):
-        show(Console(), folder)
+        show(Console(), str(folder))
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_specctl_says_whose_folder_it_is(target: Target, tmp_path: Path) -> None
     exported(shaken("small-lm", target, **SMALL), target, out, "gguf")
     with pytest.raises(FileError, match=r"export for serving engines.*format gguf.*package"):
         load_drafter(out, target)
-    show(Console(shown, shown), out)
+    show(Console(shown, shown), str(out))
     assert f"llama-server -m target-gguf/target.gguf -md {out}/{FILE}" in shown.getvalue()
     assert "specctl generate" not in shown.getvalue()
 

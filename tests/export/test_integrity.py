@@ -129,6 +129,12 @@ def test_damaged_files_are_found(package: Path, name: str, damage: str) -> None:
 def test_unlisted_files_are_refused_and_hidden_ones_ignored(package: Path) -> None:
     (package / ".gitattributes").write_text("* text=auto\n")
     check_files(package)
+    for name in ("LICENSE", "USE_POLICY.md", "curve.png"):  # as repositories hold them
+        (package / name).write_text("any")
+    for name in ("figures", "original", "checkpoint-7"):
+        (package / name).mkdir()
+        (package / name / "a.bin").write_text("not read")
+    check_files(package)
     (package / "notes.txt").write_text("mine")
     with pytest.raises(IntegrityError, match=r"does not list.*notes\.txt"):
         check_files(package)

@@ -20,7 +20,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.chat import Encoded, conversation_prompt, encode_sample, preview
+from specctl.train.data.chat import Encoded, encode_sample, preview
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.prepare import TokenData, better_seq_len, prepare
 from specctl.train.data.records import Sample, sample_of, without
@@ -128,9 +128,10 @@ def test_markers_around_the_wrong_words_stop_with_a_preview(plain_tokenizer: Any
 
 
 def test_the_prompt_of_a_conversation_ends_where_the_last_answer_begins(
-    marked_tokenizer: Any,
+    chat_target: Target, marked_tokenizer: Any, tmp_path: Path
 ) -> None:
-    ids = conversation_prompt(marked_tokenizer, chat())
+    path = write_lines(tmp_path / "p.jsonl", {"messages": list(TALK)})
+    ids = list(heldout_prompts(chat_target, 1, path=path)[0].ids)
     full = encode_sample(marked_tokenizer, chat(), (5,))
     starts = [i for i in range(1, len(full.mask)) if full.mask[i] and not full.mask[i - 1]]
     assert ids == full.ids[: starts[-1]]

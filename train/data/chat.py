@@ -306,15 +306,6 @@ def thinking_switch(tokenizer: Any, wanted: bool | None) -> dict[str, bool]:
     return dict.fromkeys(known, wanted)
 
 
-def conversation_prompt(tokenizer: Any, sample: Sample) -> list[int]:
-    """Ids of the conversation up to its last assistant turn, ready to be answered; up to the first,
-    where its questions have no answers."""
-    messages = sample.messages
-    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    place = sample.unanswered[0] if sample.unanswered else spoken[-1] if spoken else len(messages)
-    return answerable(tokenizer, messages[:place], sample.tools)
-
-
 def answerable(
     tokenizer: Any,
     messages: Sequence[Message],

@@ -66,9 +66,11 @@ def heldout_prompts(
     if not prompts:
         raise FileError(
             "the file of held-out prompts is empty",
-            found=str(file),
+            where=str(file),
+            found="no line with text",
             expected="a prompt on every line",
-            do="add prompts",
+            do=f"write at least one line of text into {file}, or leave the flag out to use the "
+            "prompts that come with specctl",
         )
     return prompts
 

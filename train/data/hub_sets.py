@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, NetworkError, RecipeError
+from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.installed import library
 from specctl.train.data.tables import BATCH, batch_records
 
@@ -56,12 +57,14 @@ def _loaded(name: str, split: str) -> Any:
             do="correct data.source, or --set data.split=NAME",
         ) from error
     except OSError as error:
+        forbidden = forbidden_by(is_data=True)
         raise NetworkError(
             f"cannot load the hub data set {repo!r}",
             found=f"{type(error).__name__}: {error}",
             expected="a reachable hub that has this data set and lets you read it",
-            do="check the name and the connection, or download it and set data.source to the "
-            "folder, which is read by its splits; data.source=corpus needs no network",
+            do=(f"{way_online(forbidden)}" if forbidden else "check the name and the connection")
+            + ", or download it and set data.source to the folder, which is read by its splits; "
+            "data.source=corpus needs no network",
         ) from error
     except datasets.exceptions.DatasetsError as error:
         raise FileError(

@@ -423,7 +423,7 @@ def _history(pairs: Any) -> list[Any]:
 
 def spoken(said: Any, role: str) -> list[Any]:
     """One side of a pair as turns: words, or the messages themselves."""
-    if isinstance(said, int) and not isinstance(said, bool):
+    if role == "assistant" and type(said) is int:  # of sums, as many data sets have them
         said = str(said)
     is_turns = isinstance(said, list | tuple) and bool(said) and all(map(_has_role, said))
     return list(said) if is_turns else [{"role": role, "content": said}]

@@ -70,8 +70,7 @@ def _sample(record: Any, where: str, stem: str, texts: Sequence[str], turns_firs
     sample = sample_of(record, where, stem)
     if not sample.messages:
         return sample
-    messages = _waiting(sample.messages, "turns" in record and "messages" not in record)
-    return replace(sample, messages=messages)
+    return replace(sample, messages=_waiting(sample), given=(), unanswered=())
 
 
 def _text(record: Any, texts: Sequence[str], turns_first: bool) -> str | None:
@@ -82,18 +81,19 @@ def _text(record: Any, texts: Sequence[str], turns_first: bool) -> str | None:
     return said if isinstance(said, str) and not any(record.get(key) for key in BESIDE) else None
 
 
-def _waiting(messages: Sequence[Any], only_first: bool) -> tuple[Any, ...]:
+def _waiting(sample: Sample) -> tuple[Any, ...]:
     """The conversation without the answer at its end; of questions that follow each other, as in
     MT-Bench, the first one, since the others would build on its answer."""
+    messages = sample.messages
+    if sample.unanswered:
+        return messages[: sample.unanswered[0]]
     roles = [message["role"] for message in messages]
-    if only_first and "user" in roles:
-        return tuple(messages[: roles.index("user") + 1])
     end = len(roles)
     while end and roles[end - 1] == "assistant":
         end -= 1
     if not end:
         raise ValueError("nothing stands before the assistant's turn")
-    return tuple(messages[:end])
+    return messages[:end]
 
 
 def _unusable(where: str, reason: str, record: Any) -> FileError:

@@ -7,7 +7,6 @@ no name says so has no splits.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.bounded_read import read_text
-from specctl.core.errors import FileError, RecipeError
+from specctl.core.errors import FileError, RecipeError, alike
 from specctl.core.printable import counted
 from specctl.recipes.files import parse_yaml
 
@@ -60,7 +59,7 @@ def no_split(
     number of their files. Splits for measuring are named only where nothing else is there, or one
     of them was nearly written: nobody is advised to learn them."""
     measuring = {name for name in known if {*_words(name)} & {"validation", "test"}}
-    close = difflib.get_close_matches(split, known, n=1, cutoff=0.6)
+    close = alike(split, known)
     shown = [name for name in known if name not in measuring or name in close] or list(known)
     listed = [name + _counted(known[name]) for name in shown]
     hidden = len(known) - len(shown)

@@ -153,7 +153,8 @@ def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
     tensors = dict(source.tensors())
     if isinstance(source.module, LlamaModel) and "lm_head.weight" in drafter.tensors():
         tensors.setdefault("lm_head.weight", source.module.head_weight.detach())
-    tensors = fitting_vocab(source, tensors, drafter.spec.vocab_size)
+    kept = None if drafter.vocab is None else drafter.vocab.size
+    tensors = fitting_vocab(source, tensors, drafter.spec.vocab_size, kept)
     check_same_shape(drafter, source, tensors)
     aside = drafter.memories | source.memories
     weights = {name: t for name, t in tensors.items() if name not in aside}
@@ -216,7 +217,7 @@ def loaded(name: str, target: Target, load: Loader | None, where: str = "drafter
 
 def checkpoint_drafter(run: Path, target: Target) -> Drafter:
     """The drafter of a run's best checkpoint; of its newest before tau was ever measured."""
-    recipe = load_recipe(str(run))
+    recipe = load_recipe(run)
     if recipe.train.joint is not None:
         raise IncompatibleError(
             "the run changes its target, which it writes when it ends",
@@ -284,16 +285,20 @@ def _same_vocab(initial: Initial, vocab: VocabMap | None) -> Drafter:
     return source if vocab.digest() == has else source.trimmed(vocab)
 
 
-def fitting_vocab(source: Drafter, tensors: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-    """The tensors with as many rows as the target has ids: models of one family pad one vocabulary
-    to different sizes (Qwen2.5 0.5B and 7B)."""
+def fitting_vocab(
+    source: Drafter, tensors: Mapping[str, Tensor], size: int, kept: int | None = None
+) -> dict[str, Tensor]:
+    """The tensors with as many rows as the target has ids, in heads as many as the drafter keeps
+    (`kept`, None for all): models of one family pad one vocabulary to different sizes (Qwen2.5 0.5B
+    and 7B)."""
+    head = size if kept is None else kept
     if not isinstance(source.module, LlamaModel):
-        kept = None if source.vocab is None or not source.vocab.is_prefix else source.vocab.size
-        is_row = {name: kept is not None and t.shape[:1] == (kept,) for name, t in tensors.items()}
-        return {n: fitting_rows(t, size) if is_row[n] else t for n, t in tensors.items()}
+        own = None if source.vocab is None or not source.vocab.is_prefix else source.vocab.size
+        is_row = {name: own is not None and t.shape[:1] == (own,) for name, t in tensors.items()}
+        return {n: fitting_rows(t, head) if is_row[n] else t for n, t in tensors.items()}
     is_whole = source.vocab is None or source.vocab.is_prefix
-    rows = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if is_whole else set())
-    return {name: fitting_rows(t, size) if name in rows else t for name, t in tensors.items()}
+    rows = {"model.embed_tokens.weight": size} | ({"lm_head.weight": head} if is_whole else {})
+    return {n: fitting_rows(t, rows[n]) if n in rows else t for n, t in tensors.items()}
 
 
 def check_same_shape(drafter: Drafter, source: Drafter, tensors: Mapping[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from specctl.core.files import Disk
 from specctl.recipes.schema import Recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
-from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, measuring_prompts, measuring_rows
@@ -50,6 +50,7 @@ from specctl.train.saving.state import untouched_random_state
 from specctl.train.selective import COMPARING
 from specctl.train.stop import Stop
 
+PIECES = 6  # that are measured one after another
 START = 6.0  # seconds, where the age of this process says nothing: imports
 MORE_START = 1.5  # times that: with the imports that come later, and the picture of the curve
 STEP_SECONDS = 6.0  # an optimizer step of more is measured in pieces
@@ -67,6 +68,7 @@ def calibrate(
     processes: int = 1,
     start: float | None = None,
     clock: Clock = now,
+    reporter: Reporter | None = None,
 ) -> Pace | None:
     """The pace of a recipe's run here, for a target of that shape, on so many processes. `start`:
     seconds from the command to its first work. None where it cannot be known within seconds: a
@@ -74,17 +76,24 @@ def calibrate(
     device = run_device()
     if recipe.train.shard_target:
         return None
-    with untouched_random_state(device), tempfile.TemporaryDirectory(prefix="specctl-") as folder:
+    reporter = reporter if reporter is not None else SilentReporter()
+    with (
+        untouched_random_state(device),
+        tempfile.TemporaryDirectory(prefix="specctl-") as folder,
+        reporter.task("calibrating", PIECES, "pieces") as advance,
+    ):
         began = clock()
         target = stand_in(recipe, shape, device)
         if target is None:
             return None
         loading = clock() - began
+        advance(1, "target")
         text = source_text(recipe, clock)
+        advance(1, "text")
         rows = -(-recipe.train.rows // processes)
         train = recipe.train.model_copy(update={"rows": rows, "trackers": ()})
         mine = recipe.model_copy(update={"train": train})
-        pieces = _Pieces(mine, target, text, Path(folder), clock)
+        pieces = _Pieces(mine, target, text, Path(folder), clock, advance)
         made = pieces.pace(START if start is None else start)
         return replace(made, once=made.once + loading, answer=made.answer / processes)
 
@@ -96,6 +105,7 @@ class _Pieces:
     text: SourceText
     folder: Path
     clock: Clock
+    advance: Advance
 
     def pace(self, start: float) -> Pace:
         recipe, target = self.recipe, self.target
@@ -111,19 +121,24 @@ class _Pieces:
             alone = train.joint.warmup
             progress.step = round(alone * train.steps)
             step = alone * step + (1.0 - alone) * self._step(job, progress)
+        self.advance(1, "a step")
         read = 0.0
         if data.features == "offline":
             captured = self._captured(job)
             read = captured / (train.rows * train.seq_len)
             step = max(step - train.accumulate * captured, 0.1 * step)
         saved = self._saved(job, progress)
+        self.advance(1, "a checkpoint")
         with job.drafter.whole() as drafter:
             tau, gate = self._decoding(drafter, rows, step)
+        self.advance(1, "tau")
         tokens = data.text_tokens if data.regenerate else data.limit_tokens or 10**7
         encoding = encoding_seconds(target, self.text.samples, tokens, self.clock)
+        answer = self._answer()
+        self.advance(1, "answers")
         return Pace(
             once=MORE_START * start + self.text.seconds + encoding + gate,
-            answer=self._answer(),
+            answer=answer,
             step=step,
             tau=tau,
             save=saved,

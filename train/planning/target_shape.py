@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.errors import NetworkError
+from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.spec import ModelSpec
 from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.models.hf_spec import spec_of
@@ -130,11 +131,14 @@ def _hub_config(resolved: ResolvedTarget) -> Any:
             resolved.repo, revision=resolved.revision, allow_patterns=["config.json"]
         )
     except (OSError, ValueError) as error:
+        forbidden = forbidden_by()
         raise NetworkError(
             f"cannot read the configuration of {resolved.name}",
             found=str(error).splitlines()[0],
             expected="a hub repository that can be reached",
-            do="plan for an alias of the same size: specctl plan --target " + aliases()[1],
+            do=(f"{way_online(forbidden)}, or " if forbidden else "")
+            + "plan for an alias of the same size: specctl plan --target "
+            + aliases()[1],
         ) from error
     return check_config(Path(folder), True)
 

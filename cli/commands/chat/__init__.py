@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from specctl.cli.app.console import Console, has_colours
+from specctl.cli.app.follow_up import command_line
 from specctl.cli.commands.chat.repl import ChatRepl, Interrupts, Lines, Look
 from specctl.cli.commands.chat.session import ChatSession
 from specctl.cli.options.flags import Compile
-from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
+from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
@@ -63,8 +64,8 @@ def chat(
     room.open()
     with Interrupts() as interrupts:
         room.run(interrupts)
-    drafter = f" {draft.draft}" if draft.draft != NO_DRAFTER else ""
-    console.done(room.to_json(), next=[f"specctl serve --target {target.name}{drafter}"])
+    words = [*target.words(), *draft.positional(), *draft.words()]
+    console.done(room.to_json(), next=[command_line("serve", *words)])
 
 
 def _has_colours(console: Console) -> bool:

@@ -52,8 +52,7 @@ def write(source: ExportSource, path: Path) -> None:
     """Write one file that llama.cpp loads beside its target."""
     drafter, gguf, kind = source.drafter, library(), KINDS[source.manifest.dtype]
     assert isinstance(drafter, Eagle3)
-    refuse(drafter)
-    refuse_scaled_embedding(source, "llama.cpp")
+    refuse(source)
     with new_file(path, ARCH, f"specctl {source.manifest.family} draft", kind) as writer:
         _sizes(writer, source, drafter)
         vocabulary_of(source.target.tokenizer, source.manifest.model_spec).write(writer)
@@ -61,9 +60,9 @@ def write(source: ExportSource, path: Path) -> None:
             add_tensor(writer, name, tensor, kind, gguf)
 
 
-def refuse(drafter: Eagle3) -> None:
+def refuse(source: ExportSource) -> None:
     """Switches and shapes for which the graph has no place."""
-    options = drafter.options
+    options = source.drafter.options
     taps = options.taps or ()
     found = [name for name in ("fc_norm", "norm_output", "qk_norm") if getattr(options, name)]
     if len(taps) != NUM_TAPS:
@@ -77,6 +76,7 @@ def refuse(drafter: Eagle3) -> None:
             "--set drafter.options.fc_norm=false --set drafter.options.norm_output=false "
             "--set drafter.options.qk_norm=false --set drafter.options.norm_before_residual=true",
         )
+    refuse_scaled_embedding(source, "llama.cpp")
 
 
 def tensors_of(source: ExportSource, drafter: Eagle3) -> dict[str, Tensor]:

@@ -23,9 +23,14 @@ from specctl.export.readers.trial import Trial, embedding_of
 ENGINE = "OpenVINO GenAI"
 
 
-def write(source: ExportSource, folder: Path) -> None:
-    """A folder for the converter; what its class or OpenVINO GenAI has no place for is refused."""
+def refuse(source: ExportSource) -> None:
+    """What its class or OpenVINO GenAI has no place for."""
     refuse_scaled_embedding(source, ENGINE)
+    blocks.refuse(source, ENGINE)
+
+
+def write(source: ExportSource, folder: Path) -> None:
+    """A folder for the converter."""
     made = blocks.write(source, ENGINE)
     save_file(dict(made.tensors), folder / WEIGHTS, metadata={"format": "pt"})
     dump_json(made.config, folder / "config.json")

@@ -31,7 +31,7 @@ from specctl.export.readers.trial import Trial, compare, drafted_logits, embeddi
 
 def write(source: ExportSource, engine: str = "SGLang") -> FlatFolder:
     drafter = blocks_of(source)
-    _refuse(source, engine)
+    refuse(source, engine)
     refuse_scaled_head(source, engine)
     spec, net, options = drafter.spec, drafter.net, drafter.options
     own: dict[str, Any] = {
@@ -69,7 +69,7 @@ def _architecture(source: ExportSource) -> str:
     return DSPARK if isinstance(source.drafter, DSpark) else DFLASH
 
 
-def _refuse(source: ExportSource, engine: str) -> None:
+def refuse(source: ExportSource, engine: str) -> None:
     drafter = blocks_of(source)
     if drafter.options.mask_id is None:
         raise IncompatibleError(

@@ -113,7 +113,7 @@ def test_a_file_without_keys_or_with_impossible_ones_is_an_error(tmp_path: Path)
     with pytest.raises(FileError, match="holds no key"):
         read_keys(file, {})
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(FileError, match="is not text"):
+    with pytest.raises(FileError, match="is not UTF-8 text"):
         read_keys(file, {})
     with pytest.raises(SpecctlError, match="printable ASCII"):
         read_keys(None, {"SPECCTL_API_KEYS": "sch\u00f6n"})

@@ -173,6 +173,7 @@ CALL = "<|call_begin|>{{ c.function.arguments | tojson }}<|call_end|>"
         (CALL, "<|call|>\n", ["<|call|>"]),
         (CALL, "", []),  # another call may follow
         (CALL, "</calls>", []),  # no special token
+        (CALL, "<|end|>\n<|call|>", []),  # what follows the end of a turn ends no turn
         (
             "{{ raise_exception('!') if m.tool_calls | length > 1 }}" + CALL,
             "<|call|>",

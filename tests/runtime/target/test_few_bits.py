@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import specctl
+from specctl.api.targets import target_json
+from specctl.cli.app.console import Console
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.drafters import families
 from specctl.drafters.small_lm import SmallLm
 from specctl.models.native.library import no_int8
-from specctl.runtime.target import few_bits
+from specctl.runtime.target import few_bits, rounding
 from specctl.runtime.target.target import Target
 from specctl.train.joint.check import check_target
 
@@ -63,11 +68,14 @@ def test_whole_sequences_are_read_as_rounds_are_and_near_what_was_published(
 
 @needs_int8
 @pytest.mark.parametrize("bits", [8, 4])
-def test_stored_matrices_are_freed_and_the_rest_stays(bits: int) -> None:
+def test_stored_matrices_are_freed_and_the_rest_stays(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is known of its rounding
     target = specctl.load_target("tiny", device="cpu")
     module, body = target.lm.module, target.lm.module.model
     before = {name: weakref.ref(weight) for name, weight in module.named_parameters()}
-    target = few_bits.in_few_bits(target, bits)
+    target = few_bits.measured_in_few_bits(target, bits)
     gc.collect()
     freed = {name for name, weight in before.items() if weight() is None}
     assert freed == {name for name in before if name.endswith("_proj.weight")}
@@ -135,3 +143,59 @@ def test_where_it_is_no_gain_it_is_refused(monkeypatch: pytest.MonkeyPatch, bits
     with pytest.raises(IncompatibleError, match=f"{bits} bits") as refused:
         specctl.load_target("tiny", dtype=f"int{bits}", device="cpu")
     assert refused.value.found == "a CPU without AVX2"
+
+
+@needs_int8
+def test_how_far_it_is_from_the_model_as_stored_is_measured_once_and_stands_in_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = specctl.load_target("tiny", dtype="int4", device="cpu")
+    assert first.rounding is not None
+    assert 5e-3 < first.rounding.kl < 5e-2
+    assert 0.8 < first.rounding.agreement < 1
+    assert first.rounding.tokens == 256
+    assert target_json(first)["rounding"]["kl"] == first.rounding.kl
+    monkeypatch.setattr(rounding, "_logits", lambda *given: pytest.fail("measured twice"))
+    assert specctl.load_target("tiny", dtype="int4", device="cpu").rounding == first.rounding
+    assert specctl.load_target("tiny", device="cpu").rounding is None
+
+
+@needs_int8
+def test_a_target_that_answers_otherwise_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(rounding, "DOUBTFUL", 0.001)
+    with pytest.warns(UserWarning, match="visibly worse model; --dtype int8 or --dtype auto"):
+        specctl.load_target("tiny", dtype="int4", device="cpu")
+    console = Console(io.StringIO(), io.StringIO())
+    TargetChoice("tiny", dtype="int4", device="cpu").load(console)
+    assert "KL" in console.warnings[0]
+    monkeypatch.setattr(rounding, "DOUBTFUL", 0.05)
+    told = io.StringIO()
+    TargetChoice("tiny", dtype="int4", device="cpu").load(Console(io.StringIO(), told))
+    assert "in int4 the target is KL 0.0" in told.getvalue()
+    assert "warning" not in told.getvalue()
+
+
+@pytest.mark.parametrize("name", ["quantspec", "prompt-lookup+quantspec"])
+def test_a_drafter_that_reads_stored_weights_is_named_before_anything_is_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(*given: object, **named: object) -> None:
+        pytest.fail("a target was loaded")
+
+    monkeypatch.setattr("specctl.runtime.target.target.load_target", loads)
+    with pytest.raises(IncompatibleError, match="quantspec drafts with the target") as caught:
+        TargetChoice("tiny", dtype="int8").or_own(name)
+    assert "--dtype auto" in caught.value.do
+    assert "prompt-lookup" in caught.value.do
+    TargetChoice("tiny", dtype="auto").or_own(name)
+    TargetChoice("tiny", dtype="int8").or_own("prompt-lookup")
+
+
+@needs_int8
+def test_in_python_it_is_named_as_well(target: Target) -> None:
+    with pytest.raises(IncompatibleError, match="quantspec drafts with the target"):
+        specctl.generate(target, "x", "quantspec")

@@ -127,7 +127,7 @@ def test_unknown_alias_names_the_nearest() -> None:
 
 
 def test_a_missing_folder_names_its_neighbours(folder: Path) -> None:
-    with pytest.raises(FileError, match="nearest"):
+    with pytest.raises(FileError, match=f"did you mean {folder}"):
         resolve(str(folder) + "x")
 
 

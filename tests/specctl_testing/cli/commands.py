@@ -23,6 +23,13 @@ def program_words(text: str) -> list[str]:
 
 def why_not(words: list[str]) -> str | None:
     """Why the program would refuse these words as a command line; None if it would not."""
+    found = parsed(words)
+    return found if isinstance(found, str) else None
+
+
+def parsed(words: list[str]) -> Any:
+    """The context that the program makes of a command line, None of one that shows help; else why
+    it would refuse the words."""
     while words and words[0] in ("--json", "--quiet", "-q", "-v", "--verbose", "--no-color"):
         words = words[1:]
     if not words or "--help" in words or words == ["--version"]:
@@ -38,10 +45,9 @@ def why_not(words: list[str]) -> str | None:
             return f"no command {words[:2]}"
         command, rest = command.commands[rest[0]], rest[1:]
     try:
-        command.make_context(words[0], list(rest), parent=parent)
+        return command.make_context(words[0], list(rest), parent=parent)
     except USAGE_ERROR as error:
         return str(error)
-    return None
 
 
 def has_flag(command: str, flag: str) -> bool:

@@ -1,0 +1,44 @@
+"""What an unfinished job has left in its folder, for the same command to go on from. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specctl.core.printable import counted
+from specctl.train.saving.integrity import saved_steps
+
+ANSWERS = "data/answers-*/answers-*.bin"  # the journal of what a target has written
+MOST = 4  # folders that are named
+
+
+def kept_in(out: Path) -> str | None:
+    """What lies in the folder of a job, in its stages, families, cells or halves as well; None
+    where there is nothing of it."""
+    held = {folder: _parts(folder) for folder in _folders(out)}
+    told = [f"{', '.join(parts)} in {folder}" for folder, parts in held.items() if parts]
+    more = f"; and more in {counted(len(told) - MOST, 'folder')}" if len(told) > MOST else ""
+    return f"kept: {'; '.join(told[:MOST])}{more}" if told else None
+
+
+def _folders(out: Path) -> list[Path]:
+    """The folder and the runs inside it."""
+    if not out.is_dir():
+        return []
+    inside = sorted(path for path in out.iterdir() if (path / "run.lock").is_file())
+    return [out, *inside]
+
+
+def _parts(folder: Path) -> list[str]:
+    """What one folder holds."""
+    parts: list[str] = []
+    if any(file.stat().st_size for file in folder.glob(ANSWERS)):
+        parts.append("written answers")
+    if (folder / "data" / "manifest.json").is_file():
+        parts.append("training rows")
+    if (folder / "prune.json").is_file():
+        parts.append("cut drafter")
+    if steps := saved_steps(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []:
+        parts.append(f"state after step {steps[-1]:,}")
+    if (folder / "package" / "manifest.json").is_file():
+        parts.append("package")
+    return parts
