@@ -26,6 +26,7 @@ from specctl.core.errors import IncompatibleError, SpecctlError, is_out_of_memor
 from specctl.core.foreign_calls import is_panic
 
 SECONDS = 2.0  # of this thread's processor time: real templates take milliseconds
+PROBE_SECONDS = 0.5  # for a conversation of ours, which is tried in several forms
 MOST = 1 << 26  # characters of a value; no context holds as much
 MOST_WRITTEN = 1 << 28  # characters that a template writes, in its macros as well
 MOST_NUMBER, MOST_BITS = 1 << 24, 1 << 16  # an argument of a method, an integer
@@ -41,8 +42,17 @@ class EndlessTemplateError(IncompatibleError):
 def written(tokenizer: Any, turns: Any, **fields: Any) -> Any:
     """`apply_chat_template` within the bounds. EndlessTemplateError beyond them, TemplateError for
     whatever else stops a template or what reads its text."""
+    return _within(SECONDS, tokenizer, turns, fields)
+
+
+def tried(tokenizer: Any, turns: Any) -> str:
+    """The text of a short conversation by which a template is tried out, in less time."""
+    return str(_within(PROBE_SECONDS, tokenizer, turns, {"tokenize": False}))
+
+
+def _within(seconds: float, tokenizer: Any, turns: Any, fields: Mapping[str, Any]) -> Any:
     text = _text_of(tokenizer, fields)
-    token = _BUDGET.set(RenderBudget(time.thread_time() + SECONDS))
+    token = _BUDGET.set(RenderBudget(time.thread_time() + seconds))
     try:
         if isinstance(text, str):
             _compile(text)
@@ -68,7 +78,7 @@ class RenderBudget:
 
     def tick(self) -> None:
         if time.thread_time() > self.ends:
-            raise _beyond(f"it still runs after {SECONDS:g} seconds")
+            raise _beyond("it still runs when its time is over")
 
     def bounded(self, value: Any) -> Any:
         """The value, if it is not too large."""

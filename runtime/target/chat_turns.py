@@ -40,11 +40,11 @@ def call_form(tokenizer: Any, template: str) -> CallForm:
     a tokenizer whose template was replaced is tried again."""
     from jinja2.exceptions import TemplateError
 
-    from specctl.runtime.target.bounded_templates import written
+    from specctl.runtime.target.bounded_templates import tried
 
     for as_text, nothing in FORMS:
         try:
-            text = written(tokenizer, _probe(as_text, nothing), tokenize=False)
+            text = tried(tokenizer, _probe(as_text, nothing))
         except TemplateError:
             continue
         is_python = f"'{VALUE}'" in text or (nothing is None and "None" in text)

@@ -267,10 +267,10 @@ def _conversations() -> Iterator[tuple[Conversation, Conversation]]:
 
 
 def _written(tokenizer: Any, turns: Conversation) -> str | None:
-    from specctl.runtime.target.bounded_templates import written
+    from specctl.runtime.target.bounded_templates import tried
 
     try:
-        return str(written(tokenizer, list(turns), tokenize=False))
+        return tried(tokenizer, list(turns))
     except Exception:  # a template is somebody's program: it may refuse turns in any way
         return None
 
