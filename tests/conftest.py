@@ -60,6 +60,12 @@ def next_lines_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def lines_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lines are wrapped is not decided by the terminal that started the tests."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of commands estimate their time: to calibrate it takes seconds each."""
     monkeypatch.setattr("specctl.cli.commands.plan.calibration", lambda console, processes=1: None)

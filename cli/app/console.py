@@ -207,7 +207,9 @@ class Console:
         width = None if name == "do" else self._width(self.stderr)
         if width is None:
             return f"  {name + ':':9} " + text.replace("\n", "\n" + " " * 12)
-        lines = textwrap.wrap(text, max(20, width - 13), break_long_words=False)
+        lines = textwrap.wrap(
+            text, max(20, width - 13), break_long_words=False, break_on_hyphens=False
+        )
         return f"  {name + ':':9} " + ("\n" + " " * 12).join(lines)
 
     def _width(self, stream: TextIO) -> int | None:
