@@ -2,7 +2,6 @@
 
     python benchmarks/train_step.py --recipe eagle3 --against ../before
     python benchmarks/train_step.py --recipe distill --threads 2 --ways --neighbours 1 --steps 30
-    python benchmarks/train_step.py --recipe distill --threads 2 --ways --neighbours 1
 
 A process per checkout; they take turns, step by step, so that both meet the same machine. Times are
 medians: `target` reads the batch, `loss` runs the drafter and its head (whose gradient is taken in
