@@ -117,12 +117,11 @@ def steps_of(args: argparse.Namespace) -> Callable[[], AbstractContextManager[No
     """Around every step: the number of threads chosen as in training, or left alone."""
     if not args.chosen:
         return nullcontext
-    import torch
-
     from specctl.runtime.measure.reporter import SilentReporter
+    from specctl.train.distributed.ranks import Ranks
     from specctl.train.step_threads import StepThreads
 
-    return StepThreads.on(torch.device("cpu"), SilentReporter()).step
+    return StepThreads.of(Ranks(), SilentReporter()).step
 
 
 class Worker:
@@ -189,14 +188,13 @@ def main() -> None:
     if args.child:
         work(args)
         return
-    roots = {"this": HERE} if args.against is None else {"before": args.against, "this": HERE}
-    workers = {name: Worker(root.resolve()) for name, root in roots.items()}
+    workers = {} if args.against is None else {"before": Worker(args.against.resolve())}
     if args.ways:
-        workers = {
-            "one thread": Worker(HERE, "--threads", "1"),
-            "all threads": Worker(HERE),
-            "as many as are faster": Worker(HERE, "--chosen"),
-        }
+        workers["one thread"] = Worker(HERE, "--threads", "1")
+        workers["all threads"] = Worker(HERE)
+        workers["as many as are faster"] = Worker(HERE, "--chosen")
+    else:
+        workers["this"] = Worker(HERE)
     if args.compile:
         workers["this, compiled"] = Worker(HERE, "--set", "train.compile=true")
     first = {}

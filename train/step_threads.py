@@ -19,6 +19,7 @@ import torch
 
 from specctl.models.native.threads import Kind, Threads
 from specctl.runtime.measure.reporter import Reporter
+from specctl.train.distributed.ranks import Ranks
 
 CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by the user, or by who started several processes
 
@@ -33,9 +34,12 @@ class StepThreads:
     is_said: bool = False
 
     @classmethod
-    def on(cls, device: torch.device, reporter: Reporter) -> StepThreads:
+    def of(cls, ranks: Ranks, reporter: Reporter) -> StepThreads:
+        """Chosen for one process on a CPU. Several have shared the cores out, and wait for each
+        other: none of them can judge by its own time."""
         most = torch.get_num_threads()
-        is_given = device.type != "cpu" or most == 1 or any(name in os.environ for name in CHOSEN)
+        is_alone = ranks.device.type == "cpu" and ranks.size == 1
+        is_given = not is_alone or most == 1 or any(name in os.environ for name in CHOSEN)
         return cls(reporter, None if is_given else Threads(most, fewest=1, slow=0.0))
 
     @contextmanager

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specctl.models.native import threads as native_threads
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train import step_threads
+from specctl.train.distributed.ranks import Ranks
 from specctl.train.step_threads import CHOSEN, StepThreads
 
-CPU = torch.device("cpu")
+ALONE = Ranks()
 
 
 class Machine:
@@ -55,7 +58,7 @@ def test_beside_a_busy_process_most_steps_run_on_one_thread_until_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine, lines = Machine(monkeypatch, is_busy=True), Lines()
-    steps = StepThreads.on(CPU, lines)
+    steps = StepThreads.of(ALONE, lines)
     ran = machine.steps(steps, 100)
     assert ran.count(1) > 85
     assert len(lines.lines) == 1
@@ -66,7 +69,7 @@ def test_beside_a_busy_process_most_steps_run_on_one_thread_until_it_ends(
 
 def test_alone_every_step_runs_on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, lines = Machine(monkeypatch, is_busy=False), Lines()
-    assert set(machine.steps(StepThreads.on(CPU, lines), 100)) == {2}
+    assert set(machine.steps(StepThreads.of(ALONE, lines), 100)) == {2}
     assert not lines.lines
 
 
@@ -74,4 +77,11 @@ def test_alone_every_step_runs_on_all_threads(monkeypatch: pytest.MonkeyPatch) -
 def test_a_number_that_the_user_gives_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, is_busy=True)
     monkeypatch.setenv(name, "2")
-    assert set(machine.steps(StepThreads.on(CPU, Lines()), 30)) == {2}
+    assert set(machine.steps(StepThreads.of(ALONE, Lines()), 30)) == {2}
+
+
+def test_several_processes_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They agree once, for each number, on who multiplies: none may have a number of its own."""
+    machine = Machine(monkeypatch, is_busy=True)
+    steps = StepThreads.of(replace(ALONE, size=2), Lines())
+    assert set(machine.steps(steps, 30)) == {2}

@@ -115,7 +115,7 @@ def feature_source(
     features = _features(recipe.data, source, target, data, needs, out, disk)
     todo = _todo(recipe.data, features, reporter, ranks)
     group = max(1, recipe.train.rows // ranks.size)
-    threads = StepThreads.on(ranks.device, reporter)
+    threads = StepThreads.of(ranks, reporter)
     with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
         for shard in todo[ranks.rank :: ranks.size]:
             features.fill(shard, group, threads)
