@@ -15,6 +15,7 @@ from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Chat, Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
+from specctl.cli.options.measuring import chat_words
 from specctl.cli.options.positional import looks_like_package
 from specctl.cli.options.prompts import PromptText, read_prompts, tell_chat
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
@@ -329,7 +330,7 @@ def _explain_difference(console: Console, job: GenerateJob) -> None:
 
 
 def _next(target: TargetChoice, draft: DraftChoice, compared: bool, chat: bool | None) -> str:
-    spoken = {None: [], True: ["--chat"], False: ["--raw"]}[chat]
+    spoken = chat_words(chat)
     if draft.draft == NO_DRAFTER and not compared:
         words = ["--draft", "prompt-lookup", *spoken, "--compare"]
         return with_text("generate", *target.words(), *words)
