@@ -155,7 +155,7 @@ def test_a_benchmark_warms_up_with_all_texts_that_it_records(
 
     def run(prompts: Any, sampling: Sampling, on_answers: Any) -> Timed:
         given.append(len(prompts))
-        return Timed(1, 1.0, ((1,),), 1.0)
+        return Timed(len(prompts), 1.0, ((1,),) * len(prompts), 1.0)
 
     lm = CompiledLM(target.lm) if is_recorded else target.lm
     samplings = [Sampling(max_new_tokens=1)]
