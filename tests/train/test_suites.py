@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.core.errors import FileError, RecipeError
+from specctl.core.errors import FileError, NetworkError, RecipeError
 from specctl.train.data import suites
 from specctl.train.data.suites import SUITES, WITHHELD, evenly, read_suite
 
@@ -64,6 +64,13 @@ def test_gsm8k_and_alpaca_are_asked_without_their_answers(tmp_path: Path) -> Non
     assert (one.category, said(one.turns)) == ("instructions", [["Say"]])
 
 
+def test_a_downloaded_data_set_of_the_hub_is_read_by_its_part_and_split(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / "main" / f"{split}-00000.jsonl", {"question": split, "answer": "4"})
+    [one] = read_suite(f"gsm8k={tmp_path}").questions
+    assert one.text == "test"
+
+
 def test_what_speed_bench_may_not_ship_is_left_out_and_counted(tmp_path: Path) -> None:
     whole = {"question_id": "1", "category": "rag", "turns": ["a?", "b?"], "source": "s",
              "src_id": "1", "difficulty": None, "multiturn": True}  # fmt: skip
@@ -106,6 +113,18 @@ def test_the_hub_is_asked_for_the_named_part(monkeypatch: pytest.MonkeyPatch) ->
         ("nvidia/SPEED-Bench:throughput_8k", "test"),
         ("HuggingFaceH4/mt_bench_prompts", "train"),
     ]
+
+
+def test_a_hub_that_is_not_reached_leads_to_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(name: str, split: str) -> Any:
+        raise NetworkError(
+            "cannot load the hub data set", found="no route", do="data.source=corpus"
+        )
+
+    monkeypatch.setattr(suites, "hub_rows", rows)
+    with pytest.raises(NetworkError, match="--suite speed-bench=FILE") as caught:
+        read_suite("speed-bench:throughput_8k")
+    assert "no route" in str(caught.value.found)
 
 
 def test_a_suite_that_is_nowhere_is_refused_with_a_working_step(tmp_path: Path) -> None:

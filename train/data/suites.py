@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specctl.core.errors import FileError, RecipeError, nearest
+from specctl.core.errors import FileError, NetworkError, RecipeError, nearest
 from specctl.train.data.hub_sets import hub_rows, saved_rows
 from specctl.train.data.records import Message, Sample, sample_of, without_nulls
 from specctl.train.data.sources import HUB, SAVED, file_records, find_source
@@ -156,9 +156,9 @@ def _records(suite: SuiteSource, name: str, place: str) -> Iterator[tuple[str, A
     config = name.partition(":")[2] or config
     source = find_source(*_source(suite, place, config, repo))
     if source.kind in (HUB, SAVED):
-        is_hub = source.kind == HUB
+        is_hub, kept = source.kind == HUB, source.path
         rows = (
-            hub_rows(source.name, suite.split) if is_hub else saved_rows(source.path, suite.split)
+            _hub_rows(source.name, suite.split, name) if is_hub else saved_rows(kept, source.split)
         )
         for number, row in enumerate(rows):
             yield f"{source.name}: row {number}", without_nulls(row)
@@ -166,6 +166,20 @@ def _records(suite: SuiteSource, name: str, place: str) -> Iterator[tuple[str, A
     for file, kind in source.files:
         for where, record in file_records(file, kind, source.split):
             yield where, record if isinstance(record, ValueError) else without_nulls(record)
+
+
+def _hub_rows(repo: str, split: str, name: str) -> Iterator[Any]:
+    """Rows of the hub's data set; where it cannot be had, a suite may be given as a file."""
+    try:
+        yield from hub_rows(repo, split)
+    except (NetworkError, RecipeError) as error:
+        raise type(error)(
+            f"suite {name} cannot be read from the hub",
+            where=f"--suite {name}",
+            found=f"{repo}: {error.found or error.what}",
+            expected="a reachable hub that has this data set, or the file of its questions",
+            do=f"check the connection, or give the file: --suite {name.partition(':')[0]}=FILE",
+        ) from error
 
 
 def _source(suite: SuiteSource, place: str, config: str, repo: str) -> tuple[str, str, str]:
@@ -177,7 +191,7 @@ def _source(suite: SuiteSource, place: str, config: str, repo: str) -> tuple[str
     if own is not None:
         return str(own), "auto", "all"
     if config and (path / config).is_dir():
-        return f"{path}:{config}", "auto", suite.split
+        return str(path / config), "auto", suite.split
     return str(path), "auto", suite.split if path.is_dir() else "all"
 
 
