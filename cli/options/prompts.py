@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from specctl.cli.app.console import Console
 from specctl.core.bounded_read import MOST_INPUT, open_regular, read_pipe, read_stream
 from specctl.core.errors import FileError, SpecctlError, one_of_two, unreadable
+
+if TYPE_CHECKING:
+    from specctl.runtime.target.target import Target
 
 TEXTS = ("prompt", "text")  # keys of a prompt that is read as it is
 
@@ -58,6 +62,14 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
     for prompt_text in found:
         check_text(prompt_text.text, file)
     return found[:limit]
+
+
+def tell_chat(console: Console, target: Target, chat: bool | None) -> None:
+    """Say how texts are read, where nobody chose and it is not plain."""
+    from specctl.api.prompts import chat_note
+
+    if note := chat_note(target, chat):
+        console.say(note)
 
 
 def _with_text(file: Path | None) -> str:

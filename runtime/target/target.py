@@ -47,6 +47,7 @@ from specctl.runtime.target.device import (
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, ends_of
 from specctl.runtime.target.lora_folder import beside, load_model
 from specctl.runtime.target.rounding import Rounding
+from specctl.runtime.target.spoken_to import why_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,16 @@ class Target:
 
     def _end(self, found: int | None, other: int | None) -> int | None:
         return found if found in self.eos_ids else other
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a prompt is a user's turn to it where nobody says otherwise."""
+        return self.why_text is None
+
+    @property
+    def why_text(self) -> str | None:
+        """Why it continues prompts as texts where nobody says otherwise; None for a chat model."""
+        return why_text(self.tokenizer, self.ends)
 
     @property
     def can_run(self) -> bool:
