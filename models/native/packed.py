@@ -183,19 +183,19 @@ def _moved(blocks_OX: Tensor, type: str) -> Tensor:
     """Blocks [O, blocks of a row, bytes] as strips [strips, bytes]."""
     about = TYPES[type]
     number_OX, scale_OX, front_OX = _read(blocks_OX, type)
-    line = _beside(number_OX.unflatten(-1, (STEPS, FOUR)))  # [strips, records, steps, 16, 4]
+    line = _beside(_split(number_OX, -1, (STEPS, FOUR)))  # [strips, records, steps, 16, 4]
     record = [_lower(line, about), *_higher(line, about)]
     record += [_beside(part).flatten(2) for part in scale_OX]
     record_X = torch.cat(record, dim=-1)
     if not about.has_wholes:
         return record_X.flatten(1)
-    record_X = record_X.unflatten(1, (-1, WHOLES)).flatten(2)
+    record_X = _split(record_X, 1, (-1, WHOLES)).flatten(2)
     return torch.cat([*(_beside(part).flatten(2) for part in front_OX), record_X], -1).flatten(1)
 
 
 def _beside(of_OX: Tensor) -> Tensor:
     """[O, records, .., X] of an output each as [strips, records, .., 16, X]."""
-    return of_OX.unflatten(0, (-1, SIDE)).movedim(1, -2)
+    return _split(of_OX, 0, (-1, SIDE)).movedim(1, -2)
 
 
 def _lower(line: Tensor, about: PackedType) -> Tensor:
@@ -223,7 +223,7 @@ def _read(blocks_OX: Tensor, type: str) -> tuple[Tensor, tuple[Tensor, ...], tup
     if type == "Q8_0":
         return x[..., 2:], (x[..., :2],), ()
     if type == "Q6_K":
-        scale_OX = x[..., 192:208].unflatten(-1, (WHOLES, 2)).flatten(1, 2)
+        scale_OX = _split(x[..., 192:208], -1, (WHOLES, 2)).flatten(1, 2)
         return _numbers_6(x), (scale_OX[..., :1], scale_OX[..., 1:]), (x[..., 208:],)
     if about.has_wholes:
         high = x[..., 16:48] if about.high else None
@@ -241,7 +241,7 @@ def _read(blocks_OX: Tensor, type: str) -> tuple[Tensor, tuple[Tensor, ...], tup
 def _numbers_k(low: Tensor, high: Tensor | None) -> Tensor:
     """Of 64 weights the first 32 in the lower halves of 32 bytes; of weights i of all 32s the fifth
     bits in byte i."""
-    four = low.unflatten(-1, (4, 1, SPAN))
+    four = _split(low, -1, (4, 1, SPAN))
     number = torch.cat([four & 15, four >> 4], -2).flatten(-3, -2)  # [O, blocks, 8, 32]
     if high is not None:
         group = torch.arange(WHOLES, dtype=torch.uint8)[:, None]
@@ -252,7 +252,7 @@ def _numbers_k(low: Tensor, high: Tensor | None) -> Tensor:
 def _scales_k(x: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and least values of 6 bits: four of each whole, whose upper bits are the upper
     bits of the other four."""
-    first, second, third = x.unflatten(-1, (3, 4)).unbind(-2)
+    first, second, third = _split(x, -1, (3, 4)).unbind(-2)
     scale = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
     least = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
     return scale.flatten(1).unsqueeze(-1), least.flatten(1).unsqueeze(-1)
@@ -261,11 +261,11 @@ def _scales_k(x: Tensor) -> tuple[Tensor, Tensor]:
 def _numbers_6(x: Tensor) -> Tensor:
     """Twice 128 weights: the lower bits of the first 64 in the lower halves of 64 bytes; two upper
     bits of weights i of four 32s in byte i."""
-    low = x[..., :128].unflatten(-1, (2, 1, 64))
+    low = _split(x[..., :128], -1, (2, 1, 64))
     number = torch.cat([low & 15, low >> 4], -2).flatten(-2)  # [O, blocks, 2, 128]
     shift = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = (x[..., 128:192].unflatten(-1, (2, 1, SPAN)) >> shift & 3) << 4
-    return (number | high.flatten(-2)).unflatten(-1, (4, SPAN)).flatten(1, 3)
+    high = (_split(x[..., 128:192], -1, (2, 1, SPAN)) >> shift & 3) << 4
+    return _split((number | high.flatten(-2)), -1, (4, SPAN)).flatten(1, 3)
 
 
 def _widened(strip_X: Tensor, about: PackedType) -> Tensor:
@@ -273,16 +273,16 @@ def _widened(strip_X: Tensor, about: PackedType) -> Tensor:
     size = about.lines + about.scales
     front_X, record_X = strip_X[:, :0], strip_X
     if about.has_wholes:
-        every_X = strip_X.unflatten(-1, (-1, about.front + WHOLES * size))
+        every_X = _split(strip_X, -1, (-1, about.front + WHOLES * size))
         front_X, record_X = every_X[..., : about.front], every_X[..., about.front :]
-    record_X = record_X.flatten(1).unflatten(-1, (-1, size))
+    record_X = _split(record_X.flatten(1), -1, (-1, size))
     number = _whole(record_X[..., : about.lines], about)  # [strips, records, 16, 32]
     side = record_X[..., about.lines :]
     if not about.has_wholes:
-        scale, *least = _halves(side).unsqueeze(-1).unflatten(2, (-1, SIDE)).unbind(2)
+        scale, *least = _split(_halves(side).unsqueeze(-1), 2, (-1, SIDE)).unbind(2)
     else:
-        front = _halves(front_X).unflatten(-1, (-1, SIDE)).repeat_interleave(WHOLES, 1)
-        wholes = side.unflatten(-1, (-1, SIDE))
+        front = _split(_halves(front_X), -1, (-1, SIDE)).repeat_interleave(WHOLES, 1)
+        wholes = _split(side, -1, (-1, SIDE))
         if about.has_least:
             scale = (front[:, :, 0] * wholes[:, :, 0]).unsqueeze(-1)
             least = [-(front[:, :, 1] * wholes[:, :, 1]).unsqueeze(-1)]
@@ -296,17 +296,22 @@ def _widened(strip_X: Tensor, about: PackedType) -> Tensor:
 
 def _whole(line_X: Tensor, about: PackedType) -> Tensor:
     """The numbers of records, float32 [strips, records, 16, 32]."""
-    low = line_X[..., : about.low * LINE].unflatten(-1, (-1, SIDE, FOUR))
+    low = _split(line_X[..., : about.low * LINE], -1, (-1, SIDE, FOUR))
     if about.low == 8:
         return low.view(torch.int8).transpose(2, 3).flatten(-2).float()
     number = torch.stack([low & 15, low >> 4], 3).flatten(2, 3)  # [strips, records, 8, 16, 4]
     if about.high:
-        high = line_X[..., about.low * LINE :].unflatten(-1, (about.high, 1, SIDE, FOUR))
+        high = _split(line_X[..., about.low * LINE :], -1, (about.high, 1, SIDE, FOUR))
         each = STEPS // about.high
         shift = torch.arange(0, 8, about.high, dtype=torch.uint8).view(each, 1, 1)
         mask = 2**about.high - 1
         number |= ((high >> shift & mask) << 4).flatten(2, 3)
     return number.transpose(2, 3).flatten(-2).float() - about.offset
+
+
+def _split(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    found: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _halves(bytes_X: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from specctl.models.native.packed import PackedMatrix, PackedWeights
 from specctl.models.native.threads import Kind, threads_of
 
 MOST_ROWS = 512
-BFLOAT16_ROWS, AMX_ROWS, NARROW = 96, 4, 512
+BFLOAT16_ROWS, AMX_ROWS, NARROW = 96, 32, 512
 FLOAT32_ROWS = {"AVX512": MOST_ROWS, "AVX2": 32}
 Bits = int | Literal["packed"]  # of the matrices: 8, 4, or as a GGUF file packs them
 KINDS: dict[Bits | None, str] = {None: "", 8: "_int8", 4: "_int4", "packed": "_packed"}
@@ -92,7 +92,9 @@ class Stack:
 def most_rows(dtype: torch.dtype, hidden_size: int) -> int:
     """Flat rows up to which the step is about as fast as PyTorch or faster
     (benchmarks/native_step.py): those of a long prompt as well, but in bfloat16 where PyTorch has
-    instructions for it and is not busy with narrow layers, and in float32 without AVX512."""
+    instructions for it and is not busy with narrow layers, and in float32 without AVX512. Rounds of
+    up to 32 rows are the step's in any case in bfloat16, where another order of sums often decides
+    between two tokens: texts are then the same however they are drafted."""
     if dtype == torch.bfloat16:
         if torch.cpu._is_amx_tile_supported():
             return AMX_ROWS

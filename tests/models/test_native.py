@@ -277,6 +277,31 @@ def test_of_a_run_no_mask_is_made_and_of_other_tokens_the_mask_counts() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "packed"])
+@pytest.mark.parametrize("amx", [False, True])
+def test_rounds_of_any_width_are_their_tokens_one_by_one(
+    kind: str, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, up to 32 rows (in float32 24: those of prompts are summed in another order),
+    whether or not the processor could multiply matrices in bfloat16 by itself."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    if kind == "packed":
+        lm = packed_models()[-1]
+    else:
+        lm = make(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        lm = lm.in_bits(int(kind[3:])) if kind.startswith("int") else lm
+    ids, kv = torch.randint(0, VOCAB, (1, 32)), lm.new_kv(1, 48)
+    each = [forward(lm, kv, ids[:, i : i + 1], [i]).logits_BTV for i in range(32)]
+    alone = torch.cat([one for one in each if one is not None], 1)
+    for width in (2, 3, 4, 5, 6, 8, 16, 24 if kind == "float32" else 32):
+        with torch.no_grad():
+            assert lm.is_native(ids[:, :width])
+        together = forward(lm, lm.new_kv(1, 48), ids[:, :width], [0]).logits_BTV
+        assert together is not None
+        assert torch.equal(together, alone[:, :width])
+
+
+@needs_compiler
 def test_a_token_has_the_same_logits_alone_in_a_batch_and_in_a_tree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
