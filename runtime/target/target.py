@@ -165,6 +165,8 @@ class Target:
     def dtype_name(self) -> str:
         """As `load_target` takes it."""
         bits = getattr(self.lm, "bits", None)
+        if bits == "packed":
+            return "gguf"
         return f"int{bits}" if bits is not None else str(self.dtype).removeprefix("torch.")
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
