@@ -51,6 +51,7 @@ from specctl.models.native.chain import NextToken, whole_chain
 from specctl.models.native.library import no_int8
 from specctl.models.native.step import MOST_ROWS, Bits, NativeStep, drafts_in_int8
 from specctl.models.spread import is_spread
+from specctl.models.torch_threads import forward_threads, may_choose
 
 __all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
 
@@ -101,6 +102,9 @@ class FastLlama(LanguageModel):
         feed = self._filled(feed)
         may_step = self.bits is not None if kv is None else kv.is_as_read
         step = self._native(feed.ids_BT) if may_step else None
+        if step is None and may_choose(feed, kv):
+            with forward_threads(feed, self.spec.num_layers):
+                return self._eager(feed, kv)
         if step is None:
             return self._eager(feed, kv)
         return step.run(feed, self._whole(feed.ids_BT) if kv is None else kv)

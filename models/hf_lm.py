@@ -38,6 +38,7 @@ from specctl.models.hf_spec import (
 )
 from specctl.models.kernels import attend
 from specctl.models.spread import is_parallel, is_spread, layer_devices, whole_weight
+from specctl.models.torch_threads import forward_threads, may_choose
 
 ATTENTION = "specctl"
 
@@ -273,6 +274,12 @@ class HfLM(LanguageModel):
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, low)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
+        if not may_choose(feed, kv):
+            return self._run(feed, kv)
+        with forward_threads(feed, self.spec.num_layers):
+            return self._run(feed, kv)
+
+    def _run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         model = self.module if feed.logits else self.module.base_model
         num_fed, span = feed.ids_BT.shape[1], feed.masks.full.shape[-1]
         first = min(feed.only) if feed.only is not None and feed.logits and self._can_skip else 0

@@ -1,5 +1,5 @@
 """How many threads steps run on, beside the other work of the machine: those of compiled decoding,
-and of training (train/step_threads.py).
+of PyTorch's forwards (models/torch_threads.py) and of training (train/step_threads.py).
 
 Threads that wait for each other many times a step are as slow as the one that another process has
 put off its core: beside one busy process, two threads on two cores decode at a third of the speed
@@ -27,7 +27,7 @@ FEWER_WAIT, MORE_WAIT = 8, 50  # windows between trials, after the first one for
 LAST_WAIT = 100  # and at most
 FORGOTTEN = 5.0  # seconds without a step, behind which the machine may be another
 Kind = tuple[int, ...]  # of a step: whatever makes it dearer
-Times = dict[Kind, tuple[int, float]]  # how many, and their seconds
+Times = dict[Kind, tuple[float, float]]  # their work, and seconds
 
 
 def preemptions() -> int:
@@ -87,23 +87,23 @@ class TurnTrial:
     windows: int = 0
     times: tuple[Times, Times] = field(default_factory=lambda: ({}, {}))
 
-    def add(self, kind: Kind, seconds: float) -> None:
-        count, total = self.times[self.runs].get(kind, (0, 0.0))
-        self.times[self.runs][kind] = count + 1, total + seconds
+    def add(self, kind: Kind, seconds: float, work: float) -> None:
+        done, total = self.times[self.runs].get(kind, (0.0, 0.0))
+        self.times[self.runs][kind] = done + work, total + seconds
 
     def ratio(self) -> float | None:
         """Of its time to the choice's, for steps as both ran them; None where there were none."""
         sums = [0.0, 0.0]
         for kind in self.times[0].keys() & self.times[1].keys():
-            counts, totals = zip(*(times[kind] for times in self.times), strict=True)
+            works, totals = zip(*(times[kind] for times in self.times), strict=True)
             for at in (0, 1):
-                sums[at] += min(counts) * totals[at] / counts[at]
+                sums[at] += min(works) * totals[at] / works[at]
         return sums[1] / sums[0] if sums[0] else None
 
 
 @dataclass(slots=True)
 class Threads:
-    """The threads of compiled steps that may take `most`. Where threads of Python step at once,
+    """The threads of steps that may take `most`. Where threads of Python step at once,
     their times mix: that makes worse choices, and no other harm."""
 
     most: int
@@ -137,20 +137,28 @@ class Threads:
         trial = self.trial  # read once: another thread may end it
         return self.sizes[trial.at if trial is not None and trial.runs else self.at]
 
-    def end(self, kind: Kind, seconds: float, now: float, fastest: dict[Kind, float]) -> None:
-        """It is over. `fastest`: the seconds of its model's fastest steps on all threads."""
+    def end(
+        self,
+        kind: Kind,
+        seconds: float,
+        now: float,
+        fastest: dict[Kind, float],
+        work: float = 1.0,
+    ) -> None:
+        """It is over. `fastest`: the seconds of its model's fastest steps on all threads, for a
+        `work` of one: steps of a kind take as long as they have work."""
         self.ended, trial, window = now, self.trial, self.window
         window.seconds += seconds
         window.count += 1
         if trial is not None:
-            trial.add(kind, seconds)
+            trial.add(kind, seconds, work)
         elif self.at == 0:
             least = fastest.get(kind)
-            if least is None or seconds < least:
-                fastest[kind] = seconds
+            if least is None or seconds / work < least:
+                fastest[kind] = seconds / work
             if least is not None:  # the first of a kind tells nothing
                 window.known += seconds
-                window.fastest += least
+                window.fastest += least * work
         if window.seconds >= WINDOW and window.count >= self.fewest:
             window.preempted = max(0, preemptions() - self.counted)
             self.window = Steps()
@@ -211,10 +219,16 @@ def _sizes(most: int) -> tuple[int, ...]:
 
 @cache
 def threads_of(most: int) -> Threads:
-    """Of all steps of this process that may take so many."""
+    """Of all compiled steps of this process that may take so many."""
     return Threads(most)
 
 
+@cache
+def forward_threads_of(most: int) -> Threads:
+    """Of all forwards in PyTorch; they are long, so that each may be a trial."""
+    return Threads(most, fewest=1, slow=0.0)
+
+
 def threads_used(most: int) -> int:
-    """On how many of so many threads compiled steps run now."""
-    return threads_of(most).chosen
+    """On how many of so many threads steps and forwards run now."""
+    return min(threads_of(most).chosen, forward_threads_of(most).chosen)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specctl.models.native import threads as native_threads
+from specctl.models.torch_threads import CHOSEN
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.train import step_threads
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.step_threads import CHOSEN, StepThreads
+from specctl.train.step_threads import StepThreads
 
 ALONE = Ranks()
 
@@ -26,7 +26,7 @@ class Machine:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(torch, "get_num_threads", lambda: self.threads)
         monkeypatch.setattr(torch, "set_num_threads", self.set)
-        monkeypatch.setattr(step_threads.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
         monkeypatch.setattr(native_threads, "preemptions", lambda: self.preempted)
 
     def set(self, count: int) -> None:
