@@ -20,6 +20,7 @@ from specctl.core.language_model import ChainDraws, ChainRoot, LmOut, WholeChain
 from specctl.core.sub_layers import SubLayers
 from specctl.models.native.library import ChainCall, StepCall, cuts_of
 from specctl.models.native.step import RESIDUAL, NativeStep, address
+from specctl.models.torch_threads import most_threads
 
 AHEAD = 64  # positions that a `NextToken` is made for
 
@@ -28,7 +29,7 @@ def whole_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> W
     """`length` tokens behind the root, which `kv` is aimed at and has room for; None where rounding
     decides what is drawn."""
     (B, T), aim, model = root.ids_BT.shape, kv.aim, step.model
-    threads, rotary = torch.get_num_threads(), step.stack.rotary(aim.span + length - 1)
+    threads, rotary = most_threads(), step.stack.rotary(aim.span + length - 1)
     needed = step.functions.space_needed(ctypes.byref(model), B * T, aim.span + length - 1, threads)
     token_BN, draws, K = torch.empty(B, length, dtype=torch.long), root.draws, root.num_choices
     logits = torch.empty((B, length) if draws is None else (B, length, K))
@@ -110,7 +111,7 @@ class NextToken:
         model, self.step, self.slots = step.model, step, slots
         self.keys, self.slot_B = kv.key_ZJLE, torch.tensor(slots)
         self.B, self.most = len(slots), kv.aim.span + AHEAD
-        self.threads, self.rotary = torch.get_num_threads(), step.stack.rotary(self.most)
+        self.threads, self.rotary = most_threads(), step.stack.rotary(self.most)
         self.tap = (ctypes.c_int32 * 1)(len(step.stack.layers))
         self.tapped = (ctypes.c_void_p * 1)()
         self.tables: dict[SubLayers | None, tuple[Any, Any]] = {None: (None, None)}

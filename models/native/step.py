@@ -33,6 +33,7 @@ from specctl.models.native.library import (
 )
 from specctl.models.native.packed import PackedMatrix, PackedWeights
 from specctl.models.native.threads import Kind, threads_of
+from specctl.models.torch_threads import most_threads
 
 MOST_ROWS = 512
 BFLOAT16_ROWS, AMX_ROWS, NARROW = 96, 32, 512
@@ -187,7 +188,7 @@ class NativeStep:
         D, aim, parts = self.model.D, kv.aim, feed.parts
         num_rows = B * T if at_Q is None else len(at_Q)
         mask = self._mask(feed.masks, kv)
-        threads = torch.get_num_threads()
+        threads = most_threads()
         needed = self.functions.space_needed(ctypes.byref(self.model), num_rows, aim.span, threads)
         space = self.space(needed)
         names = tuple(sorted(set(feed.taps)))  # RESIDUAL in front

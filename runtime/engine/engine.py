@@ -20,6 +20,7 @@ from specctl.core.drafter import Drafter, Needs, Outcome, RoundSeconds, Space
 from specctl.core.errors import NumbersError, RowsError
 from specctl.core.tree import DraftTree
 from specctl.models.not_finite import not_numbers
+from specctl.models.torch_threads import around_steps
 from specctl.runtime.batching.base import Batching, Choosing
 from specctl.runtime.engine.commit import commit, outcome_of
 from specctl.runtime.engine.device_clock import mark, seconds_between, settle
@@ -154,6 +155,7 @@ class Engine:
     # -- the round ------------------------------------------------------------------------------
 
     @torch.inference_mode()
+    @around_steps()
     def step(self) -> list[Emission]:
         """One round of every active row: what each of them emitted. Raises `RowsError` for rows
         that cannot be decoded, which leave; the others are where they were."""

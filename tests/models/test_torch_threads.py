@@ -11,7 +11,14 @@ import torch
 
 from specctl.core.language_model import Feed, RunMasks
 from specctl.models.native import threads as native_threads
-from specctl.models.torch_threads import CHOSEN, forward_threads, forwards_of, may_choose
+from specctl.models.torch_threads import (
+    CHOSEN,
+    around_steps,
+    forward_threads,
+    forwards_of,
+    may_choose,
+    most_threads,
+)
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -107,3 +114,35 @@ def test_prompts_of_every_kind_of_model_are_read_so(
     assert native_threads.forward_threads_of(2).ended > 0
     torch.set_num_threads(most)
     forget()
+
+
+def test_around_compiled_steps_no_more_threads_run_than_in_them(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps themselves may take all of them again."""
+    native_threads.threads_of.cache_clear()
+    with around_steps():
+        assert (machine.threads, most_threads()) == (2, 2)
+    monkeypatch.setattr(native_threads.threads_of(2), "at", 1)
+    with around_steps():
+        assert (machine.threads, most_threads()) == (1, 2)
+        with around_steps():
+            assert machine.threads == 1
+        assert machine.threads == 1
+    assert (machine.threads, most_threads()) == (2, 2)
+    monkeypatch.setenv(CHOSEN[0], "2")
+    with around_steps():
+        assert machine.threads == 2
+    native_threads.threads_of.cache_clear()
+
+
+def test_rounds_on_fewer_threads_give_the_same_text(
+    machine: Machine, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Sampling(0.0, max_new_tokens=24)
+    expected = generate(tiny_target, [[1, 2, 3]], sampling=settings).outputs[0].token_ids
+    native_threads.threads_of.cache_clear()
+    monkeypatch.setattr(native_threads.threads_of(2), "at", 1)
+    assert generate(tiny_target, [[1, 2, 3]], sampling=settings).outputs[0].token_ids == expected
+    assert machine.threads == 2
+    native_threads.threads_of.cache_clear()
