@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specctl.api.against import cannot_assist, parse_against, transformers_contenders
 from specctl.api.arguments import MOST_ROWS, check_count
+from specctl.api.bench_questions import bench_material
 from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.progress import Progress, as_reporter
-from specctl.api.prompts import Prompt, encode_prompts
+from specctl.api.prompts import Prompt
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.drafter import Drafter
 from specctl.runtime.measure import bench as measure
-from specctl.runtime.measure.bench import BenchReport, Contender, engine_contender
+from specctl.runtime.measure.bench import Contender, engine_contender
+from specctl.runtime.measure.bench_report import BenchReport
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
 
 MOST_REPEATS, MOST_PROMPTS = 1000, 1 << 20
 DEFAULT_DRAFTS = ("prompt-lookup", "token-recycling")
 DEFAULT_SAMPLINGS = (Sampling(), Sampling(temperature=0.8))
+SUITE_SAMPLINGS = (Sampling(), Sampling(temperature=1.0))  # as the papers measure
 
 
 @raises_user_errors
@@ -35,9 +37,12 @@ def bench(
     drafters: DrafterLike | Sequence[DrafterLike] = DEFAULT_DRAFTS,
     *,
     prompts: Path | Prompt | Sequence[Prompt] | None = None,
-    num_prompts: int = 16,
+    suites: str | Sequence[str] = (),
+    num_prompts: int | None = None,
+    limit: int | None = None,
     domain: str | None = None,
-    samplings: Sampling | Sequence[Sampling] = DEFAULT_SAMPLINGS,
+    chat: bool | None = None,
+    samplings: Sampling | Sequence[Sampling] | None = None,
     max_new_tokens: int = 64,
     seed: int = 0,
     repeats: int = 3,
@@ -49,7 +54,11 @@ def bench(
     """Measure tau, tokens per second and speed-up of drafters, interleaved in one process; ratios
     are to plain decoding by specctl on the same target.
 
-    `prompts`: texts, or a Path to a file of them; else the held-out prompts (of that `domain`).
+    `prompts`: texts, or a Path to a file of them; else the held-out prompts (`num_prompts`, of that
+    `domain`). `suites` instead: public question sets by name ("spec-bench", "humaneval", ...), each
+    NAME or NAME=PATH, with commas between, at most `limit` questions of every category; questions
+    that follow each other are asked turn by turn. `chat` as in `generate`. `samplings`: else greedy
+    and T = 0.8, of suites greedy and T = 1.
     `against`: more baselines, "ngram" (prompt-lookup) and "hf" (transformers' own generate, plain
     and assisted by the same drafters). `drafting` is how to draft, as in `generate`. What a round
     costs here is kept, and chooses the draft lengths of `generate` from then on.
@@ -57,7 +66,10 @@ def bench(
     reporter = as_reporter(progress)
     check_count("batch", batch, MOST_ROWS)
     check_count("repeats", repeats, MOST_REPEATS)
-    check_count("num_prompts", num_prompts, MOST_PROMPTS)
+    for name, count in (("num_prompts", num_prompts), ("limit", limit)):
+        if count is not None:
+            check_count(name, count, MOST_PROMPTS)
+    wanted_suites = suite_words(suites)
     baselines = parse_against(against if isinstance(against, str) else ",".join(against))
     listed: list[Any] = (
         [drafters]
@@ -65,21 +77,15 @@ def bench(
         else list(drafters)
     )
     model = target_or_own(target, *listed)
-    if prompts is None or isinstance(prompts, Path):
-        ids = [p.ids for p in heldout_prompts(model, num_prompts, domain, prompts)]
-    else:
-        ids = [p.ids for p in encode_prompts(model, prompts)]
-    wanted = [*listed, *(["prompt-lookup"] if "ngram" in baselines else [])]
-    drafts, names = list[LoadedDraft](), list[str]()
-    for one in wanted:
-        draft = load_draft(one, model, **({} if isinstance(one, LoadedDraft) else drafting))
-        same = names.count(draft.name)
-        if draft.drafter is None or (same and not isinstance(one, Drafter)):
-            continue
-        if draft is not one:
-            draft.announce(reporter)
-        names.append(draft.name)
-        drafts.append(replace(draft, name=f"{draft.name} {same + 1}") if same else draft)
+    material = bench_material(
+        model, prompts, wanted_suites,
+        num_prompts=num_prompts, limit=limit, domain=domain, chat=chat,
+    )  # fmt: skip
+    ids = [question.ids for question in material.questions]
+    drafts = _loaded([*listed, *(["prompt-lookup"] if "ngram" in baselines else [])], model,
+                     drafting, reporter)  # fmt: skip
+    if samplings is None:
+        samplings = SUITE_SAMPLINGS if wanted_suites else DEFAULT_SAMPLINGS
     several = [samplings] if isinstance(samplings, Sampling) else samplings
     asked = [replace(one, seed=seed, max_new_tokens=max_new_tokens) for one in several]
     contenders = [engine_contender("plain", model, batch=batch)]
@@ -92,8 +98,34 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         if "hf" in baselines:
             contenders += _transformers(reporter, model, drafts, Path(folder), batch)
-        found = measure.bench(model, contenders, ids, asked, repeats=repeats, reporter=reporter)
-        return found.after("costs of a round", costs_seconds)
+        found = measure.bench(
+            model, contenders, material.questions, asked, repeats=repeats, reporter=reporter
+        )
+    found = replace(found, suites=material.suites, chat=material.chat, notes=material.notes)
+    return found.after("costs of a round", costs_seconds)
+
+
+def suite_words(suites: str | Sequence[str]) -> tuple[str, ...]:
+    """`spec-bench,humaneval` -> the suites of that name, each once."""
+    words = suites.split(",") if isinstance(suites, str) else suites
+    return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+
+
+def _loaded(
+    wanted: Sequence[Any], model: Target, drafting: Mapping[str, Any], reporter: Reporter
+) -> list[LoadedDraft]:
+    """The drafters, each under a name of its own; plain decoding is no drafter."""
+    drafts, names = list[LoadedDraft](), list[str]()
+    for one in wanted:
+        draft = load_draft(one, model, **({} if isinstance(one, LoadedDraft) else drafting))
+        same = names.count(draft.name)
+        if draft.drafter is None or (same and not isinstance(one, Drafter)):
+            continue
+        if draft is not one:
+            draft.announce(reporter)
+        names.append(draft.name)
+        drafts.append(replace(draft, name=f"{draft.name} {same + 1}") if same else draft)
+    return drafts
 
 
 def _transformers(

@@ -10,7 +10,7 @@ from specctl.api.arguments import MOST_ROWS, check_count
 from specctl.api.drafting import DRAFTING, DrafterLike, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.progress import Progress, as_reporter, warnings_of
-from specctl.api.prompts import Prompt, encode_prompts
+from specctl.api.prompts import Prompt, are_chats, empty_answers, encode_prompts
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.errors import RecipeError, did_you_mean
 from specctl.core.table import Table, Tabled
@@ -28,7 +28,8 @@ SAMPLING = tuple(field.name for field in fields(Sampling))
 class GenerateResult(Tabled):
     """What was generated, in the order of the prompts, and what the run counted. `chooser` chose
     the draft lengths (None: they were fixed); `fitted` is what of the policy was fitted to measured
-    costs; `note` is what is to be known of the drafter."""
+    costs; `note` is what is to be known of the drafter; `chat`: whether the prompts were turns of
+    chats (None: some of them)."""
 
     outputs: tuple[Output, ...]
     stats: Stats
@@ -37,6 +38,7 @@ class GenerateResult(Tabled):
     chooser: LengthChooser | None
     fitted: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+    chat: bool | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -72,6 +74,7 @@ class GenerateResult(Tabled):
         return {
             "outputs": [output.to_json() for output in self.outputs],
             "stats": self.stats.to_json(),
+            "chat": self.chat,
             "draft": self.draft,
             "note": self.note,
             "adaptive": self.adaptive_json(),
@@ -86,13 +89,15 @@ def generate(
     *,
     sampling: Sampling | None = None,
     batch: int = 1,
-    chat: bool = False,
+    chat: bool | None = None,
     on_tokens: OnTokens | None = None,
     on_round: OnRound | None = None,
     progress: Progress = None,
     **settings: Any,
 ) -> GenerateResult:
-    """Continue a prompt, or each of several; prompt i uses seed `sampling.seed + i`.
+    """Continue a prompt, or each of several; prompt i uses seed `sampling.seed + i`. A chat model
+    is given a text as a user's turn in its chat template; `chat` says so (True), or that the text
+    goes on as it is (False).
 
     `settings` are fields of Sampling (`temperature=0.8`, `max_new_tokens=64`) and how to draft:
     `policy`, `length`, `nodes`, `rule`, `stop_rule`, `controller`, `parallel`, `adaptive`, and
@@ -126,6 +131,8 @@ def generate(
         on_round=on_round,
         parallel=draft.parallel,
     )
+    for warning in empty_answers(model, encoded, made.outputs):
+        reporter.warn(warning)
     pairs = zip(made.outputs, encoded, strict=True)
     return GenerateResult(
         outputs=tuple(replace(output, prompt=prompt.text) for output, prompt in pairs),
@@ -135,6 +142,7 @@ def generate(
         chooser=chosen.chooser,
         fitted=fitted_sizes(draft.policy, chosen.policy),
         warnings=warnings_of(reporter),
+        chat=are_chats(encoded),
     )
 
 

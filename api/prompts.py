@@ -13,7 +13,9 @@ from numbers import Integral
 from typing import Any
 
 from specctl.core.errors import SpecctlError
+from specctl.runtime.generate import Output
 from specctl.runtime.target.prompt_limits import check_room
+from specctl.runtime.target.spoken_to import NO_TEMPLATE, OF_PRETRAINING
 from specctl.runtime.target.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Any  # Any: tensors and arrays
@@ -22,23 +24,73 @@ IDS = "input_ids"  # of what a tokenizer gives back
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt as token ids, and the text by which results name it."""
+    """A prompt as token ids, the text by which results name it, and whether the target's chat
+    template wrote it."""
 
     ids: tuple[int, ...]
     text: str
+    is_chat: bool = False
 
 
 def encode_prompts(
-    target: Target, prompts: Prompt | Iterable[Prompt], chat: bool = False
+    target: Target, prompts: Prompt | Iterable[Prompt], chat: bool | None = None
 ) -> list[EncodedPrompt]:
-    """Every prompt, encoded; one that cannot fit the target's context is refused unread. `chat`
-    wraps texts in the target's chat template, as conversations always are."""
-    return [_encoded(target, prompt, chat) for prompt in _several(prompts)]
+    """Every prompt, encoded; one that cannot fit the target's context is refused unread. `chat`: a
+    text is a user's turn in the target's chat template, as conversations always are, or (False) it
+    goes on as it is; None: as the target is spoken to."""
+    is_chat = target.is_chat if chat is None else chat
+    return [_encoded(target, prompt, is_chat) for prompt in _several(prompts)]
+
+
+def are_chats(prompts: Sequence[EncodedPrompt]) -> bool | None:
+    """Whether the prompts are turns of chats; None where some are and some are not."""
+    kinds = {prompt.is_chat for prompt in prompts}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def chat_note(target: Target, chat: bool | None) -> str | None:
+    """What is to be said of how texts are read where nobody chose; None where that is plain."""
+    if chat is not None:
+        return None
+    if target.is_chat:
+        return (
+            f"{target.name} is a chat model: a prompt is a user's turn in its template (--raw "
+            "continues it as a text)"
+        )
+    if target.why_text in (NO_TEMPLATE, OF_PRETRAINING):
+        return None
+    return (
+        f"prompts are continued as texts: {target.name} has a chat template, but {target.why_text} "
+        "(--chat uses it)"
+    )
+
+
+def empty_answers(
+    target: Target, prompts: Sequence[EncodedPrompt], outputs: Sequence[Output]
+) -> list[str]:
+    """Of answers that hold no text because the target ended them at once: why, and what to do."""
+    pairs = zip(prompts, outputs, strict=True)
+    empty = [p for p, o in pairs if o.finish_reason == "eos" and not o.text.strip()]
+    if not empty:
+        return []
+    count = (
+        f"{len(empty):,} of {len(outputs):,} answers are" if len(outputs) > 1 else "the answer is"
+    )
+    if any(prompt.is_chat for prompt in empty):
+        why = "ended its turn at once"
+        do = "word the question otherwise, sample (--temperature 0.7), or go on with --ignore-eos"
+    elif target.template_digest is not None:
+        why = "took the prompt for a text that is complete, and it has a chat template"
+        do = "--chat makes the prompt a user's turn (in Python: chat=True)"
+    else:
+        why = "took the prompt for a text that is complete"
+        do = "end the prompt where something must follow, or go on with --ignore-eos"
+    return [f"{count} empty: {target.name} {why}; {do}"]
 
 
 def _several(prompts: Any) -> list[Any]:
     """The prompts one by one: strings, ids as lists, conversations as lists."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, EncodedPrompt)):
         return [prompts]
     if isinstance(prompts, Mapping):
         return _of_mapping(prompts)
@@ -115,6 +167,8 @@ def _no_prompt(found: Any) -> SpecctlError:
 
 
 def _encoded(target: Target, prompt: Any, chat: bool) -> EncodedPrompt:
+    if isinstance(prompt, EncodedPrompt):
+        return prompt
     if isinstance(prompt, str):
         if not chat:
             check_room(target, prompt.strip())
@@ -124,7 +178,7 @@ def _encoded(target: Target, prompt: Any, chat: bool) -> EncodedPrompt:
         messages = [_plain_message(one) for one in prompt]
         text = str(messages[-1].get("content") or "")
         check_room(target, text.strip())  # templates may leave out blanks at either end
-        return EncodedPrompt(tuple(target.encode_chat(messages)), text)
+        return EncodedPrompt(tuple(target.encode_chat(messages)), text, is_chat=True)
     if not all(map(_is_id, prompt)):
         raise _no_prompt(prompt)
     ids = tuple(int(token) for token in prompt)

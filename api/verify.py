@@ -81,6 +81,7 @@ def verify(
     prompts: Prompt | Sequence[Prompt] | None = None,
     sampling: Sampling | None = None,
     allow: Sequence[str] = (),
+    chat: bool | None = None,
     progress: Progress = None,
     **drafting: Any,
 ) -> VerifyResult:
@@ -91,8 +92,8 @@ def verify(
     target's distribution, caches roll back, the rules pass enumeration), "full" (more samples,
     every rule and policy); each includes those before it. A failed proof is a result with `passed`
     False; it is kept in the package. `sampling` is the distribution to test (temperature 1).
-    `drafting` is how to draft, as in `generate`. An approximate family is refused unless `allow`
-    holds "approximate", which measures it instead.
+    `drafting` is how to draft, and `chat` how prompts are read, as in `generate`. An approximate
+    family is refused unless `allow` holds "approximate", which measures it instead.
     """
     check_level(level)
     reporter = as_reporter(progress)
@@ -106,7 +107,7 @@ def verify(
     settings: dict[str, Any] = drafting | ({"allow": names} if names else {})
     draft = load_draft(drafter, model, **settings)
     draft.announce(reporter)
-    ids = None if prompts is None else [p.ids for p in encode_prompts(model, prompts)]
+    ids = None if prompts is None else [p.ids for p in encode_prompts(model, prompts, chat)]
     stored.append(check_fit(model))
     return prove_draft(
         model,
@@ -116,6 +117,7 @@ def verify(
         prompts=ids,
         sampling=sampling,
         approximate=APPROXIMATE in allow,
+        chat=chat,
         reporter=reporter,
     )
 
@@ -166,6 +168,7 @@ def prove_draft(
     prompts: Sequence[Sequence[int]] | None = None,
     sampling: Sampling | None = None,
     approximate: bool = False,
+    chat: bool | None = None,
     reporter: Reporter,
 ) -> VerifyResult:
     """The checks of losslessness on a loaded drafter, where the level asks for them."""
@@ -189,6 +192,7 @@ def prove_draft(
         sampling=sampling,
         reporter=reporter,
         approximate=approximate,
+        chat=chat,
     )
     found = replace(result, proof=proof, warnings=proof.warnings)
     return replace(found, kept=_keep(found, target, reporter))

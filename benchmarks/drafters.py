@@ -24,7 +24,8 @@ from specctl import Sampling, load_drafter, load_target
 from specctl.core.drafter import Drafter
 from specctl.drafters import family
 from specctl.recipes.load import load_recipe
-from specctl.runtime.measure.bench import BenchReport, Contender, bench, engine_contender
+from specctl.runtime.measure.bench import Contender, bench, engine_contender
+from specctl.runtime.measure.bench_report import BenchReport
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts

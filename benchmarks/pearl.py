@@ -18,14 +18,9 @@ import torch
 
 from specctl import Sampling, load_drafter, load_target
 from specctl.cli.app.console import Console
-from specctl.runtime.measure.bench import (
-    BenchRow,
-    Contender,
-    Prompts,
-    Timed,
-    bench,
-    engine_contender,
-)
+from specctl.runtime.measure.bench import Contender, OnAnswers, Prompts, bench, engine_contender
+from specctl.runtime.measure.bench_report import BenchRow
+from specctl.runtime.measure.timed import Timed
 from specctl.runtime.policies import make_policy
 from specctl.train.data.heldout import heldout_prompts
 
@@ -33,11 +28,11 @@ from specctl.train.data.heldout import heldout_prompts
 def threaded(contender: Contender, count: int) -> Contender:
     """The same way to continue prompts, computing with so many threads."""
 
-    def run(prompts: Prompts, sampling: Sampling) -> Timed:
+    def run(prompts: Prompts, sampling: Sampling, on_answers: OnAnswers) -> Timed:
         before = torch.get_num_threads()
         torch.set_num_threads(count)
         try:
-            return contender.run(prompts, sampling)
+            return contender.run(prompts, sampling, on_answers)
         finally:
             torch.set_num_threads(before)
 

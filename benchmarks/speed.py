@@ -26,12 +26,13 @@ from specctl.api.against import assistant_model
 from specctl.drafters import family
 from specctl.runtime.measure.bench import (
     Contender,
+    OnAnswers,
     Prompts,
-    Timed,
     bench,
     engine_contender,
     transformers_contender,
 )
+from specctl.runtime.measure.timed import Timed
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
@@ -61,7 +62,8 @@ def bare_contender(name: str, target: Target) -> Contender:
                 return new
             ids_BT = torch.tensor([new[-1:]], device=target.device)
 
-    def run(prompts: Prompts, sampling: Sampling) -> Timed:
+    def run(prompts: Prompts, sampling: Sampling, on_answers: OnAnswers) -> Timed:
+        del on_answers
         started = time.perf_counter()
         outputs = tuple(tuple(continue_one(p, sampling.max_new_tokens)) for p in prompts)
         return Timed(sum(map(len, outputs)), time.perf_counter() - started, outputs)

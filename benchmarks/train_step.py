@@ -1,11 +1,13 @@
 """Where the seconds of a training step go, and what they were in another checkout.
 
     python benchmarks/train_step.py --recipe eagle3 --against ../before
+    python benchmarks/train_step.py --recipe distill --threads 2 --ways --neighbours 1 --steps 30
 
 A process per checkout; they take turns, step by step, so that both meet the same machine. Times are
 medians: `target` reads the batch, `loss` runs the drafter and its head (whose gradient is taken in
 the same pass), `backward` the rest of it, `update` the optimizer. Ids are random: time is all that
-is measured. The first losses must agree.
+is measured. The first losses must agree. `--ways` compares one thread, all of `--threads` and as
+many as training finds faster (train/step_threads.py); give `--steps 30`, of which it needs a few.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from pairs import busy_neighbours
 
 HERE = Path(__file__).resolve().parents[1]
 PARTS = ("target", "loss", "backward", "update")
@@ -81,28 +87,41 @@ def work(args: argparse.Namespace) -> None:
         kept = kept_memory(torch.device("cpu"))
         kept.__enter__()
     print("ready", flush=True)
+    step = steps_of(args)
     for _ in sys.stdin:
-        gradient.zero()
-        marks = [time.perf_counter()]
-        full = capture(target, batch, drafter.needs())
-        marks.append(time.perf_counter())
-        torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.precision == "bf16"):
-            out = drafter.loss(full)
-        marks.append(time.perf_counter())
-        out.sum.backward()  # type: ignore[no-untyped-call]
-        marks.append(time.perf_counter())
-        if hasattr(gradient, "clip"):  # in older checkouts
-            gradient.divide(out.count.clamp(min=1e-9))
-        else:
-            count = max(float(out.count), 1e-9)
-            gradient.divide(count, gradient.norm(count))
-        for optimizer in optimizers.values():
-            optimizer.step()
-        marks.append(time.perf_counter())
+        with step():
+            gradient.zero()
+            marks = [time.perf_counter()]
+            full = capture(target, batch, drafter.needs())
+            marks.append(time.perf_counter())
+            torch.manual_seed(0)
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+                out = drafter.loss(full)
+            marks.append(time.perf_counter())
+            out.sum.backward()  # type: ignore[no-untyped-call]
+            marks.append(time.perf_counter())
+            if hasattr(gradient, "clip"):  # in older checkouts
+                gradient.divide(out.count.clamp(min=1e-9))
+            else:
+                count = max(float(out.count), 1e-9)
+                gradient.divide(count, gradient.norm(count))
+            for optimizer in optimizers.values():
+                optimizer.step()
+            marks.append(time.perf_counter())
         loss = (out.sum / out.count).item()
         spent = [end - start for start, end in pairwise(marks)]
         print(json.dumps({"value": loss, **dict(zip(PARTS, spent, strict=True))}), flush=True)
+
+
+def steps_of(args: argparse.Namespace) -> Callable[[], AbstractContextManager[None]]:
+    """Around every step: the number of threads chosen as in training, or left alone."""
+    if not args.chosen:
+        return nullcontext
+    from specctl.runtime.measure.reporter import SilentReporter
+    from specctl.train.distributed.ranks import Ranks
+    from specctl.train.step_threads import StepThreads
+
+    return StepThreads.of(Ranks(), SilentReporter()).step
 
 
 class Worker:
@@ -160,14 +179,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--against", type=Path, default=None, help="root of another checkout")
     parser.add_argument("--compile", action="store_true", help="beside train.compile=true")
+    parser.add_argument("--ways", action="store_true", help="one thread, all, and as chosen")
+    parser.add_argument("--neighbours", type=int, default=0, help="processes beside it")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--chosen", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         work(args)
         return
-    roots = {"this": HERE} if args.against is None else {"before": args.against, "this": HERE}
-    workers = {name: Worker(root.resolve()) for name, root in roots.items()}
+    workers = {} if args.against is None else {"before": Worker(args.against.resolve())}
+    if args.ways:
+        workers["one thread"] = Worker(HERE, "--threads", "1")
+        workers["all threads"] = Worker(HERE)
+        workers["as many as are faster"] = Worker(HERE, "--chosen")
+    else:
+        workers["this"] = Worker(HERE)
     if args.compile:
         workers["this, compiled"] = Worker(HERE, "--set", "train.compile=true")
     first = {}
@@ -175,11 +202,12 @@ def main() -> None:
         began = time.perf_counter()
         first[name] = worker.step()["value"]
         print(f"{name}: first step {time.perf_counter() - began:.1f} s", file=sys.stderr)
-    assert max(first.values()) - min(first.values()) < 0.02 * abs(first["this"]), first
+    assert max(first.values()) - min(first.values()) < 0.02 * abs(min(first.values())), first
     found: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
-    for _ in range(args.steps):
-        for name, worker in workers.items():
-            found[name].append(worker.step())
+    with busy_neighbours(args.neighbours):
+        for _ in range(args.steps):
+            for name, worker in workers.items():
+                found[name].append(worker.step())
     print(json.dumps(found) if args.json else markdown(found, args))
 
 

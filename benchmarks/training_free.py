@@ -29,14 +29,16 @@ from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.bench import (
-    BenchReport,
     Contender,
+    OnAnswers,
     Prompts,
-    Timed,
     bench,
     engine_contender,
+    unreported,
 )
+from specctl.runtime.measure.bench_report import BenchReport
 from specctl.runtime.measure.cost import measure_costs
+from specctl.runtime.measure.timed import Timed
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options
@@ -67,7 +69,7 @@ def contender(target: Target, name: str, texts: list[list[int]], prompts: Prompt
     if recipe.serve.adaptive:
         costs = measure_costs(target, build(recipe, target, texts), policy, prompts)
 
-    def run(prompts: Prompts, sampling: Sampling) -> Timed:
+    def run(prompts: Prompts, sampling: Sampling, on_answers: OnAnswers) -> Timed:
         torch.manual_seed(0)
         return engine_contender(
             name,
@@ -76,7 +78,7 @@ def contender(target: Target, name: str, texts: list[list[int]], prompts: Prompt
             policy,
             rule=recipe.serve.rule,
             costs=lambda sampling: costs,
-        ).run(prompts, sampling)
+        ).run(prompts, sampling, on_answers)
 
     return Contender(name, run)
 
@@ -88,7 +90,7 @@ def contenders(target: Target, names: list[str]) -> tuple[list[Contender], dict[
     for name in names:
         try:
             way = contender(target, name, texts, WORKLOADS["prose"](target, 2))
-            way.run([[1, 2, 3]], Sampling(max_new_tokens=2, ignore_eos=True))
+            way.run([[1, 2, 3]], Sampling(max_new_tokens=2, ignore_eos=True), unreported)
             ways.append(way)
         except SpecctlError as error:
             missing[name] = str(error)

@@ -42,6 +42,7 @@ COMMANDS = {
         "quickstart", START, "From nothing to a measured speed-up on this machine."
     ),
     "doctor": Entry("doctor", START, "Check this machine, and say what to fix."),
+    "targets": Entry("targets", START, "List models of this machine, and drafts that fit."),
     "plan": Entry("plan", START, "Memory, disk and time of a training run, in advance."),
     "recipes": Entry("recipes", START, "List, show, copy and check recipes."),
     "regenerate": Entry("regenerate", TRAIN, "Let the target write the answers to train on."),

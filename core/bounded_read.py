@@ -1,6 +1,6 @@
-"""Reading what may have no end: a device, a pipe and a sparse file of a terabyte are refused before
-they fill the memory. Errors are those of the operating system, which callers
-put into words. No torch.
+"""Reading what may have no end: a device, an endless pipe and a sparse file of a terabyte are
+refused before they fill the memory. Errors are those of the operating system, which callers put
+into words. No torch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,17 @@ def open_regular(path: Path) -> IO[bytes]:
         file.close()
         raise OSError(errno.EINVAL, "a device or a pipe, no file", str(path))
     return file
+
+
+def read_pipe(path: Path, most: int = MOST_INPUT) -> bytes:
+    """All that is written to a pipe, as to the shell's `<(command)`; OSError where that is more, or
+    nobody writes to it."""
+    with open(path, "rb", opener=_without_waiting) as pipe:
+        os.set_blocking(pipe.fileno(), True)  # whoever has opened it may take long to write
+        body = bytes(read_stream(pipe, most))
+    if not body:
+        raise OSError(errno.EINVAL, "a pipe to which nothing was written", str(path))
+    return body
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:

@@ -29,6 +29,14 @@ class Table:
 
     __repr__ = __str__
 
+    def markdown(self) -> str:
+        """The table as Markdown, each note as a line of a list below it."""
+        cells = [self.columns, ["---"] * len(self.columns), *self.rows]
+        lines = [f"| {' | '.join(_cell(one).replace('|', chr(92) + '|') for one in row)} |"
+                 for row in cells]  # fmt: skip
+        notes = [f"- {one_line(note)}" for note in self.notes]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         head = _html_row("th", self.columns)

@@ -49,7 +49,7 @@ from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape, Weights
 from specctl.models.native.bits import GROUP
 from specctl.models.native.chain import NextToken, whole_chain
 from specctl.models.native.library import no_int8
-from specctl.models.native.step import MOST_ROWS, NativeStep, drafts_in_int8
+from specctl.models.native.step import MOST_ROWS, Bits, NativeStep, drafts_in_int8
 from specctl.models.spread import is_spread
 
 __all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
@@ -64,9 +64,9 @@ def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None
 
 class FastLlama(LanguageModel):
     """`LlamaModel` behind the LanguageModel interface. `bits`: the compiled step reads its
-    matrices in 8 or 4 bits. `int4`: PyTorch reads these in 4 bits."""
+    matrices in 8 or 4 bits, or packed. `int4`: PyTorch reads these in 4 bits."""
 
-    bits: int | None = None
+    bits: Bits | None = None
     int4: Weights | None = None
     recorded: CompiledLM | None = None  # itself, drafting on a GPU
     module: LlamaModel
@@ -363,8 +363,8 @@ class FastLlama(LanguageModel):
     def _weights(self, is_fused: bool = True) -> Weights:
         return self.module.weights(is_fused) if self.int4 is None else self.int4
 
-    def in_bits(self, bits: int) -> Self:
-        """The same model, its matrices read in 8 or 4 bits."""
+    def in_bits(self, bits: Bits) -> Self:
+        """The same model, its matrices read in 8 or 4 bits, or "packed" (`keep_packed`)."""
         lm = copy(self)
         lm.bits = bits
         return lm

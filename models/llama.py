@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.models.int4 import in_int4
 from specctl.models.kernels import Weight, can_pack, pack
-from specctl.models.native.step import NativeStep, Stack, native_step
+from specctl.models.native.packed import PackedWeights
+from specctl.models.native.step import Bits, NativeStep, Stack, native_step, packed_step
 from specctl.models.released import Released
 
 PACK_SHARE = 0.25  # of the host's memory that copies of the weights may take
@@ -121,22 +122,24 @@ class Weights:
 @dataclass(slots=True)
 class _Packs:
     """Fused weights for inference (on a CPU copies), valid while no parameter changes. One writer:
-    the LeanLlama that holds it. A copied model starts without."""
+    the LeanLlama that holds it. A copied model starts without, but for matrices of which there is
+    no other form: `packed`."""
 
     weights: Weights | None = None
     parameters: tuple[nn.Parameter, ...] = ()
     version: int = -1
-    native: dict[int | None, NativeStep | None] = field(default_factory=dict)  # by bits
+    native: dict[Bits | None, NativeStep | None] = field(default_factory=dict)
+    packed: PackedWeights | None = None
 
     def clear(self) -> None:
         self.weights, self.parameters, self.version = None, (), -1
         self.native = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Packs:
-        return _Packs()
+        return _Packs(packed=self.packed)
 
-    def __reduce__(self) -> tuple[type[_Packs], tuple[()]]:
-        return _Packs, ()
+    def __reduce__(self) -> tuple[type[_Packs], tuple[Any, ...]]:
+        return _Packs, (None, (), -1, {}, self.packed)
 
 
 @dataclass(slots=True)
@@ -260,13 +263,16 @@ class LlamaModel(nn.Module):
         layers = [self._collect_layer(layer, fuse, packed, True) for layer in self.model.layers]
         return Weights(layers, self.head_weight)
 
-    def native(self, bits: int | None = None) -> NativeStep | None:
-        """The compiled step over these weights, or over copies of so many bits; None where there is
-        none for them."""
+    def native(self, bits: Bits | None = None) -> NativeStep | None:
+        """The compiled step over these weights, over copies of so many bits, or over those that are
+        held packed; None where there is none for them."""
         found, packs = self.packs.native.get(bits), self.packs
         if bits not in packs.native or (found is not None and not found.is_current):
-            stack = self.stack()
-            found = None if stack is None else native_step(stack, bits)
+            stack, own = self.stack(), packs.packed
+            if own is not None:
+                found = packed_step(stack, own) if stack is not None and bits == "packed" else None
+            else:
+                found = None if stack is None else native_step(stack, bits)
             packs.native[bits] = found
         return found
 
@@ -278,6 +284,22 @@ class LlamaModel(nn.Module):
         self.packs.clear()
         self.packs.native |= {None: None, bits: found}
         return found is not None
+
+    def keep_packed(self, weights: PackedWeights) -> bool:
+        """Hold the matrices of the layers, and an LM head that is not the embedding, as a GGUF
+        file packs them, and no other form of them. Theirs here are never looked at, so that they
+        may be on the meta device. False, and nothing done, where there is no compiled step."""
+        stack = self.stack()
+        found = None if stack is None else packed_step(stack, weights)
+        if found is None:
+            return False
+        for layer in self.model.layers:
+            _release(layer)
+        if not self.shape.tied:
+            self.lm_head.weight = Released.of(self.lm_head.weight)
+        self.packs.clear()
+        self.packs.packed = weights
+        return True
 
     @property
     def head(self) -> Weight:

@@ -1,9 +1,9 @@
 """Released: what stands in place of a weight of which only a copy in few bits is left.
 
-A target in 8 or 4 bits is read by the compiled step alone, so that its matrices need not be kept as
-they were stored. Whatever else would read one (training that runs the target's layers, starting a
-drafter from them, saving them, drafters that make keys and values of the target's own) gets an
-error that says so.
+A target in 8 or 4 bits, or packed as in a GGUF file, is read by the compiled step alone, so that
+its matrices need not be kept in any other form. Whatever else would read one (training that runs
+the target's layers, starting a drafter from them, saving them, drafters that make keys and values
+of the target's own) gets an error that says so.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Released(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise IncompatibleError(
-            "the stored weights of a target in 8 or 4 bits are no longer in memory",
-            found="dtype int8 or int4, of which only generating, measuring and training heads read",
+            "the weights of a target in few bits are not in memory in any other form",
+            found="dtype int8, int4 or gguf; only generating, measuring, training heads read it",
             expected="a target with its weights as they are stored",
             do="--dtype auto (recipes: target.dtype: auto)",
         )

@@ -51,6 +51,7 @@ from specctl.train.saving.state import (
     set_random_state,
     untouched_random_state,
 )
+from specctl.train.step_threads import StepThreads
 from specctl.train.stop import Stop
 
 
@@ -109,6 +110,7 @@ def train(job: Job, progress: TrainProgress) -> TrainProgress:
     signal, DivergedError after too many bad steps in a row."""
     with job.reporter.task("train", job.schedule.steps, "step") as advance:
         advance(progress.step)
+        threads = StepThreads.of(job.ranks, job.reporter)
         while True:
             if job.ranks.any(job.stop.is_requested):
                 save(job, progress)
@@ -116,7 +118,7 @@ def train(job: Job, progress: TrainProgress) -> TrainProgress:
             review(job, progress)
             if progress.step >= job.schedule.steps:
                 return progress
-            with faster_products(job.ranks):
+            with faster_products(job.ranks), threads.step():
                 take_step(job, progress, advance)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,31 +17,25 @@ from specctl.api.outputs import check_file, check_plot, write_report
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line, with_text
-from specctl.cli.commands.bench_families import (
-    FAMILIES_OUT,
-    Heat,
-    Plot,
-    TrainingBudget,
-    compare_families,
-)
 from specctl.cli.options.flags import DRAFTING, Compile, Seed
 from specctl.cli.options.loading import DraftingFlags
 from specctl.cli.options.measuring import (
+    AskedFlags,
     Batch,
-    Domain,
-    NumPrompts,
-    PromptFile,
     Repeats,
     TokensEach,
+    WrittenFlags,
+    chat_words,
 )
 from specctl.cli.options.names import complete_draft
+from specctl.cli.options.prompts import tell_chat
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, loading
 from specctl.core.errors import GateError, RecipeError
 from specctl.core.printable import counted
 
 if TYPE_CHECKING:
-    from specctl.runtime.measure.bench import BenchReport, BenchRow
+    from specctl.runtime.measure.bench_report import BenchReport, BenchRow
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
@@ -50,6 +45,8 @@ COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": f
 def bench(
     console: Console,
     drafting: DraftingFlags,
+    asked: AskedFlags,
+    written: WrittenFlags,
     target: TargetChoice = OWN_TARGET,
     drafters: Annotated[
         list[str] | None,
@@ -71,13 +68,13 @@ def bench(
             rich_help_panel=DRAFTING,
         ),
     ] = None,
-    prompts: PromptFile = None,
-    num_prompts: NumPrompts = 16,
-    domain: Domain = None,
     max_new_tokens: TokensEach = 64,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, help="Sampling temperature (repeatable); else greedy and 0.8."),
+        typer.Option(
+            min=0.0,
+            help="Sampling temperature (repeatable); else greedy and 0.8, of suites greedy and 1.",
+        ),
     ] = None,
     repeats: Repeats = 3,
     batch: Batch = 1,
@@ -94,35 +91,6 @@ def bench(
             "plain and assisted by the same drafts); plain is always there.",
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Also write the result as JSON."),
-    ] = None,
-    families: Annotated[
-        str | None,
-        typer.Option(
-            "--families",
-            metavar="all|LIST",
-            help="The same as specctl bench-families.",
-            hidden=True,
-        ),
-    ] = None,
-    budget_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--budget-steps",
-            min=1,
-            help="Training steps of every family.",
-            hidden=True,
-        ),
-    ] = None,
-    plot: Plot = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="FIELD=VALUE", help="Of the recipes of --families.", hidden=True
-        ),
-    ] = None,
     generation_config: GenerationConfigFlag = None,
     seed: Seed = 0,
     compiled: Compile = None,
@@ -132,11 +100,14 @@ def bench(
     Speed-ups are over plain decoding by specctl on the same target. The repetition rate of the
     outputs is shown because text that loops flatters drafters that look things up.
 
+    --suite asks what papers ask, by category, questions that follow each other turn by turn.
+
     The cost of a round is measured and kept, and generate then chooses its draft lengths by it.
 
     Examples:
 
       specctl bench runs/quickstart prompt-lookup --plot bench.png
+      specctl bench prompt-lookup --suite humaneval,gsm8k --limit 4 --card bench.md
       specctl bench runs/distill --against hf --dtype float32
       specctl bench prompt-lookup --inflate 300m --num-prompts 4 --temperature 0
       specctl bench runs/quickstart --gate "speedup>=1.2" --json
@@ -144,28 +115,12 @@ def bench(
     gates = [parse_gate(text) for text in gate or ()]
     baselines = parse_against(against or "")
     check_choice(generation_config)
-    draft = [*(drafters or ()), *(draft or ())] or None
-    drafting.check(*(draft or ()))
-    check_plot(plot)
-    target = target.or_own(*(draft or ()))
-    refuse_ignored(
-        families,
-        {"--draft": draft, "--gate": gate, "how to draft": drafting != DraftingFlags() or None,
-         "--against ngram": "ngram" in baselines or None, "--generation-config": generation_config},
-        {"--budget-steps": budget_steps, "--set": sets},
-    )  # fmt: skip
-    if families is not None:
-        budget = TrainingBudget(
-            families, target, budget_steps, tuple(sets or ()), out or FAMILIES_OUT
-        )
-        heats = tuple(temperature or (0.0,))
-        heat = Heat(
-            prompts, num_prompts, domain, max_new_tokens, heats, repeats, batch, seed, compiled,
-            "hf" in baselines,
-        )  # fmt: skip
-        compare_families(console, budget, heat, plot)
-        return
-    check_file(out)
+    names = list(dict.fromkeys([*(drafters or ()), *(draft or ())]))
+    drafting.check(*names)
+    check_plot(written.plot)
+    for file in (written.out, written.card):
+        check_file(file)
+    target = target.or_own(*names)
     from specctl.api.bench import DEFAULT_DRAFTS
     from specctl.api.bench import bench as bench_
 
@@ -173,17 +128,22 @@ def bench(
     console.say(loading(target))
     began = time.perf_counter()
     model = target.load(console, compiled)
-    samplings = _samplings(console, model, generation_config, temperature)
-    drafts = [drafting.of(n).load(model) for n in dict.fromkeys(draft or DEFAULT_DRAFTS)]
+    tell_chat(console, model, asked.chat)
+    heats = temperature or ((0.0, 1.0) if asked.suites else (0.0, 0.8))
+    samplings = _samplings(console, model, generation_config, temperature, heats)
+    drafts = [drafting.of(n).load(model) for n in names or DEFAULT_DRAFTS]
     for loaded in drafts:
         loaded.announce(console)
     loading_seconds = time.perf_counter() - began
     report = bench_(
         model,
         drafts,
-        prompts=prompts,
-        num_prompts=num_prompts,
-        domain=domain,
+        prompts=asked.prompts,
+        suites=asked.suites,
+        num_prompts=asked.num_prompts,
+        limit=asked.limit,
+        domain=asked.domain,
+        chat=asked.chat,
         samplings=samplings,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -192,19 +152,43 @@ def bench(
         against=baselines,
         progress=console,
         **drafting.given(),
-    )
-    report = report.after("loading", loading_seconds)
-    console.show(report.table())
+    ).after("loading", loading_seconds)
+    _show(console, report)
     result = {**report.to_json(), "target": target_json(model), "batch": batch}
     console.result = result
-    if out is not None:
-        write_report(out, result)
-    if plot is not None:
-        result["plot"] = str(plot)
-        _draw(report, plot)
-        console.say(f"picture: {plot}")
+    _write(console, report, result, written)
     check_gates(report.rows, gates)
-    console.done(result, next=[_next(report, [d.name for d in drafts], target, drafting)])
+    following = _next(report, [d.name for d in drafts], target, drafting, asked)
+    console.done(result, next=[following])
+
+
+def _show(console: Console, report: BenchReport) -> None:
+    """The table; of suites also those by category, position and context."""
+    console.show(report.table())
+    for title, table in report.details().items() if report.suites else ():
+        console.out()
+        console.table(table.columns, table.rows, title)
+
+
+def _write(
+    console: Console, report: BenchReport, result: dict[str, Any], written: WrittenFlags
+) -> None:
+    """The files that were asked for."""
+    if written.out is not None:
+        write_report(written.out, result)
+    if written.plot is not None:
+        result["plot"] = str(written.plot)
+        _draw(report, written.plot)
+        console.say(f"picture: {written.plot}")
+    if written.card is not None:
+        from specctl.api.bench_card import bench_card
+        from specctl.core.files import write_bytes
+
+        result["card"] = str(written.card)
+        card = bench_card(report, ["specctl", *sys.argv[1:]])
+        written.card.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(written.card, card.encode())
+        console.say(f"card: {written.card}")
 
 
 def _remaining(since: float) -> str | None:
@@ -238,37 +222,25 @@ def _draw(report: BenchReport, path: Path) -> None:
 
 
 def _samplings(
-    console: Console, target: Target, choice: str | None, heats: Sequence[float] | None
+    console: Console,
+    target: Target,
+    choice: str | None,
+    heats: Sequence[float] | None,
+    default: Sequence[float] = (0.0, 0.8),
 ) -> list[Sampling]:
-    """What is measured: each temperature that was given, else greedy and 0.8, or what the target's
-    generation_config.json asks for where that is followed."""
+    """What is measured: each temperature that was given, else the default ones, or what the
+    target's generation_config.json asks for where that is followed."""
     from specctl.runtime.sampling.generation_config import SETTINGS
     from specctl.runtime.sampling.sampling import Sampling
 
     suggested, nothing = followed(console, target, choice), dict.fromkeys(SETTINGS)
     if suggested is None:
-        found = [Sampling(temperature=heat) for heat in heats or (0.0, 0.8)]
+        found = [Sampling(temperature=heat) for heat in heats or default]
     else:
         given = [suggested.fill({**nothing, "temperature": heat}) for heat in heats or (None,)]
         found = [Sampling(**{**one, "temperature": one["temperature"] or 0.0}) for one in given]
     tell(console, target, choice, found)
     return found
-
-
-def refuse_ignored(
-    families: str | None, without: Mapping[str, object], only_with: Mapping[str, object]
-) -> None:
-    """Flags that say nothing beside --families, or nothing without it."""
-    wrong, word = (only_with, "only goes with") if families is None else (without, "is ignored by")
-    for flag, value in wrong.items():
-        if value is not None:
-            raise RecipeError(
-                f"{flag} {word} --families",
-                where="the command line",
-                found=flag,
-                expected="flags that change what is measured",
-                do=f"leave {flag} out" if families else "add --families all",
-            )
 
 
 def parse_gate(text: str) -> tuple[str, str, float]:
@@ -304,7 +276,11 @@ def check_gates(rows: Sequence[BenchRow], gates: Sequence[tuple[str, str, float]
 
 
 def _next(
-    report: BenchReport, drafts: Sequence[str], target: TargetChoice, drafting: DraftingFlags
+    report: BenchReport,
+    drafts: Sequence[str],
+    target: TargetChoice,
+    drafting: DraftingFlags,
+    asked: AskedFlags | None = None,
 ) -> str:
     """The winner where there is one; where that is doubtful, a measurement that says more; else how
     to train a drafter. Other baselines, and a drafter that stands there twice, are no name of a
@@ -313,10 +289,13 @@ def _next(
     winners = [row for row in drafted if row.is_winner]
     if winners:
         best = max(winners, key=lambda row: row.speedup)
-        return with_text("generate", *target.words(), "--draft", best.name, *drafting.words())
+        words = [*target.words(), "--draft", best.name, *drafting.words()]
+        return with_text("generate", *words, *chat_words(asked.chat if asked else None))
     if not any(row.doubts for row in drafted):
         return command_line("train-draft", *target.training_words(), "--recipe", "distill")
     names = dict.fromkeys(row.name for row in drafted)
     prompts, tokens = max(12, 2 * report.num_prompts), max(64, report.new_tokens)
-    more = ("--num-prompts", prompts, "--max-new-tokens", tokens, "--repeats", report.repeats + 2)
-    return command_line("bench", *target.words(), *names, *more)
+    which = ["--num-prompts", prompts] if not report.suites or asked is None else asked.words()
+    more = ("--max-new-tokens", tokens, "--repeats", report.repeats + 2)
+    spoken = chat_words(asked.chat if asked else None)
+    return command_line("bench", *target.words(), *names, *which, *more, *spoken)

@@ -32,6 +32,7 @@ from specctl.cli.options.measuring import (
     Batch,
     Domain,
     NumPrompts,
+    Plot,
     PromptFile,
     Repeats,
     TokensEach,
@@ -47,7 +48,8 @@ from specctl.train.runs.kept import kept_in
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
     from specctl.recipes.schema import Recipe
-    from specctl.runtime.measure.bench import BenchRow, Contender
+    from specctl.runtime.measure.bench import Contender
+    from specctl.runtime.measure.bench_report import BenchRow
     from specctl.runtime.policies import Policy
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
@@ -113,8 +115,6 @@ class FamilyEntry:
 
 TINY = TargetChoice()
 FAMILIES_OUT = Path("runs/families")
-PLOTTED = "Draw speed-up and acceptance by position into this file (.png, .svg, .pdf)."
-Plot = Annotated[Path | None, typer.Option("--plot", help=PLOTTED)]
 
 
 def bench_families(
@@ -380,10 +380,12 @@ def probe(
     entry: FamilyEntry, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> None:
     """A few tokens by each contender, so that what cannot draft fails before anything is timed."""
+    from specctl.runtime.measure.bench import unreported
+
     for sampling in samplings:
         tokens = min(PROBE_TOKENS, sampling.max_new_tokens)
         for contender in entry.contenders.values():
-            contender.run(prompts, replace(sampling, max_new_tokens=tokens))
+            contender.run(prompts, replace(sampling, max_new_tokens=tokens), unreported)
 
 
 def label(target: Target) -> str:

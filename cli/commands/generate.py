@@ -13,10 +13,11 @@ from specctl.api.targets import target_json
 from specctl.cli.app.console import ACCEPTED, PLAIN_COLOUR, Console, has_colours
 from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
-from specctl.cli.options.flags import Compile
+from specctl.cli.options.flags import Chat, Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
+from specctl.cli.options.measuring import chat_words
 from specctl.cli.options.positional import looks_like_package
-from specctl.cli.options.prompts import PromptText, read_prompts
+from specctl.cli.options.prompts import PromptText, read_prompts, tell_chat
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import SpecctlError
@@ -52,9 +53,7 @@ def generate(
         typer.Option("--file", "-f", help="One prompt per line, or JSONL (prompt or messages)."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only this many prompts.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Wrap each prompt in the target's chat template.")
-    ] = False,
+    chat: Chat = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode plainly, and show a table.")
     ] = False,
@@ -72,6 +71,8 @@ def generate(
     """Continue prompts. With a drafter the answers are the same, but faster.
 
     Text is written to stdout as it is generated. The same seed gives the same answer.
+
+    A chat model answers: a prompt is a user's turn in its chat template. --raw continues the text.
 
     Examples:
 
@@ -98,6 +99,8 @@ def generate(
     can = has_colours(console)
     if show_accepted and not can:
         console.warn("--show-accepted is ignored: stdout is no terminal that shows colours")
+    if any(not prompt.messages for prompt in prompts):
+        tell_chat(console, model, chat)
     colours = can and show_accepted is not False and loaded.drafter is not None
     job = GenerateJob(console, model, loaded, settings, prompts, batch, chat, colours)
     if compare:
@@ -142,7 +145,7 @@ class GenerateJob:
     sampling: Sampling
     prompts: Sequence[PromptText]
     batch: int
-    chat: bool
+    chat: bool | None
     colours: bool = False
 
     def run(self, draft: LoadedDraft, on_round: Any = None) -> GenerateResult:
@@ -164,9 +167,12 @@ class GenerateJob:
 
 
 def _given(target: Target, prompt: PromptText) -> Any:
-    """A prompt as generate() takes it; with tools, as token ids."""
+    """A prompt as generate() takes it; with tools, encoded."""
     if prompt.tools:
-        return target.encode_chat(prompt.messages, prompt.tools)
+        from specctl.api.prompts import EncodedPrompt
+
+        ids = target.encode_chat(prompt.messages, prompt.tools)
+        return EncodedPrompt(tuple(ids), prompt.text, is_chat=True)
     return list(prompt.messages) or prompt.text
 
 
@@ -323,9 +329,10 @@ def _explain_difference(console: Console, job: GenerateJob) -> None:
     )
 
 
-def _next(target: TargetChoice, draft: DraftChoice, compared: bool, chat: bool) -> str:
+def _next(target: TargetChoice, draft: DraftChoice, compared: bool, chat: bool | None) -> str:
+    spoken = chat_words(chat)
     if draft.draft == NO_DRAFTER and not compared:
-        wrapped = ["--chat"] if chat else []
-        words = ["--draft", "prompt-lookup", *wrapped, "--compare"]
+        words = ["--draft", "prompt-lookup", *spoken, "--compare"]
         return with_text("generate", *target.words(), *words)
-    return command_line("bench", *target.measured_words(), *draft.positional(), *draft.words())
+    words = [*draft.positional(), *draft.words(), *spoken]
+    return command_line("bench", *target.measured_words(), *words)

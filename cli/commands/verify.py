@@ -12,9 +12,10 @@ from specctl.api.outputs import check_file, write_report
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
-from specctl.cli.options.flags import Allow, TranslateFlag
+from specctl.cli.options.flags import Allow, Chat, TranslateFlag
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.names import check_drafter
+from specctl.cli.options.prompts import tell_chat
 from specctl.cli.options.target_choice import OWN, TargetChoice, loading
 from specctl.core.errors import GateError
 from specctl.core.hub_access import go_offline
@@ -39,6 +40,7 @@ def verify(
     ] = None,
     allow: Allow = None,
     translate: TranslateFlag = "auto",
+    chat: Chat = None,
     target: TargetChoice = OWN_TARGET,
 ) -> None:
     """Verify a drafter against its target (without --target, the one it was made for).
@@ -93,7 +95,10 @@ def verify(
     stored.append(check_fit(model))
     _tell(console, stored[1])
     approximate = APPROXIMATE in (allow or ())
-    result = prove_draft(model, loaded, level, stored, approximate=approximate, reporter=console)
+    tell_chat(console, model, chat)
+    result = prove_draft(
+        model, loaded, level, stored, approximate=approximate, chat=chat, reporter=console
+    )
     _finish(console, result, {"target": target_json(model)}, out, again)
 
 

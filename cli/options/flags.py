@@ -44,6 +44,14 @@ Compile = Annotated[
         "By default on a GPU only.",
     ),
 ]
+Chat = Annotated[
+    bool | None,
+    target_option(
+        "--chat/--raw",
+        help="Read a prompt as a user's turn in the target's chat template, or continue it as a "
+        "text. By default as the target was trained: a chat model is spoken to as one.",
+    ),
+]
 Draft = Annotated[
     str,
     drafting_option(

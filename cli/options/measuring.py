@@ -1,11 +1,15 @@
-"""Flags of what is measured: on which prompts, how long, how often."""
+"""Flags of what is measured: on which prompts, how long, how often; and of what is written."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from specctl.cli.options.flags import Chat, panel
 
 PromptFile = Annotated[
     Path | None,
@@ -16,3 +20,69 @@ Domain = Annotated[str | None, typer.Option(help="Only the held-out prompts of t
 TokensEach = Annotated[int, typer.Option(min=1, help="Tokens per prompt.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each; the median is shown.")]
 Batch = Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")]
+PLOTTED = "Draw speed-up and acceptance by position into this file (.png, .svg, .pdf)."
+Plot = Annotated[Path | None, typer.Option("--plot", help=PLOTTED)]
+
+asked_option: partial[Any] = panel("What is asked")
+written_option: partial[Any] = panel("What is written")
+
+
+@dataclass(frozen=True, slots=True)
+class AskedFlags:
+    """What a benchmark asks of the target."""
+
+    suite: Annotated[
+        list[str] | None,
+        asked_option(
+            "--suite",
+            metavar="NAME[=PATH],...",
+            help="Public question sets: spec-bench, mt-bench, humaneval, gsm8k, alpaca, "
+            "speed-bench, from the hub or from PATH, a file or folder.",
+        ),
+    ] = None
+    limit: Annotated[
+        int | None,
+        asked_option("--limit", min=1, help="Of a suite at most so many questions a category."),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        asked_option("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
+    ] = None
+    num_prompts: Annotated[
+        int | None,
+        asked_option("--num-prompts", min=1, help="Number of prompts without a suite; else 16."),
+    ] = None
+    domain: Annotated[
+        str | None,
+        asked_option("--domain", help="Only the prompts of this domain, or category of a suite."),
+    ] = None
+    chat: Chat = None
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """The suites, one by one."""
+        return tuple(word for given in self.suite or () for word in given.split(",") if word)
+
+    def words(self) -> list[str]:
+        """The flags by which the same suite is asked again; nothing of other prompts."""
+        limit = ["--limit", str(self.limit)] if self.limit and self.suites else []
+        return [word for suite in self.suites for word in ("--suite", suite)] + limit
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFlags:
+    """Where a benchmark writes what it found."""
+
+    out: Annotated[
+        Path | None, written_option("--out", "-o", help="Also write the result as JSON.")
+    ] = None
+    plot: Annotated[Path | None, written_option("--plot", help=PLOTTED)] = None
+    card: Annotated[
+        Path | None,
+        written_option("--card", help="Write tables and command as Markdown into this file (.md)."),
+    ] = None
+
+
+def chat_words(chat: bool | None) -> list[str]:
+    """The flag that says how prompts are read, where one was given."""
+    return [] if chat is None else ["--chat" if chat else "--raw"]

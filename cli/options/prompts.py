@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specctl.core.bounded_read import MOST_INPUT, open_regular, read_stream
+from specctl.cli.app.console import Console
+from specctl.core.bounded_read import MOST_INPUT, open_regular, read_pipe, read_stream
 from specctl.core.errors import FileError, SpecctlError, one_of_two, unreadable
+
+if TYPE_CHECKING:
+    from specctl.runtime.target.target import Target
 
 TEXTS = ("prompt", "text")  # keys of a prompt that is read as it is
 
@@ -60,6 +64,14 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
     return found[:limit]
 
 
+def tell_chat(console: Console, target: Target, chat: bool | None) -> None:
+    """Say how texts are read, where nobody chose and it is not plain."""
+    from specctl.api.prompts import chat_note
+
+    if note := chat_note(target, chat):
+        console.say(note)
+
+
 def _with_text(file: Path | None) -> str:
     """How a prompt is given in the place where there was none."""
     if file is None:
@@ -89,8 +101,10 @@ def check_text(text: str, file: Path | None) -> None:
 
 def _read_file(file: Path) -> list[PromptText]:
     if str(file) == "-":
-        return _read_standard_input()
+        return _read_once(_standard_input().encode("utf-8", "surrogatepass"), file)
     try:
+        if file.is_fifo():
+            return _read_once(read_pipe(file), file)
         open_regular(file).close()
         return _prompts(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -112,17 +126,17 @@ def _standard_input() -> str:
         ) from error
 
 
-def _read_standard_input() -> list[PromptText]:
-    """Prompts of standard input: lines, or records where it begins with one."""
+def _read_once(body: bytes, source: Path) -> list[PromptText]:
+    """Prompts of what can be read only once: lines, or records where it begins with one."""
     with TemporaryDirectory(prefix="specctl-") as folder:
         file = Path(folder) / "input.txt"
-        file.write_text(_standard_input(), encoding="utf-8", errors="surrogatepass", newline="")
+        file.write_bytes(body)
         try:
             return _prompts(file)
         except (FileError, UnicodeDecodeError) as error:
             found = getattr(error, "found", str(error))
-            where = str(getattr(error, "where", "")).replace(str(file), _place(Path("-")))
-            raise _bad_input(where or _place(Path("-")), found) from error
+            where = str(getattr(error, "where", "")).replace(str(file), _place(source))
+            raise _bad_input(where or _place(source), found) from error
 
 
 def _prompts(file: Path) -> list[PromptText]:

@@ -37,7 +37,38 @@ template <int N> using Constant = std::integral_constant<int, N>;
 #ifdef __AVX512VNNI__
 constexpr int MANY_ROWS = 6, FEW_SIDES = 2, FEW_ROWS = 3, MANY_SIDES = 4, MOST_AT_ONCE = 8;
 #else
-constexpr int MANY_ROWS = 3, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2, MOST_AT_ONCE = 3;
+constexpr int MANY_ROWS = 4, FEW_SIDES = 1, FEW_ROWS = 1, MANY_SIDES = 2, MOST_AT_ONCE = 4;
+#endif
+
+#ifdef __AVX2__
+// A sum is taken here. Compilers put off the additions of whole numbers otherwise, and have no
+// registers for all the products.
+inline void settle(__m256i &sum) { asm("" : "+x"(sum)); }
+
+template <int COUNT> inline float largest_of(const float *x) {
+    const __m256 size = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256 most = _mm256_setzero_ps();
+    for (int i = 0; i < COUNT; i += 8) most = _mm256_max_ps(most, _mm256_and_ps(_mm256_loadu_ps(x + i), size));
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+// 32 numbers times `up` as wholes of 8 bits, and the sums of the first and the last 16.
+inline void round_32(const float *x, float up, int8_t *out, int32_t sums[2]) {
+    __m256i half[2];
+    for (int i = 0; i < 2; i++) {
+        const __m256i a = _mm256_cvtps_epi32(_mm256_loadu_ps(x + 16 * i) * up);
+        const __m256i b = _mm256_cvtps_epi32(_mm256_loadu_ps(x + 16 * i + 8) * up);
+        half[i] = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+        const __m256i eight = _mm256_madd_epi16(half[i], _mm256_set1_epi16(1));
+        __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+        sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+        sums[i] = _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+    }
+    const __m256i all = _mm256_permute4x64_epi64(_mm256_packs_epi16(half[0], half[1]), 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), all);
+}
 #endif
 
 inline constexpr int groups_of(int K) { return (K + GROUP - 1) / GROUP; }
@@ -76,6 +107,12 @@ template <int BITS> struct Rows<Bits<BITS>> {
             _mm_storeu_si128(reinterpret_cast<__m128i *>(numbers + at * GROUP + i), _mm512_cvtepi32_epi8(whole));
         }
         const int32_t sum = _mm512_reduce_add_epi32(added);
+#elif defined(__AVX2__)
+        const float largest = largest_of<GROUP>(part), up = largest > 0 ? 127.0f / largest : 0.0f;
+        int32_t halves[4];
+        round_32(part, up, numbers + at * GROUP, halves);
+        round_32(part + 32, up, numbers + at * GROUP + 32, halves + 2);
+        const int32_t sum = halves[0] + halves[1] + halves[2] + halves[3];
 #else
         float largest = 0;
         for (int i = 0; i < GROUP; i++) largest = std::fabs(part[i]) > largest ? std::fabs(part[i]) : largest;
@@ -149,54 +186,65 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
     for (int n = 0; n < N; n++)
         for (int m = 0; m < M; m++) _mm512_storeu_ps(out[n] + m * SIDE, sum[n][m]);
 #elif defined(__AVX2__)
-    // Of 8 bits |weight| times the input under the weight's sign, of 4 as they are: two such products
-    // fit into 16 bits.
+    // Of 8 bits |weight| times the input under the weight's sign: two such products fit into 16 bits;
+    // of 4 bits, as they are, 16.
     const __m256i middle = _mm256_set1_epi8(-128), low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    constexpr int LINES = BITS == 8 ? 1 : 4;  // whose products 16 bits add up
     __m256 sum[N][2 * M] = {};
     for (int g = 0; g < x.G; g++, w += RECORD) {
+        if (r == 0)  // the first of all rows to see these weights: the next ones come
+            for (int m = 0; m < M; m++)
+                for (int line = 0; line < RECORD; line += 64)
+                    __builtin_prefetch(w + (M + m) * stride + line, 0, 2);
         __m256i part[N][2 * M] = {};
         const int8_t *own[N];
         for (int n = 0; n < N; n++) own[n] = x.numbers + (size_t(r + n) * x.G + g) * GROUP;
 #pragma GCC unroll 2
-        for (int k = 0; k < GROUP / STEP; k++) {
-            __m256i row[N][STEP / 4];
+        for (int first = 0; first < GROUP / STEP; first += LINES) {
+            __m256i two[N][2 * M];
 #pragma GCC unroll 4
-            for (int n = 0; n < N; n++)
+            for (int k = first; k < first + LINES; k++)
 #pragma GCC unroll 2
                 for (int half = 0; half < STEP / 4; half++) {
-                    int32_t four;
-                    memcpy(&four, own[n] + STEP * k + 4 * half, 4);
-                    row[n][half] = _mm256_set1_epi32(four);
-                }
-#pragma GCC unroll 8
-            for (int m = 0; m < 2 * M; m++) {
-                const uint8_t *at = w + m / 2 * stride + k * 64 + m % 2 * 32;
-                const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at));
-                __builtin_prefetch(at + RECORD);
-                if constexpr (BITS == 8) {
-                    const __m256i wide = _mm256_xor_si256(line, middle), size = _mm256_abs_epi8(wide);
+                    __m256i wide[2 * M];
+#pragma GCC unroll 4
+                    for (int m = 0; m < 2 * M; m++) {
+                        const uint8_t *at = w + m / 2 * stride + k * 64 + m % 2 * 32;
+                        const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at));
+                        wide[m] = BITS == 8 ? _mm256_xor_si256(line, middle)
+                                            : _mm256_and_si256(half ? _mm256_srli_epi16(line, 4) : line, low);
+                    }
 #pragma GCC unroll 4
                     for (int n = 0; n < N; n++) {
-                        const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(row[n][0], wide));
-                        part[n][m] = _mm256_add_epi32(part[n][m], _mm256_madd_epi16(two, ones));
-                    }
-                } else {
-                    const __m256i first = _mm256_and_si256(line, low);
-                    const __m256i second = _mm256_and_si256(_mm256_srli_epi16(line, 4), low);
+                        int32_t four;
+                        memcpy(&four, own[n] + STEP * k + 4 * half, 4);
+                        const __m256i row = _mm256_set1_epi32(four);
 #pragma GCC unroll 4
-                    for (int n = 0; n < N; n++) {
-                        const __m256i four = _mm256_add_epi16(_mm256_maddubs_epi16(first, row[n][0]),
-                                                              _mm256_maddubs_epi16(second, row[n][1]));
-                        part[n][m] = _mm256_add_epi32(part[n][m], _mm256_madd_epi16(four, ones));
+                        for (int m = 0; m < 2 * M; m++) {
+                            const __m256i product =
+                                BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(wide[m]),
+                                                                 _mm256_sign_epi8(row, wide[m]))
+                                          : _mm256_maddubs_epi16(wide[m], row);
+                            two[n][m] = k > first || half ? _mm256_add_epi16(two[n][m], product) : product;
+                            if (BITS == 4) settle(two[n][m]);
+                        }
                     }
                 }
-            }
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+                for (int m = 0; m < 2 * M; m++) {
+                    part[n][m] = _mm256_add_epi32(part[n][m], _mm256_madd_epi16(two[n][m], ones));
+                    settle(part[n][m]);
+                }
         }
+#pragma GCC unroll 4
         for (int m = 0; m < 2 * M; m++) {
             const uint8_t *at = w + m / 2 * stride + Kind::WEIGHTS + m % 2 * 32;
             const __m256 scale = _mm256_loadu_ps(reinterpret_cast<const float *>(at));
             const __m256 least =
                 BITS == 8 ? scale : _mm256_loadu_ps(reinterpret_cast<const float *>(at + LINE_16));
+#pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
                 const size_t group = size_t(r + n) * x.G + g;
                 const __m256 both = scale * x.scales[group];

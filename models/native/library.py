@@ -30,6 +30,7 @@ SOURCES = (
     SOURCE.with_name("rows.h"),
     SOURCE.with_name("bits.h"),
     SOURCE.with_name("many.h"),
+    SOURCE.with_name("packed.h"),
     SOURCE.with_name("attention.h"),
     SOURCE.with_name("draw.h"),
     SOURCE.with_name("cut.h"),
@@ -40,7 +41,10 @@ SWITCH = "SPECCTL_NATIVE"
 INT8_SWITCH = "SPECCTL_INT8"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
-KINDS = tuple(dtype + bits for dtype in ("float32", "bfloat16") for bits in ("", "_int8", "_int4"))
+KINDS = (
+    *(dtype + bits for dtype in ("float32", "bfloat16") for bits in ("", "_int8", "_int4")),
+    "float32_packed",
+)
 SECONDS = 120  # a compiler that takes longer is given up
 
 

@@ -6,7 +6,7 @@
 // that holds for up to MANY rows at once: those of prompts are summed in another order (many.h).
 // Weights, keys and values are float32 or bfloat16, and all sums are float32. bfloat16 is widened as
 // it is read; a processor that multiplies it by itself is given the inputs of matrices in bfloat16,
-// too (rows.h). Matrices may be of 8 or 4 bits (bits.h).
+// too (rows.h). Matrices may be of 8 or 4 bits (bits.h), or as a GGUF file packs them (packed.h).
 // Letters: B rows, D hidden width, E head width, G query heads of a key head, H query heads, I
 // neurons, J key/value heads, K inputs, L positions, O outputs, R flat rows, T fed tokens.
 
@@ -63,6 +63,7 @@ inline void with_constant(int n, F f) {
 
 #include "cut.h"
 #include "many.h"
+#include "packed.h"
 #include "kl.h"
 
 namespace {
@@ -291,7 +292,9 @@ static inline int64_t rounded_width(const Model &m) {
     const int64_t inner = m.H * m.E > m.I ? m.H * m.E : m.I;
     const int64_t widest = entry_width(m) > inner ? entry_width(m) : inner;
     const int64_t in_8 = groups_of(widest) * (GROUP / 4 + 3), in_16 = apart_narrow(widest) / 2 + LANES;
-    return in_8 > in_16 ? in_8 : in_16;
+    const int64_t packed = spans_of(widest) * Rows<Packed>::FLOATS_A_SPAN;
+    const int64_t most = in_8 > in_16 ? in_8 : in_16;
+    return most > packed ? most : packed;
 }
 
 int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {
@@ -618,6 +621,12 @@ extern "C" int step_bfloat16_int8(const Model *model, const Call *call) {
 }
 extern "C" int step_bfloat16_int4(const Model *model, const Call *call) {
     return forward<bf16, Int4>(*model, *call);
+}
+extern "C" int step_float32_packed(const Model *model, const Call *call) {
+    return forward<float, Packed>(*model, *call);
+}
+extern "C" int chain_float32_packed(const Model *model, const Call *call, const Chain *wanted) {
+    return chain<float, Packed>(*model, *call, *wanted);
 }
 extern "C" int chain_float32(const Model *model, const Call *call, const Chain *wanted) {
     return chain<float, float>(*model, *call, *wanted);

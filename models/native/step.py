@@ -11,9 +11,9 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,14 @@ from specctl.models.native.library import (
     library,
     no_int8,
 )
+from specctl.models.native.packed import PackedMatrix, PackedWeights
 from specctl.models.native.threads import Kind, threads_of
 
 MOST_ROWS = 512
-BFLOAT16_ROWS, AMX_ROWS, NARROW = 96, 4, 512
+BFLOAT16_ROWS, AMX_ROWS, NARROW = 96, 32, 512
 FLOAT32_ROWS = {"AVX512": MOST_ROWS, "AVX2": 32}
+Bits = int | Literal["packed"]  # of the matrices: 8, 4, or as a GGUF file packs them
+KINDS: dict[Bits | None, str] = {None: "", 8: "_int8", 4: "_int4", "packed": "_packed"}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 Weights = tuple[Tensor | None, ...]
@@ -78,14 +81,20 @@ class Stack:
 
     def beside(self) -> list[Tensor]:
         """What it reads beside the layers."""
-        tensors = (self.embedding_VD, self.norm, self.head, self.entry_norm)
+        return [*self.beside_matrices(), self.head]
+
+    def beside_matrices(self) -> list[Tensor]:
+        """The same but for the LM head."""
+        tensors = (self.embedding_VD, self.norm, self.entry_norm)
         return [tensor for tensor in tensors if tensor is not None]
 
 
 def most_rows(dtype: torch.dtype, hidden_size: int) -> int:
     """Flat rows up to which the step is about as fast as PyTorch or faster
     (benchmarks/native_step.py): those of a long prompt as well, but in bfloat16 where PyTorch has
-    instructions for it and is not busy with narrow layers, and in float32 without AVX512."""
+    instructions for it and is not busy with narrow layers, and in float32 without AVX512. Rounds of
+    up to 32 rows are the step's in any case in bfloat16, where another order of sums often decides
+    between two tokens: texts are then the same however they are drafted."""
     if dtype == torch.bfloat16:
         if torch.cpu._is_amx_tile_supported():
             return AMX_ROWS
@@ -96,28 +105,34 @@ def most_rows(dtype: torch.dtype, hidden_size: int) -> int:
 
 class NativeStep:
     """The compiled step over one stack's weights, as long as they lie where they lie. `bits`: its
-    matrices are copies of 8 or 4 bits, made here; None: as they are stored. `release` is called
-    with each layer whose matrices have been copied and are not looked at again."""
+    matrices are copies of 8 or 4 bits, made here, or `packed`; None: as they are stored. `release`
+    is called with each layer whose matrices have been copied and are not looked at again."""
 
     def __init__(
         self,
         stack: Stack,
         functions: ctypes.CDLL,
-        bits: int | None = None,
+        bits: Bits | None = None,
         release: Callable[[Any], None] | None = None,
+        packed_weights: PackedWeights | None = None,
     ) -> None:
         weights, head = stack.weights(), stack.head
-        watched = weights if release is None else [_beside_matrices(layer) for layer in weights]
-        self.stack, self.tensors = stack, [*stack.beside(), *_held(watched)]
+        is_read = release is None and packed_weights is None
+        watched = weights if is_read else [_beside_matrices(layer) for layer in weights]
+        beside = stack.beside() if packed_weights is None else stack.beside_matrices()
+        self.stack, self.tensors = stack, [*beside, *_held(watched)]
         self.addresses = [*map(Tensor.data_ptr, self.tensors)]
         self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self.dtype, self.bits = stack.head.dtype, bits
-        kind = DTYPES[self.dtype] + ("" if bits is None else f"_int{bits}")
+        kind = DTYPES[self.dtype] + KINDS[bits]
         self.functions = functions
         self.function = getattr(functions, f"step_{kind}")
         self.chain_function = getattr(functions, f"chain_{kind}")
         self.version = self._version()
-        if bits is not None:
+        if packed_weights is not None:
+            head = packed_weights.head.data
+            weights = [*map(_with_packed, weights, packed_weights.layers)]
+        elif isinstance(bits, int):
             head = packed(head, max(bits, HEAD_BITS))
             for at, layer in enumerate(stack.layers):
                 weights[at] = _packed(weights[at], bits)
@@ -265,7 +280,7 @@ class NativeStep:
 
 
 def native_step(
-    stack: Stack, bits: int | None = None, release: Callable[[Any], None] | None = None
+    stack: Stack, bits: Bits | None = None, release: Callable[[Any], None] | None = None
 ) -> NativeStep | None:
     """The compiled step of a stack, its matrices in so many bits; None where it cannot be had, and
     where a weight is computed whenever it is read (a parametrization: low-rank additions that are
@@ -280,6 +295,18 @@ def native_step(
     del held  # while layers are released
     functions = library().functions
     return None if functions is None else NativeStep(stack, functions, bits, release)
+
+
+def packed_step(stack: Stack, weights: PackedWeights) -> NativeStep | None:
+    """The compiled step of a stack in float32 whose matrices are `weights`; those of the stack say
+    no more than their shapes. None where there is none on this machine."""
+    read = [_beside_matrices(layer) for layer in stack.weights()]
+    read_alone = [*stack.beside_matrices(), *_held(read)]
+    assert all(each.dtype == torch.float32 and each.is_contiguous() for each in read_alone)
+    functions = library().functions
+    if functions is None:
+        return None
+    return NativeStep(stack, functions, "packed", packed_weights=weights)
 
 
 def _weights(layer: Any) -> Weights:
@@ -317,6 +344,18 @@ def drafts_in_int8(stack: Stack) -> bool:
 def _packed(layer: Weights, bits: int) -> Weights:
     return tuple(
         packed(weight, bits) if name in MATRICES and weight is not None else weight
+        for name, weight in zip(LayerAddresses.NAMES, layer, strict=True)
+    )
+
+
+def _with_packed(layer: Weights, matrices: Mapping[str, PackedMatrix]) -> Weights:
+    for name, weight in zip(LayerAddresses.NAMES, layer, strict=True):
+        if name not in MATRICES or weight is None:
+            continue
+        shape = matrices[name].rows, matrices[name].columns
+        assert tuple(weight.shape) == shape, (name, weight.shape, shape)
+    return tuple(
+        matrices[name].data if name in matrices else weight
         for name, weight in zip(LayerAddresses.NAMES, layer, strict=True)
     )
 

@@ -1,10 +1,11 @@
-"""How many threads the compiled step runs on, beside the other work of the machine.
+"""How many threads steps run on, beside the other work of the machine: those of compiled decoding,
+and of training (train/step_threads.py).
 
 Threads that wait for each other many times a step are as slow as the one that another process has
 put off its core: beside one busy process, two threads on two cores decode at a third of the speed
 of a single one (benchmarks/neighbours.py). So where the system preempts threads of this process,
-fewer are tried, and kept where that is faster; now and then more are tried again. What is computed
-does not depend on their number.
+fewer are tried, and kept where that is faster; now and then more are tried again. What the compiled
+step computes does not depend on their number.
 """
 
 from __future__ import annotations
@@ -56,9 +57,8 @@ class Steps:
     def is_disturbed(self) -> bool:
         return self.preempted > DISTURBED * self.seconds
 
-    @property
-    def is_slow(self) -> bool:
-        return self.known > SLOW * self.fastest
+    def is_slow(self, slow: float) -> bool:
+        return self.known > slow * self.fastest
 
 
 @dataclass(slots=True)
@@ -107,6 +107,8 @@ class Threads:
     their times mix: that makes worse choices, and no other harm."""
 
     most: int
+    fewest: int = FEWEST
+    slow: float = SLOW  # 0: other numbers are tried wherever threads are preempted
     sizes: tuple[int, ...] = field(init=False)  # falling
     at: int = 0  # the choice, of `sizes`
     trial: TurnTrial | None = None  # of another number with the choice
@@ -149,7 +151,7 @@ class Threads:
             if least is not None:  # the first of a kind tells nothing
                 window.known += seconds
                 window.fastest += least
-        if window.seconds >= WINDOW and window.count >= FEWEST:
+        if window.seconds >= WINDOW and window.count >= self.fewest:
             window.preempted = max(0, preemptions() - self.counted)
             self.window = Steps()
             self._judge(window)
@@ -164,7 +166,7 @@ class Threads:
         self.fewer.since += 1
         self.more.since += 1
         at = self.at
-        is_worse = self.usual.is_disturbed and (at > 0 or self.usual.is_slow)
+        is_worse = self.usual.is_disturbed and (at > 0 or self.usual.is_slow(self.slow))
         if is_worse and at + 1 < len(self.sizes) and self.fewer.is_over:
             self.trial = TurnTrial(self._fewer_than(at))
         elif at and self.more.is_over:

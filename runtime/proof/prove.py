@@ -55,9 +55,14 @@ TEXTS = (
 
 
 def proof_prompts(
-    target: Target, prompts: Sequence[str | Sequence[int]] | None, count: int
+    target: Target,
+    prompts: Sequence[str | Sequence[int]] | None,
+    count: int,
+    chat: bool | None = None,
 ) -> Iterator[list[int]]:
-    """Given prompts as ids, else short built-in texts (random ids without a tokenizer)."""
+    """Given prompts as ids, else short built-in texts (random ids without a tokenizer), with `chat`
+    as a user's turns; None: as the target is spoken to."""
+    is_chat = target.is_chat if chat is None else chat
     longest = max(1, target.spec.max_positions // 4)
     if prompts is not None:
         for prompt in prompts:
@@ -67,7 +72,9 @@ def proof_prompts(
     rng = np.random.default_rng(0)
     for i in range(count):
         if target.tokenizer is not None and i < len(TEXTS):
-            yield target.encode(TEXTS[i])[-longest:]
+            turn = {"role": "user", "content": TEXTS[i]}
+            ids = target.encode_chat([turn]) if is_chat else target.encode(TEXTS[i])
+            yield ids[-longest:]
         else:
             size = int(rng.integers(1, min(longest, 24) + 1))
             yield rng.integers(0, target.spec.vocab_size, size).tolist()
@@ -77,8 +84,11 @@ def open_prompt(
     target: Target, prompts: Sequence[tuple[int, ...]], sampling: Sampling, size: int = 8
 ) -> tuple[int, ...]:
     """The beginning of that prompt after which most is open: a distribution of one likely token
-    would hide what is wrong with the others."""
+    would hide what is wrong with the others. Where all begin alike, as conversations do, it is a
+    whole prompt."""
     starts = [prompt[:size] for prompt in prompts]
+    if len({*starts}) == 1:
+        starts = [*prompts]
     distributions = [target_distribution(target, [start], sampling)[0] for start in starts]
     entropy = [float(torch.special.entr(distribution_V).sum()) for distribution_V in distributions]
     return starts[entropy.index(max(entropy))]
@@ -116,11 +126,12 @@ def verify(
     sampling: Sampling | None = None,
     reporter: Reporter | None = None,
     approximate: bool = False,
+    chat: bool | None = None,
 ) -> Proof:
     """Run the battery. `sampling` is the distribution to test (default: temperature 1); `policy`
     and `rule` are how the drafter will be served (default: its family's first policy, the best
     legal rule). A drafter that is not lossless by construction is refused unless `approximate` asks
-    for a measurement of its distance instead of a proof.
+    for a measurement of its distance instead of a proof. `chat`: as of `proof_prompts`.
     """
     if level not in LEVELS:
         raise RecipeError("unknown level of proof", found=level, expected=", ".join(LEVELS))
@@ -136,7 +147,7 @@ def verify(
         target,
         drafter,
         LEVELS[level],
-        [tuple(p) for p in proof_prompts(target, prompts, LEVELS[level].prompts)],
+        [tuple(p) for p in proof_prompts(target, prompts, LEVELS[level].prompts, chat)],
         policy or default_policy(drafter),
         rule,
         sampling or Sampling(temperature=1.0),

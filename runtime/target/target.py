@@ -47,6 +47,7 @@ from specctl.runtime.target.device import (
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, ends_of
 from specctl.runtime.target.lora_folder import beside, load_model
 from specctl.runtime.target.rounding import Rounding
+from specctl.runtime.target.spoken_to import why_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,16 @@ class Target:
         return found if found in self.eos_ids else other
 
     @property
+    def is_chat(self) -> bool:
+        """Whether a prompt is a user's turn to it where nobody says otherwise."""
+        return self.why_text is None
+
+    @property
+    def why_text(self) -> str | None:
+        """Why it continues prompts as texts where nobody says otherwise; None for a chat model."""
+        return why_text(self.tokenizer, self.ends)
+
+    @property
     def can_run(self) -> bool:
         """Whether it can be decoded with here; else drafters can be trained for it, no more."""
         return self.lm.can_run
@@ -154,6 +165,8 @@ class Target:
     def dtype_name(self) -> str:
         """As `load_target` takes it."""
         bits = getattr(self.lm, "bits", None)
+        if bits == "packed":
+            return "gguf"
         return f"int{bits}" if bits is not None else str(self.dtype).removeprefix("torch.")
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.api.prompts import encode_prompts
+from specctl.api.prompts import are_chats, chat_note, empty_answers, encode_prompts
 from specctl.core.errors import SpecctlError
+from specctl.runtime.generate import Output
+from specctl_testing.runtime.chat_targets import spoken_with
 
 HI = {"role": "user", "content": "Hi"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
@@ -77,3 +79,64 @@ def test_anything_else_is_refused_with_what_is_expected(tiny_target, prompt):
     assert caught.value.where == "prompts"
     assert caught.value.found
     assert caught.value.expected
+
+
+def test_a_chat_model_reads_a_text_as_a_turn_and_raw_continues_it(tiny_target):
+    chatty = spoken_with(tiny_target)
+    [turn] = encode_prompts(chatty, "Hi")
+    assert turn.ids == tuple(chatty.encode_chat([HI]))
+    assert turn.is_chat
+    [text] = encode_prompts(chatty, "Hi", chat=False)
+    assert text.ids == tuple(chatty.encode("Hi"))
+    assert not text.is_chat
+
+
+def test_a_base_model_continues_a_text_and_chat_makes_it_a_turn(tiny_target):
+    [text] = encode_prompts(tiny_target, "Hi")
+    assert text.ids == tuple(tiny_target.encode("Hi"))
+    [turn] = encode_prompts(tiny_target, "Hi", chat=True)
+    assert turn.ids == tuple(tiny_target.encode_chat([HI]))
+
+
+def test_chat_without_a_template_is_refused(tiny_target):
+    with pytest.raises(SpecctlError, match="has no chat template"):
+        encode_prompts(spoken_with(tiny_target, None), "Hi", chat=True)
+
+
+def test_token_ids_are_read_as_they_are_by_chat_models(tiny_target):
+    [prompt] = encode_prompts(spoken_with(tiny_target), [1, 2])
+    assert prompt.ids == (1, 2)
+    assert not prompt.is_chat
+
+
+def test_what_was_encoded_is_taken_as_it_is(tiny_target):
+    encoded = encode_prompts(tiny_target, ["Hi", [HI]])
+    assert encode_prompts(spoken_with(tiny_target), encoded) == encoded
+    assert are_chats(encoded) is None
+    assert [are_chats([prompt]) for prompt in encoded] == [False, True]
+
+
+def test_a_note_says_how_texts_are_read_unless_somebody_chose(tiny_target):
+    chatty = spoken_with(tiny_target)
+    note = chat_note(chatty, None)
+    assert note is not None
+    assert "--raw" in note
+    assert chat_note(chatty, True) is None
+    assert chat_note(chatty, False) is None
+    assert chat_note(tiny_target, None) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "words"),
+    [("", False, "must follow"), ("own", False, "--chat makes"), ("own", True, "ended its turn")],
+)
+def test_an_empty_answer_says_why_and_what_to_do(tiny_target, template, chat, words):
+    target = spoken_with(tiny_target) if template else spoken_with(tiny_target, None)
+    prompts = encode_prompts(target, ["Hi", "Ho"], chat=chat)
+    outputs = [Output("Hi", "\n", (5,), "eos"), Output("Ho", "x", (9, 5), "eos")]
+    [warning] = empty_answers(target, prompts, outputs)
+    assert warning.startswith("1 of 2 answers are empty: tiny")
+    assert words in warning
+    assert empty_answers(target, prompts[1:], outputs[1:]) == []
+    stopped = [Output("Hi", "", (5,), "stop")]
+    assert empty_answers(target, prompts[:1], stopped) == []

@@ -1,4 +1,4 @@
-"""`specctl bench --families`: two families, two steps, on the embedded target."""
+"""`specctl bench-families`: two families, two steps, on the embedded target."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FIGURES = {
 
 def words(families: str, out: Path) -> list[object]:
     sets = [word for field in SMALL for word in ("--set", field)]
-    flags = ["--families", families, "--budget-steps", "2", "--out", out, "--dtype", "float32"]
-    return ["bench", *flags, *MEASURED, *sets]
+    flags = ["--steps", "2", "--out", out, "--dtype", "float32"]
+    return ["bench-families", *families.split(","), *flags, *MEASURED, *sets]
 
 
 def budget(**given: Any) -> TrainingBudget:
@@ -117,15 +117,6 @@ def test_the_tree_is_dynamic_or_the_familys_own() -> None:
 def test_a_family_that_cannot_be_compared_is_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="no trained family"):
         chosen(text)
-
-
-@pytest.mark.parametrize(
-    "flags", [("--budget-steps", "2"), ("--families", "medusa", "--draft", "none")]
-)
-def test_a_flag_that_would_be_ignored_is_an_error(run: Any, flags: tuple[str, ...]) -> None:
-    ran = run("bench", *flags)
-    assert ran.code == Exit.RECIPE
-    assert "--families" in ran.err
 
 
 def test_sizes_are_written_in_four_letters() -> None:

@@ -22,7 +22,7 @@ from specctl.core.errors import Exit
 from specctl.drafters import family
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
-from specctl.runtime.measure.bench import BenchReport, BenchRow
+from specctl.runtime.measure.bench_report import BenchReport, BenchRow
 from specctl.runtime.target.target import load_target
 from specctl_testing.cli.commands import parsed
 from specctl_testing.cli.next_lines import wrong_lines

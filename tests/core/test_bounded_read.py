@@ -47,11 +47,26 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "prompts.txt"
     os.mkfifo(pipe)
     began = time.monotonic()
-    with pytest.raises(FileError, match="device or a pipe"):
+    with pytest.raises(FileError, match="nothing was written"):
         read_prompts(None, pipe, None)
     with pytest.raises(OSError, match="device or a pipe"):
         open_regular(pipe)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [(b"one\n\ntwo\n", ["one", "two"]), (b'{"prompt": "three"}\n', ["three"])],
+)
+def test_prompts_that_another_program_writes_are_read(body: bytes, texts: list[str]) -> None:
+    reading, writing = os.pipe()  # as the shell's <(command) is
+    os.write(writing, body)
+    os.close(writing)
+    try:
+        found = read_prompts(None, Path(f"/dev/fd/{reading}"), None)
+    finally:
+        os.close(reading)
+    assert [prompt.text for prompt in found] == texts
 
 
 @needs_devices

@@ -18,7 +18,8 @@ from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.models.llama import Rotary, default_inv_freq
 from specctl.runtime.generate import Generated, generate
-from specctl.runtime.measure.bench import Contender, Timed, bench
+from specctl.runtime.measure.bench import Contender, bench
+from specctl.runtime.measure.timed import Timed
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -152,9 +153,9 @@ def test_a_benchmark_warms_up_with_all_texts_that_it_records(
 ) -> None:
     given: list[int] = []
 
-    def run(prompts: Any, sampling: Sampling) -> Timed:
+    def run(prompts: Any, sampling: Sampling, on_answers: Any) -> Timed:
         given.append(len(prompts))
-        return Timed(1, 1.0, ((1,),), 1.0)
+        return Timed(len(prompts), 1.0, ((1,),) * len(prompts), 1.0)
 
     lm = CompiledLM(target.lm) if is_recorded else target.lm
     samplings = [Sampling(max_new_tokens=1)]

@@ -26,6 +26,13 @@ from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.native import bits as few_bits
 from specctl.models.native import library as built
 from specctl.models.native import step
+from specctl.models.native.packed import (
+    TYPES,
+    PackedMatrix,
+    PackedType,
+    PackedWeights,
+    from_gguf,
+)
 from specctl.models.native.step import most_rows
 from specctl.models.native.threads import Kind
 
@@ -270,6 +277,31 @@ def test_of_a_run_no_mask_is_made_and_of_other_tokens_the_mask_counts() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "packed"])
+@pytest.mark.parametrize("amx", [False, True])
+def test_rounds_of_any_width_are_their_tokens_one_by_one(
+    kind: str, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, up to 32 rows (in float32 24: those of prompts are summed in another order),
+    whether or not the processor could multiply matrices in bfloat16 by itself."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    if kind == "packed":
+        lm = packed_models()[-1]
+    else:
+        lm = make(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        lm = lm.in_bits(int(kind[3:])) if kind.startswith("int") else lm
+    ids, kv = torch.randint(0, VOCAB, (1, 32)), lm.new_kv(1, 48)
+    each = [forward(lm, kv, ids[:, i : i + 1], [i]).logits_BTV for i in range(32)]
+    alone = torch.cat([one for one in each if one is not None], 1)
+    for width in (2, 3, 4, 5, 6, 8, 16, 24 if kind == "float32" else 32):
+        with torch.no_grad():
+            assert lm.is_native(ids[:, :width])
+        together = forward(lm, lm.new_kv(1, 48), ids[:, :width], [0]).logits_BTV
+        assert together is not None
+        assert torch.equal(together, alone[:, :width])
+
+
+@needs_compiler
 def test_a_token_has_the_same_logits_alone_in_a_batch_and_in_a_tree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -359,6 +391,30 @@ def test_weights_that_are_computed_as_they_are_read_are_pytorchs(name: str, eage
     assert not torch.allclose(found, before)
 
 
+def packed_models() -> list[FastLlama]:
+    """Of each type one, its numbers random and small."""
+    found = []
+    for name, about in TYPES.items():
+        lm = make(hidden_size=256, intermediate_size=256, head_dim=64)
+        stack = lm.module.stack()
+        assert stack is not None
+
+        def matrix(weight: Tensor, name: str = name, about: PackedType = about) -> PackedMatrix:
+            rows, columns = weight.shape
+            blocks = torch.randint(0, 256, (rows, columns // about.weights, about.bytes)).byte()
+            for at in (208,) if name == "Q6_K" else (0, 2)[: 1 + about.has_least]:
+                blocks[..., at : at + 2] = torch.tensor([3e-4]).half().view(torch.uint8)
+            return from_gguf(blocks.flatten(1), name, rows, columns)
+
+        layers = [
+            dict(zip(built.LayerAddresses.NAMES, each, strict=True)) for each in stack.weights()
+        ]
+        own = tuple({each: matrix(layer[each]) for each in step.MATRICES} for layer in layers)
+        assert lm.module.keep_packed(PackedWeights(own, matrix(stack.head)))
+        found.append(lm.in_bits("packed"))
+    return found
+
+
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64's instruction sets")
 @pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "x86-64-v4"])
@@ -374,10 +430,11 @@ def test_registers_of_every_width_compute_the_same(
     if processor[-1] in "34" and int(processor[-1]) > wide:
         return
     plain = make()
-    for lm, error in ((plain, 1e-6), (plain.in_bits(8), 1e-3), (plain.in_bits(4), 1e-3)):
+    few = [(each, 1e-3) for each in (plain.in_bits(8), plain.in_bits(4), *packed_models())]
+    for lm, error in ((plain, 1e-6), *few):
         own = lm.module.native(lm.bits)
         assert own is not None
-        name = "step_float32" if lm.bits is None else f"step_float32_int{lm.bits}"
+        name = "step_float32" + step.KINDS[lm.bits]
         for width in (7, 16):
             ids, wanted = torch.randint(0, VOCAB, (2, width)), {"taps": (1, LAYERS)}
             expected = forward(lm, filled(lm, 2), ids, [9, 30], **wanted)

@@ -25,6 +25,7 @@ from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.prepare import TokenData, better_seq_len, prepare
 from specctl.train.data.records import Sample, sample_of, without
 from specctl.train.data.sources import Defects, read_samples
+from specctl_testing.runtime.chat_targets import spoken_with
 
 TALK = (
     {"role": "user", "content": "hello"},
@@ -329,6 +330,18 @@ def test_heldout_prompts_take_domains_in_turn(chat_target: Target, tmp_path: Pat
     assert [p.text for p in heldout_prompts(chat_target, 2, "a", path)] == ["a0", "a1"]
     with pytest.raises(SpecctlError, match="one of a, b"):
         heldout_prompts(chat_target, 1, "c", path)
+
+
+def test_heldout_texts_are_turns_of_a_chat_model(tiny_target: Target, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "p.jsonl", {"prompt": "hello"})
+    chatty = spoken_with(tiny_target)
+    [prompt] = heldout_prompts(chatty, 1, path=path)
+    assert prompt.ids == tuple(chatty.encode_chat([{"role": "user", "content": "hello"}]))
+    assert prompt.text == "hello"
+    [raw] = heldout_prompts(chatty, 1, path=path, chat=False)
+    assert raw.ids == tuple(chatty.encode("hello"))
+    embedded = heldout_prompts(chatty, 2)
+    assert all(chatty.tokenizer.decode(p.ids[-2:]) == "<|assistant|>\n" for p in embedded)
 
 
 def test_a_text_file_is_one_prompt_per_line(chat_target: Target, tmp_path: Path) -> None:

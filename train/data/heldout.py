@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specctl.core.bounded_read import open_regular
@@ -35,13 +35,19 @@ def embedded_prompts() -> Path:
 
 
 def heldout_prompts(
-    target: Target, count: int, domain: str | None = None, path: str | Path | None = None
+    target: Target,
+    count: int,
+    domain: str | None = None,
+    path: str | Path | None = None,
+    chat: bool | None = None,
 ) -> list[HeldoutPrompt]:
     """`count` prompts (fewer if there are fewer), taken in turn from every domain, always the same.
 
-    `path` is a text file (one prompt per line), or a file of records as for training. A text, or a
-    prompt alone, is read as it is; a conversation as the target's template writes it.
+    `path` is a text file (one prompt per line), or a file of records as for training. A
+    conversation is read as the target's template writes it. So is a text, or a prompt alone, with
+    `chat`; else it goes on as it is; None: as the target is spoken to.
     """
+    is_chat = target.is_chat if chat is None else chat
     file = embedded_prompts() if path is None else Path(path)
     by_domain: dict[str, list[FilePrompt]] = {}
     for found in _prompts(file):
@@ -61,8 +67,9 @@ def heldout_prompts(
         for group in groups
         if i < len(group)
     ]
-    prompts = [_encoded(target, found) for found in turns[:count]]
-    prompts = prompts if path is not None else [_short(target, prompt) for prompt in prompts]
+    if path is None:
+        turns = [_short(target, found) for found in turns[:count]]
+    prompts = [_encoded(target, found, is_chat) for found in turns[:count]]
     if not prompts:
         raise FileError(
             "the file of held-out prompts is empty",
@@ -75,13 +82,12 @@ def heldout_prompts(
     return prompts
 
 
-def _short(target: Target, prompt: HeldoutPrompt) -> HeldoutPrompt:
+def _short(target: Target, prompt: FilePrompt) -> FilePrompt:
     """An embedded prompt, which nobody chose for this target, in at most half of its context."""
-    most = max(1, target.spec.max_positions // 2)
-    if len(prompt.ids) <= most:
+    most, ids = max(1, target.spec.max_positions // 2), target.encode(prompt.sample.text)
+    if len(ids) <= most:
         return prompt
-    ids = prompt.ids[:most]
-    return HeldoutPrompt(ids, target.decode(ids), prompt.domain)
+    return replace(prompt, sample=replace(prompt.sample, text=target.decode(ids[:most])))
 
 
 def _prompts(file: Path) -> Iterator[FilePrompt]:
@@ -111,12 +117,15 @@ def _by_ids(target: Target, sample: Sample) -> HeldoutPrompt:
     return HeldoutPrompt(ids, target.decode(ids), sample.domain)
 
 
-def _encoded(target: Target, prompt: FilePrompt) -> HeldoutPrompt:
+def _encoded(target: Target, prompt: FilePrompt, is_chat: bool) -> HeldoutPrompt:
     sample = prompt.sample
     try:
         if sample.text:
             check_values(sample.text)
             check_room(target, sample.text)
+            if is_chat:
+                turn = {"role": "user", "content": sample.text}
+                return HeldoutPrompt(tuple(target.encode_chat([turn])), sample.text, sample.domain)
             return HeldoutPrompt(tuple(target.encode(sample.text)), sample.text, sample.domain)
         if sample.ids and not sample.messages:
             return _by_ids(target, sample)

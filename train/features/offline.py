@@ -29,6 +29,7 @@ from specctl.train.features.kept import Form, decode, encode, read_target, with_
 from specctl.train.features.remote_shards import ObjectStore, RemoteShards, is_url
 from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
 from specctl.train.features.target_source import TargetSource, target_source
+from specctl.train.step_threads import StepThreads
 
 BatchOf = Callable[[list[int]], TrainBatch]
 Ahead = Callable[[list[int]], None]
@@ -64,13 +65,14 @@ class FeatureSource:
         """Begin to read rows that will be asked for next."""
         self.shards.ahead(rows)
 
-    def fill(self, shard: int, group: int) -> None:
+    def fill(self, shard: int, group: int, threads: StepThreads) -> None:
         """Let the target read a shard's rows, `group` at a time."""
         rows = list(self.shards.layout.rows(shard))
         parts: list[dict[str, Tensor]] = []
         for start in range(0, len(rows), group):
             batch = self.data.batch(rows[start : start + group])
-            read = read_target(self.target, batch, self.form, self.source)
+            with threads.step():
+                read = read_target(self.target, batch, self.form, self.source)
             parts += [encode(raw, self.form) for raw in read]
         tokens = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         lengths = [len(next(iter(part.values()))) for part in parts]
@@ -113,9 +115,10 @@ def feature_source(
     features = _features(recipe.data, source, target, data, needs, out, disk)
     todo = _todo(recipe.data, features, reporter, ranks)
     group = max(1, recipe.train.rows // ranks.size)
+    threads = StepThreads.of(ranks, reporter)
     with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
         for shard in todo[ranks.rank :: ranks.size]:
-            features.fill(shard, group)
+            features.fill(shard, group, threads)
             advance(min(ranks.size, len(todo)))
     return Features(features.batch, features.ahead)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from specctl.core.files import write_bytes
+from specctl.runtime.target.spoken_to import PRETRAINED_TEMPLATE
 from specctl.train.data.corpus import heldout_texts, training_texts
 from specctl.train.data.supply import Order
 from specctl.train.pretrain.recipe import PretrainRecipe
@@ -33,14 +34,6 @@ SPECIAL_TOKENS = [BOS, EOS, PAD, USER, ASSISTANT, END]
 WORDS = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' }}"
-    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ '<|user|>\\n' + message['content'] + '<|end|>\\n' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
 
@@ -72,7 +65,7 @@ def train_tokenizer(
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = PRETRAINED_TEMPLATE
     return tokenizer
 
 

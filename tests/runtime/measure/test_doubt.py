@@ -9,9 +9,11 @@ from specctl.cli.commands.quickstart import Pair, verdict
 from specctl.cli.options.loading import DraftingFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.runtime.generate import Generated
-from specctl.runtime.measure.bench import BenchReport, Timed, _rows
+from specctl.runtime.measure.bench import _rows
+from specctl.runtime.measure.bench_report import BenchReport
 from specctl.runtime.measure.doubt import counted_shares, doubts
 from specctl.runtime.measure.stats import Stats
+from specctl.runtime.measure.timed import Timed
 from specctl.runtime.sampling.sampling import Sampling
 
 
@@ -35,8 +37,8 @@ def report(*seconds: float, tokens: int = 512, tau: float = 2.0) -> BenchReport:
     """Plain runs of one second, and a drafter's runs of these."""
     ids = ((1,) * tokens,)
     runs = {
-        "plain": [Timed(tokens, 1.0, ids, 1.0)] * len(seconds),
-        "copy": [Timed(tokens, one, ids, tau) for one in seconds],
+        "plain": [{"": Timed(tokens, 1.0, ids, 1.0)}] * len(seconds),
+        "copy": [{"": Timed(tokens, one, ids, tau)} for one in seconds],
     }
     rows = tuple(_rows(runs, Sampling()))
     return BenchReport(rows, "tiny", None, "float32", "cpu", 1, 1, 4, 64, len(seconds))

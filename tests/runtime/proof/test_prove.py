@@ -26,6 +26,7 @@ from specctl.runtime.proof.reference_checks import (
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify.walk import DraftDistribution
+from specctl_testing.runtime.chat_targets import spoken_with
 
 CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}
 
@@ -289,3 +290,18 @@ def test_too_few_samples_for_any_token_make_one_cell(make_target):
     joint = PairDistribution(make_target(num_layers=1), [1, 2], Sampling(temperature=50.0), 10)
     assert joint.expected == [pytest.approx(10.0)]
     assert joint.test([(0, 0)] * 10).p_value == 1.0
+
+
+def test_built_in_prompts_are_turns_of_a_chat_model(tiny_target):
+    chatty = spoken_with(tiny_target)
+    first = {"role": "user", "content": prove.TEXTS[0]}
+    assert list(prove.proof_prompts(chatty, None, 1)) == [chatty.encode_chat([first])]
+    assert list(prove.proof_prompts(chatty, None, 1, chat=False)) == [chatty.encode(prove.TEXTS[0])]
+
+
+def test_prompts_that_all_begin_alike_are_read_whole(target):
+    header = tuple(range(8))
+    prompts = [(*header, 9), (*header, 17)]
+    found = prove.open_prompt(target, prompts, Sampling(temperature=1.0))
+    assert found in prompts
+    assert len(prove.open_prompt(target, [*prompts, (5, 6)], Sampling(temperature=1.0))) <= 8

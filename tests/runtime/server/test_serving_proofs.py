@@ -29,7 +29,7 @@ def proof(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 def assert_proved(checks: Sequence[Any]) -> None:
     assert checks
     for check in checks:
-        assert check.ok, check
+        assert check.ok, f"{check.what}: {check.found}"  # whole, where pytest would cut it
 
 
 def test_whatever_the_schema_allows_or_forbids_is_answered_in_words(proof: Any) -> None:

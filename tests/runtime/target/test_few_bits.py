@@ -129,7 +129,7 @@ def test_what_needs_the_stored_matrices_is_refused(target: Target) -> None:
         lambda: target.lm.dense(ids, ids, masks),
         lambda: pickle.dumps(target.lm.module.model.layers[0]),
     ):
-        with pytest.raises(IncompatibleError, match="8 or 4 bits are no longer in memory"):
+        with pytest.raises(IncompatibleError, match="few bits are not in memory in any other form"):
             use()
 
 

@@ -1,0 +1,40 @@
+"""`specctl targets`: what is here, and what fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specctl.api import models_here
+from specctl.api.models_here import ModelHere
+from specctl_testing.cli.ran import Run
+
+
+def test_what_is_here_is_listed_with_a_next_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"1")
+    large = ModelHere("a/large", "hub cache", tmp_path, 4 << 30, "qwen2", "t", ("a/small",))
+    monkeypatch.setattr(
+        models_here, "models_here", lambda: [large, ModelHere(str(file), "llama.cpp", file, 1)]
+    )
+    ran = run("targets")
+    assert ran.code == 0
+    assert "a/large" in ran.out
+    assert "4.0 GiB" in ran.out
+    assert "qwen2.5-coder-1.5b" in ran.out
+    assert "specctl bench --target a/large a/small" in ran.err
+    answer = run("targets", "--here", "--json").json["result"]
+    assert [one["name"] for one in answer["models"]] == ["a/large", str(file)]
+    assert answer["aliases"] == []
+
+
+def test_a_machine_without_models_says_where_it_looked(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_here, "models_here", list)
+    ran = run("targets", "--here")
+    assert "no model in the hub's cache" in ran.out
+    assert "specctl bench prompt-lookup" in ran.err
