@@ -147,7 +147,8 @@ class GgufHeader:
         """A field that must be there."""
         if key not in self.fields:
             raise self.damaged(f"the file has no {key}", "no such field", kind.__name__)
-        return self.get(key, kind, self.fields[key])
+        checked: T = self.get(key, kind, self.fields[key])
+        return checked
 
     def damaged(self, what: str, found: str, expected: str = "") -> IntegrityError:
         """The error for a file that contradicts itself."""

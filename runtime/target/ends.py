@@ -22,6 +22,7 @@ GENERATION, CONFIG, TOKENIZER, TEMPLATE = (
     "tokenizer",
     "chat template",
 )
+GGUF, SPELLING = "gguf", "spelling"  # what a file of llama.cpp names; tokens spelled like ends
 ASK, ANSWER = "Askedwords", "Answeredwords"  # in no template, and the same when trimmed
 Conversation = Sequence[Mapping[str, Any]]
 TURNS: Conversation = (
