@@ -25,6 +25,7 @@ VERSIONS = (2, 3)
 MOST_DIMENSIONS, LONGEST_KEY, LARGEST_ALIGNMENT = 4, 1 << 16, 1 << 20
 DEFAULT_ALIGNMENT = 32
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+PROJECTOR = "mmproj"  # what the names of image parts begin with, by llama.cpp's converter
 AGAIN = "fetch the file again, and wait until its download is whole"
 
 
@@ -193,6 +194,15 @@ def part_names(name: str) -> list[str] | None:
     count = int(match["count"])
     end = name[-len(SUFFIX) :]
     return [f"{match['stem']}-{i:05}-of-{count:05}{end}" for i in range(1, count + 1)]
+
+
+def models_in(folder: Path) -> list[Path]:
+    """The models that the GGUF files of a folder are: one in parts by the name of its first part;
+    the image part of a multimodal model (mmproj) is none."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
+    firsts = [(part_names(name) or [name])[0] for name in names]
+    models = [name for name in firsts if not name.lower().startswith(PROJECTOR)]
+    return [folder / name for name in dict.fromkeys(models or firsts)]
 
 
 def _parts(path: Path) -> list[Path]:

@@ -174,12 +174,13 @@ def target_record(target: Target) -> dict[str, Any]:
 
 
 def _lasting(name: str) -> str:
-    """A target's name; of a folder its whole path: a relative one means nothing elsewhere."""
+    """A target's name; of a folder or a file its whole path: a relative one means nothing
+    elsewhere."""
     try:
-        is_folder = name not in aliases() and resolve(name).path is not None
+        is_here = name not in aliases() and resolve(name).repo is None
     except SpecctlError:
         return name
-    return whole_path(name) if is_folder else name
+    return whole_path(name) if is_here else name
 
 
 def _adapter(applied: AppliedAdapter) -> dict[str, Any]:

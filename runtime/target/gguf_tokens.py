@@ -76,7 +76,7 @@ def ends_in_file(header: GgufHeader, vocab_size: int) -> EndsOfText:
 
 def named_in(header: GgufHeader) -> list[NamedEnds]:
     """The ends that the file names, and those that its tokens are spelled as."""
-    named = [_id(header, name) for name in ENDS]
+    named = [id_named(header, name) for name in ENDS]
     spelled = [number for number, token in enumerate(_tokens(header)) if token in SURE_ENDS]
     types = _types(header)
     spelled += [
@@ -109,7 +109,7 @@ def _types(header: GgufHeader) -> Sequence[int]:
     return found
 
 
-def _id(header: GgufHeader, name: str) -> int | None:
+def id_named(header: GgufHeader, name: str) -> int | None:
     """The id of a special token that the file names."""
     key = f"{FIELD}{name}_token_id"
     if key not in header.fields:
@@ -122,7 +122,7 @@ def _id(header: GgufHeader, name: str) -> int | None:
 
 def _special(header: GgufHeader) -> dict[str, str]:
     tokens = _tokens(header)
-    numbers = {ours: _id(header, theirs) for ours, theirs in NAMES.items()}
+    numbers = {ours: id_named(header, theirs) for ours, theirs in NAMES.items()}
     return {name: tokens[number] for name, number in numbers.items() if number is not None}
 
 
@@ -247,7 +247,7 @@ def _around(header: GgufHeader, pre: Pre) -> dict[str, Any]:
     for name, default in (("bos", pre.has_bos), ("eos", False)):
         if not header.get(f"{FIELD}add_{name}_token", bool, default):
             continue
-        number = _id(header, name)
+        number = id_named(header, name)
         if number is None:
             raise header.damaged(
                 f"texts are to have a token that the file does not name ({name})",

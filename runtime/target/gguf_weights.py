@@ -133,6 +133,10 @@ class GgufWeights:
         begin = start - first * width
         return torch.from_numpy(wide[begin : begin + count].copy())
 
+    def piece(self, name: str, start: int, count: int) -> torch.Tensor:
+        """`flat` of a parameter of the model, for its fingerprint."""
+        return self.flat(name, self.shapes[name], start, count)
+
     @staticmethod
     def _row(row: int, heads: int | None, num_rows: int) -> int:
         """Where the file has that row of the parameter."""

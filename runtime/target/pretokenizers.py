@@ -91,6 +91,8 @@ _STEPS: Mapping[tuple[tuple[str, ...], bool], str] = {
 NEAREST: Mapping[tuple[tuple[str, ...], bool], str] = {
     (("|".join((_WORD, r"\p{N}{1,3}", _OTHER, _END)), "bytes"), False): "smaug-bpe",
 }
+# The steps of a tokenizer that was read from a file.
+_READ = {((*pre.splits, "bytes"), pre.ignore_merges): name for name, pre in KNOWN.items()}
 
 
 def nearest_pre(tokenizer: Mapping[str, Any]) -> str | None:
@@ -106,7 +108,8 @@ def pre_of(tokenizer: Mapping[str, Any]) -> str | None:
     normalizer = tokenizer.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         return None
-    return _STEPS.get(_steps(tokenizer))
+    steps = _steps(tokenizer)
+    return _STEPS.get(steps, _READ.get(steps))
 
 
 def _steps(tokenizer: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:

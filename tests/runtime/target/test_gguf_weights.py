@@ -9,23 +9,13 @@ import torch
 
 from specctl.core.errors import IncompatibleError, IntegrityError
 from specctl.core.gguf_header import read_header
-from specctl.export.layouts.llama_cpp.target import write_target
 from specctl.runtime.target.gguf_config import fields_of
 from specctl.runtime.target.gguf_weights import GgufWeights
 from specctl.runtime.target.target import Target
 
-pytest.importorskip("gguf")
 
-
-@pytest.fixture(scope="module")
-def file(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gguf") / "target.gguf"
-    write_target(tiny_target, path)
-    return path
-
-
-def test_exported_weights_are_read_back_bit_for_bit(tiny_target: Target, file: Path) -> None:
-    weights = GgufWeights(read_header(file))
+def test_exported_weights_are_read_back_bit_for_bit(tiny_target: Target, tiny_gguf: Path) -> None:
+    weights = GgufWeights(read_header(tiny_gguf))
     for name, parameter in tiny_target.lm.module.named_parameters():
         assert torch.equal(weights.whole(name, parameter.shape, torch.device("cpu")), parameter)
         middle = parameter.numel() // 2
@@ -33,8 +23,8 @@ def test_exported_weights_are_read_back_bit_for_bit(tiny_target: Target, file: P
         assert torch.equal(piece, parameter.reshape(-1)[middle : middle + 5]), name
 
 
-def test_fields_say_the_shape_of_the_model(tiny_target: Target, file: Path) -> None:
-    found, spec = fields_of(read_header(file)), tiny_target.spec
+def test_fields_say_the_shape_of_the_model(tiny_target: Target, tiny_gguf: Path) -> None:
+    found, spec = fields_of(read_header(tiny_gguf)), tiny_target.spec
     assert found["model_type"] == "llama"
     assert found["rms_norm_eps"] == spec.norm_eps
     assert found["hidden_size"] == spec.hidden_size
@@ -56,9 +46,9 @@ def test_fields_say_the_shape_of_the_model(tiny_target: Target, file: Path) -> N
     ],
 )
 def test_damaged_files_are_refused_with_the_reason(
-    file: Path, tmp_path: Path, change: object, kind: type[Exception], says: str
+    tiny_gguf: Path, tmp_path: Path, change: object, kind: type[Exception], says: str
 ) -> None:
     path = tmp_path / "model.gguf"
-    path.write_bytes(change(file.read_bytes()))
+    path.write_bytes(change(tiny_gguf.read_bytes()))
     with pytest.raises(kind, match=says):
         read_header(path)
