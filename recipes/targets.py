@@ -93,7 +93,7 @@ def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
     if not name.strip():
         raise _unknown(name, path)
     if path.is_dir():
-        file = _gguf_in(path)
+        file = gguf_in(path)
         return ResolvedTarget(name, None, revision, path if file is None else None, file=file)
     if path.exists():
         if not is_gguf(path):
@@ -104,7 +104,7 @@ def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
     raise _unknown(name, path)
 
 
-def _gguf_in(folder: Path) -> Path | None:
+def gguf_in(folder: Path) -> Path | None:
     """The GGUF model that a folder without other weights holds; None where it holds none."""
     if has_weights(folder) or is_adapter_alone(folder) or (folder / PACKAGE).is_file():
         return None
