@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from specctl.core.errors import IncompatibleError, IntegrityError
-from specctl.core.gguf_header import read_header
+from specctl.core.gguf_header import KINDS, GgufKind, GgufTensor, read_header
+from specctl.runtime.target.gguf_blocks import numbers
 from specctl.runtime.target.gguf_config import fields_of
 from specctl.runtime.target.gguf_weights import GgufWeights
 from specctl.runtime.target.target import Target
@@ -52,3 +54,18 @@ def test_damaged_files_are_refused_with_the_reason(
     path.write_bytes(change(tiny_gguf.read_bytes()))
     with pytest.raises(kind, match=says):
         read_header(path)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_rows_of_every_type_are_what_the_library_reads(kind: GgufKind, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the library gguf is not installed")
+    raw = np.random.default_rng(0).integers(0, 256, (4, 2 * 256 // kind.weights * kind.bytes))
+    raw_RB = raw.astype(np.uint8)
+    path = tmp_path / "blocks"
+    path.write_bytes(b"front" + raw_RB.tobytes())
+    tensor = GgufTensor("x", (4, 512), kind, len(b"front"), path)
+    with np.errstate(all="ignore"):  # random scales may be infinite
+        right_RI = gguf.dequantize(raw_RB, gguf.GGMLQuantizationType[kind.name])
+        found_RI = numbers(tensor, 1, 3)
+    assert found_RI.dtype == np.float32
+    assert np.array_equal(found_RI, right_RI[1:3].reshape(2, 512), equal_nan=True)
