@@ -18,6 +18,7 @@ from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.core.model_folder import CONFIG, WEIGHTS
+from specctl.core.ollama_store import pulled
 from specctl.export.package.manifest import MANIFEST, read_manifest
 from specctl.recipes.targets import KnownShape, aliases, resolve
 
@@ -25,7 +26,6 @@ RUNS = Path("runs")
 DEEPEST = 3  # levels below ./runs
 SMALLER = 0.5  # a draft has at most this share of its target's bytes or parameters
 LONGEST_JSON = 64 << 20  # bytes
-OLLAMA_MODEL = "application/vnd.ollama.image.model"
 PARTS = "-of-"  # NAME-00001-of-00003.gguf
 
 
@@ -213,23 +213,9 @@ def _of_llama_cpp() -> Iterator[ModelHere]:
 
 
 def _of_ollama() -> Iterator[ModelHere]:
-    """Models that Ollama pulled: a manifest names the blob that holds the weights."""
-    homes = [os.environ.get("OLLAMA_MODELS"), "~/.ollama/models"]
-    homes.append("/usr/share/ollama/.ollama/models")
-    for home in dict.fromkeys(Path(one).expanduser() for one in homes if one):
-        manifests = home / "manifests"
-        for file in sorted(manifests.rglob("*")) if manifests.is_dir() else ():
-            layers = _json(file).get("layers") if file.is_file() else None
-            digests = [
-                str(one.get("digest", ""))
-                for one in (layers if isinstance(layers, list) else [])
-                if isinstance(one, dict) and one.get("mediaType") == OLLAMA_MODEL
-            ]
-            blob = home / "blobs" / digests[0].replace(":", "-") if digests else None
-            if blob is not None and blob.is_file():
-                *_, owner, model, tag = file.relative_to(manifests).parts
-                name = model if owner == "library" else f"{owner}/{model}"
-                yield ModelHere(f"ollama:{name}:{tag}", "Ollama", blob, blob.stat().st_size)
+    for name, file in pulled():
+        if file.is_file():
+            yield ModelHere(name, "Ollama", file, file.stat().st_size)
 
 
 def _gguf_files(place: str, folder: Path, files: Iterator[Path]) -> Iterator[ModelHere]:

@@ -21,6 +21,7 @@ from specctl.core.model_folder import (
     is_adapter_alone,
     near_folder,
 )
+from specctl.core.ollama_store import PREFIX, file_of
 from specctl.recipes.built_in import is_built_in
 
 BRANCH = "main"  # of a repository where no revision is given
@@ -86,12 +87,14 @@ def aliases() -> tuple[str, ...]:
 
 def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
     """What a target's name means: an alias (built_in.py), a folder, a GGUF file (or a folder with
-    one), or a hub id. A word that means nothing raises with the nearest."""
+    one), a model of Ollama, or a hub id. A word that means nothing raises with the nearest."""
     if is_built_in(name, _table(), "target"):
         return _resolve_alias(name, revision)
     path = Path(name).expanduser()
     if not name.strip():
         raise _unknown(name, path)
+    if name.startswith(PREFIX) and not path.exists():
+        return ResolvedTarget(name, None, revision, None, file=file_of(name))
     if path.is_dir():
         file = gguf_in(path)
         return ResolvedTarget(name, None, revision, path if file is None else None, file=file)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specctl.core.errors import FileError
 from specctl.core.model_folder import PACKAGE, WEIGHTS
+from specctl.export.package.folder import target_record
 from specctl.recipes.targets import resolve
+from specctl.runtime.target.target import Target
 
 
 def fill(folder: Path, *names: str) -> Path:
@@ -55,3 +59,38 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"PK")
     with pytest.raises(FileError, match="a file, not a folder"):
         resolve(str(tmp_path / "model.bin"))
+
+
+def test_a_model_of_ollama_is_the_file_that_its_manifest_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_target: Target
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    manifest = tmp_path / "manifests" / "registry.ollama.ai" / "library" / "qwen3" / "latest"
+    manifest.parent.mkdir(parents=True)
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:ab"}
+    manifest.write_text(json.dumps({"layers": [layer]}))
+    with pytest.raises(FileError, match="not pulled qwen3") as caught:
+        resolve("ollama:qwen3")
+    assert "gone" in str(caught.value.found)
+    (tmp_path / "blobs").mkdir()
+    fill(tmp_path / "blobs", "sha256-ab")
+    for name in ("ollama:qwen3", "ollama:qwen3:latest"):
+        assert resolve(name).file == tmp_path / "blobs" / "sha256-ab"
+    named = replace(tiny_target, name="ollama:qwen3")
+    assert target_record(named)["name"] == "ollama:qwen3"
+    with pytest.raises(FileError, match="not pulled qwen3:4b") as caught:
+        resolve("ollama:qwen3:4b")
+    assert str(caught.value.do) == "ollama pull qwen3:4b; here are: ollama:qwen3:latest"
+
+
+def test_a_digest_never_leads_out_of_the_blobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    manifest = tmp_path / "manifests" / "r" / "library" / "x" / "latest"
+    manifest.parent.mkdir(parents=True)
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../x"}
+    manifest.write_text(json.dumps({"layers": [layer]}))
+    with pytest.raises(FileError, match="not pulled x"):
+        resolve("ollama:x")
