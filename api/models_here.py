@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import SpecctlError
+from specctl.core.gguf_header import read_header
 from specctl.core.model_folder import CONFIG, WEIGHTS
 from specctl.core.ollama_store import pulled
 from specctl.export.package.manifest import MANIFEST, read_manifest
@@ -88,6 +89,20 @@ def models_here(runs: Path = RUNS) -> list[ModelHere]:
     models = sorted(found.values(), key=lambda one: (one.place, one.name.lower()))
     packages = [*_packages(runs)]
     return [replace(one, drafts=tuple(_fitting(one, models, packages))) for one in models]
+
+
+def can_be_target(model: ModelHere) -> bool:
+    """Whether what the files say of themselves is a model that is loaded; of a folder its
+    configuration is read when it is loaded."""
+    if not model.is_gguf:
+        return True
+    from specctl.runtime.target.gguf_config import fields_of
+
+    try:
+        fields_of(read_header(model.path))
+    except SpecctlError:
+        return False
+    return True
 
 
 def aliases_here(models: Sequence[ModelHere] = (), runs: Path = RUNS) -> list[AliasHere]:

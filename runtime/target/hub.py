@@ -46,9 +46,8 @@ def cached_folder(resolved: ResolvedTarget) -> Path | None:
 
 
 def folder_of(resolved: ResolvedTarget, offline: bool = False) -> Path:
-    """Where the files of a resolved name lie, fetched where they are not here; of a GGUF file the
-    file."""
-    return resolved.path or resolved.file or download(resolved, offline, lambda _: None)
+    """Where the files of a resolved name lie, fetched where they are not here."""
+    return resolved.path or download(resolved, offline, lambda _: None)
 
 
 def _network_error(resolved: ResolvedTarget, offline: bool, error: Exception) -> NetworkError:

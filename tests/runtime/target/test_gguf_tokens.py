@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from specctl.runtime.target.gguf_tokens import (
     ends_in_file,
     tokenizer_of,
 )
-from specctl.runtime.target.pretokenizers import ALSO, KNOWN, pre_named
+from specctl.runtime.target.pretokenizers import ALSO, KNOWN, pre_named, pre_of
 from specctl.runtime.target.spoken_to import why_text
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -70,6 +71,13 @@ def test_the_name_of_a_split_decides_which_tokens_a_text_becomes() -> None:
 def test_every_name_that_llama_cpp_has_stands_for_a_split_that_is_known() -> None:
     assert all(pre_named(other) is KNOWN[name] for name in ALSO for other in ALSO[name])
     assert pre_named("bloom") is None
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_tokenizer_that_was_read_is_written_under_the_name_of_its_split(name: str) -> None:
+    found = pre_of(json.loads(tokenizer_of(header(pre=name)).backend_tokenizer.to_str()))
+    assert found is not None
+    assert pre_named(found) == KNOWN[name]
 
 
 def test_control_tokens_and_those_of_users_are_found_whole() -> None:
