@@ -136,7 +136,7 @@ def _place(target: Target) -> str:
             expected="a target with a place",
             do="save it, and give its folder as target",
         ) from error
-    return str(resolved.path or resolved.repo)
+    return resolved.place
 
 
 def _ours(job: EngineJob, package: Path, drafts: bool) -> Answers:

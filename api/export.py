@@ -79,7 +79,8 @@ def export(
     model = target_or_own(target, folder)
     manifest = write(folder, to, out, model, allow=allow, engine_python=engine_python)
     try:
-        place = resolve(model.name).path
+        found = resolve(model.name)
+        place = found.file if to == "gguf" else found.path
     except SpecctlError:  # a model in memory
         place = None
     return ExportResult(

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import SpecctlError
+from specctl.core.gguf_header import read_header
 from specctl.core.model_folder import CONFIG, WEIGHTS
+from specctl.core.ollama_store import pulled
 from specctl.export.package.manifest import MANIFEST, read_manifest
 from specctl.recipes.targets import KnownShape, aliases, resolve
 
@@ -25,7 +27,6 @@ RUNS = Path("runs")
 DEEPEST = 3  # levels below ./runs
 SMALLER = 0.5  # a draft has at most this share of its target's bytes or parameters
 LONGEST_JSON = 64 << 20  # bytes
-OLLAMA_MODEL = "application/vnd.ollama.image.model"
 PARTS = "-of-"  # NAME-00001-of-00003.gguf
 
 
@@ -88,6 +89,20 @@ def models_here(runs: Path = RUNS) -> list[ModelHere]:
     models = sorted(found.values(), key=lambda one: (one.place, one.name.lower()))
     packages = [*_packages(runs)]
     return [replace(one, drafts=tuple(_fitting(one, models, packages))) for one in models]
+
+
+def can_be_target(model: ModelHere) -> bool:
+    """Whether what the files say of themselves is a model that is loaded; of a folder its
+    configuration is read when it is loaded."""
+    if not model.is_gguf:
+        return True
+    from specctl.runtime.target.gguf_config import fields_of
+
+    try:
+        fields_of(read_header(model.path))
+    except SpecctlError:
+        return False
+    return True
 
 
 def aliases_here(models: Sequence[ModelHere] = (), runs: Path = RUNS) -> list[AliasHere]:
@@ -213,23 +228,9 @@ def _of_llama_cpp() -> Iterator[ModelHere]:
 
 
 def _of_ollama() -> Iterator[ModelHere]:
-    """Models that Ollama pulled: a manifest names the blob that holds the weights."""
-    homes = [os.environ.get("OLLAMA_MODELS"), "~/.ollama/models"]
-    homes.append("/usr/share/ollama/.ollama/models")
-    for home in dict.fromkeys(Path(one).expanduser() for one in homes if one):
-        manifests = home / "manifests"
-        for file in sorted(manifests.rglob("*")) if manifests.is_dir() else ():
-            layers = _json(file).get("layers") if file.is_file() else None
-            digests = [
-                str(one.get("digest", ""))
-                for one in (layers if isinstance(layers, list) else [])
-                if isinstance(one, dict) and one.get("mediaType") == OLLAMA_MODEL
-            ]
-            blob = home / "blobs" / digests[0].replace(":", "-") if digests else None
-            if blob is not None and blob.is_file():
-                *_, owner, model, tag = file.relative_to(manifests).parts
-                name = model if owner == "library" else f"{owner}/{model}"
-                yield ModelHere(f"ollama:{name}:{tag}", "Ollama", blob, blob.stat().st_size)
+    for name, file in pulled():
+        if file.is_file():
+            yield ModelHere(name, "Ollama", file, file.stat().st_size)
 
 
 def _gguf_files(place: str, folder: Path, files: Iterator[Path]) -> Iterator[ModelHere]:

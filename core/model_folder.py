@@ -138,9 +138,14 @@ def _real(path: Path) -> Path | None:
         return None
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether the safetensors of a model lie in a folder."""
+    return any((folder / name).is_file() for name in WEIGHTS)
+
+
 def is_adapter_alone(folder: Path) -> bool:
     """Whether a folder holds a LoRA adapter of peft, and no model that it could be added to."""
-    return (folder / ADAPTER).is_file() and not any((folder / name).is_file() for name in WEIGHTS)
+    return (folder / ADAPTER).is_file() and not has_weights(folder)
 
 
 def near_folder(path: Path) -> str:
@@ -182,20 +187,17 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _is_whole(folder: Path) -> bool:
-    has_weights = any((folder / name).is_file() for name in WEIGHTS)
-    if (folder / CONFIG).is_file() and has_weights:
+    if (folder / CONFIG).is_file() and has_weights(folder):
         return True
     return all((folder / name).is_file() for name in (ADAPTER, ADAPTER_WEIGHTS))
 
 
 def something_else(folder: Path) -> SpecctlError | None:
-    """What a folder without a model of its own holds instead; None where nothing tells."""
+    """What a folder without a model or drafter of its own holds instead; None where nothing
+    tells."""
     inside = _inside(folder)
     if inside:
         return _models_inside(folder, inside)
-    models = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
-    if models:
-        return gguf_error(models[0])
     if (folder / PACKAGE).is_file():
         return FileError(
             "the folder is a specctl package: a drafter, not a model",
@@ -204,6 +206,9 @@ def something_else(folder: Path) -> SpecctlError | None:
             do=f"give it as drafter: --draft {folder}",
             where=str(folder),
         )
+    models = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+    if models:
+        return gguf_error(models[0])
     return None
 
 
@@ -221,10 +226,10 @@ def _models_inside(folder: Path, inside: list[Path]) -> FileError:
 
 
 def gguf_error(path: Path) -> IncompatibleError:
-    """A model in llama.cpp's format, which is not loaded."""
+    """A model in llama.cpp's format in the place of a drafter."""
     name, folder = ascii(path.name)[1:-1][:120], str(path.parent)
     return IncompatibleError(
-        "this is a GGUF, the format of llama.cpp, and is not loaded as it is",
+        "a GGUF, the format of llama.cpp, is read as a target, not as a drafter",
         found=name,
         expected=f"{CONFIG}, tokenizer and {WEIGHTS[0]}",
         do="give the repository of safetensors that the GGUF was made from, or convert it with "

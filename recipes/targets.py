@@ -1,4 +1,5 @@
-"""Names of targets: an alias of `targets.yaml`, a local folder, or a hub id owner/name."""
+"""Names of targets: an alias of `targets.yaml`, a local folder or GGUF file, or a hub id
+owner/name."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from typing import Any
 import yaml
 
 from specctl.core.errors import FileError, SpecctlError, nearest
-from specctl.core.model_folder import CONFIG, gguf_error, is_adapter_alone, near_folder
+from specctl.core.gguf_header import is_gguf, models_in
+from specctl.core.model_folder import (
+    CONFIG,
+    PACKAGE,
+    has_weights,
+    is_adapter_alone,
+    near_folder,
+)
+from specctl.core.ollama_store import PREFIX, file_of
 from specctl.recipes.built_in import is_built_in
 
 BRANCH = "main"  # of a repository where no revision is given
@@ -45,8 +54,9 @@ class KnownShape:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTarget:
-    """Where a target's files are: `path` for a folder, `repo` and `revision` for the hub.
-    `is_pinned` is False when the revision is a branch that may move."""
+    """Where a target's files are: `path` for a folder, `file` for a GGUF file (of one in parts, any
+    of them), `repo` and `revision` for the hub; the others are None. `is_pinned` is False when the
+    revision is a branch that may move."""
 
     name: str
     repo: str | None
@@ -55,6 +65,12 @@ class ResolvedTarget:
     is_pinned: bool = True
     note: str = ""
     shape: KnownShape | None = None
+    file: Path | None = None
+
+    @property
+    def place(self) -> str:
+        """The folder, the file or the repository."""
+        return str(self.path or self.file or self.repo)
 
 
 @cache
@@ -70,30 +86,51 @@ def aliases() -> tuple[str, ...]:
 
 
 def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
-    """What a target's name means: an alias (built_in.py), a folder, or a hub id. A word that means
-    nothing raises with the nearest."""
+    """What a target's name means: an alias (built_in.py), a folder, a GGUF file (or a folder with
+    one), a model of Ollama, or a hub id. A word that means nothing raises with the nearest."""
     if is_built_in(name, _table(), "target"):
         return _resolve_alias(name, revision)
     path = Path(name).expanduser()
     if not name.strip():
         raise _unknown(name, path)
+    if name.startswith(PREFIX) and not path.exists():
+        return ResolvedTarget(name, None, revision, None, file=file_of(name))
     if path.is_dir():
-        return ResolvedTarget(name, None, revision, path)
+        file = gguf_in(path)
+        return ResolvedTarget(name, None, revision, path if file is None else None, file=file)
     if path.exists():
-        raise _a_file(path)
+        if not is_gguf(path):
+            raise _a_file(path)
+        return ResolvedTarget(name, None, revision, None, file=path)
     if is_hub_id(name):
         return ResolvedTarget(name, name, revision or BRANCH, None, _is_commit(revision))
     raise _unknown(name, path)
 
 
+def gguf_in(folder: Path) -> Path | None:
+    """The GGUF model that a folder without other weights holds; None where it holds none."""
+    if has_weights(folder) or is_adapter_alone(folder) or (folder / PACKAGE).is_file():
+        return None
+    found = models_in(folder)
+    if len(found) < 2:
+        return found[0] if found else None
+    names = [ascii(path.name)[1:-1][:80] for path in found]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    raise FileError(
+        "the folder holds several GGUF models",
+        found=", ".join(names[:8]) + more,
+        expected="one, or the name of one",
+        do=f"give the file itself: {found[0]}",
+        where=str(folder),
+    )
+
+
 def _a_file(path: Path) -> SpecctlError:
-    if path.suffix.lower() == ".gguf":
-        return gguf_error(path)
     is_model = (path.parent / CONFIG).is_file() or is_adapter_alone(path.parent)
     return FileError(
         "the target is a file, not a folder",
         found=ascii(str(path)),
-        expected=f"a folder with {CONFIG}, tokenizer and safetensors weights",
+        expected=f"a folder with {CONFIG}, tokenizer and safetensors weights, or a GGUF file",
         do=f"give the folder: {path.parent}"
         if is_model
         else f"give a folder that holds {CONFIG}, which {path.parent} does not",

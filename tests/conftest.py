@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,17 @@ def tiny_target() -> Target:
     from specctl.runtime.target.target import load_target
 
     return load_target("tiny", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded target as a GGUF file of float32."""
+    pytest.importorskip("gguf", reason="the library gguf, of the extra gguf, is not installed")
+    from specctl.export.layouts.llama_cpp.target import write_target
+
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_target(tiny_target, path)
+    return path
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,8 @@ PROVEN_ELSEWHERE = {
     "specctl show runs/": "tests/cli/test_commands.py, on a run made there",
     "specctl generate --draft runs/": "tests/cli/test_commands.py",
     "specctl generate runs/": "tests/cli/test_words.py, and with --draft in test_commands.py",
+    "specctl generate --target target-gguf": "tests/runtime/target/test_gguf_target.py",
+    "specctl show target-gguf": "tests/cli/test_show_gguf.py",
     "specctl generate --target runs/": "tests/cli/test_joint.py, on a target changed there",
     "specctl adapt --draft runs/": "tests/cli/test_adapt.py",
     "specctl chat --target tiny --draft auto": "tests/cli/test_chat.py, at a terminal",

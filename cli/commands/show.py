@@ -13,6 +13,7 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line, with_text
+from specctl.cli.commands.shown_ends import end_rows
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import FileError, IntegrityError, did_you_mean, no_folder
 
@@ -28,13 +29,13 @@ def show(
         str,
         typer.Argument(
             metavar="PATH|TARGET",
-            help="A package, a run folder, a model folder, or a target's name.",
+            help="A package, a run folder, a model folder, a GGUF file, or a target's name.",
             autocompletion=complete_target,
         ),
     ],
 ) -> None:
-    """Show what a folder contains: kind, parameters, target, acceptance, how to use it. Of a
-    target's name: what it stands for, and its sizes.
+    """Show what a folder or a GGUF file contains: kind, parameters, target, acceptance, how to use
+    it. Of a target's name: what it stands for, and its sizes.
 
     Examples:
 
@@ -45,6 +46,13 @@ def show(
     target, path = _target_named(word), Path(word)
     if target is not None:
         result, following = _target(console, target)
+        console.done(result, next=following)
+        return
+    file = _gguf_at(path)
+    if file is not None:
+        from specctl.cli.commands.shown_gguf import show_gguf
+
+        result, following = show_gguf(console, file)
         console.done(result, next=following)
         return
     if not path.is_dir():
@@ -79,6 +87,16 @@ def show(
     console.done(result, next=following)
 
 
+def _gguf_at(path: Path) -> Path | None:
+    """The GGUF file that is named, or that a folder without other weights holds."""
+    from specctl.core.gguf_header import is_gguf
+    from specctl.recipes.targets import gguf_in
+
+    if path.is_dir():
+        return gguf_in(path)
+    return path if path.is_file() and is_gguf(path) else None
+
+
 def _target_named(word: str) -> ResolvedTarget | None:
     """The target of that name; None where a folder is meant."""
     from specctl.recipes.drafter_names import folder_named
@@ -111,7 +129,7 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
         ]
     folder = found.path or cached_folder(found)
     ends = None if folder is None else _ends(folder)
-    rows += _end_rows(ends)
+    rows += end_rows(ends)
     rows.append(("recipes", _recipes_text(recipes, found.name)))
     console.table(("field", "value"), rows)
     result = {
@@ -135,23 +153,6 @@ def _ends(path: Path) -> EndsOfText:
     from specctl.runtime.target.tokenizer_files import ends_in
 
     return ends_in(path, read_object(path / "config.json"))
-
-
-def _end_rows(ends: EndsOfText | None) -> list[tuple[str, object]]:
-    """Each end of text with where it comes from, and which of them ends what."""
-    if ends is None:
-        return [("ends of text", "known when its files are in the cache")]
-    spelled = {end.token_id: end.token or "no token" for end in ends.each}
-    turn = "nothing in its chat template" if ends.of_turn is None else spelled[ends.of_turn]
-    rows: list[tuple[str, object]] = [
-        ("ends of text", "; ".join(end.text() for end in ends.each) or "none"),
-        ("an answer ends with", turn),
-    ]
-    if ends.of_document is not None:
-        rows.append(("a document ends with", spelled[ends.of_document]))
-    if ends.left_out:
-        rows.append(("ends nothing", "; ".join(one.text() for one in ends.left_out)))
-    return rows
 
 
 def _recipes_text(names: Sequence[str], target: str) -> str:
@@ -329,7 +330,7 @@ def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("model type", config.get("model_type")),
         *((name.replace("_", " "), inner.get(name)) for name in wanted),
         ("weights", f"{len(weights)} safetensors files, {size:,} bytes"),
-        *_end_rows(ends),
+        *end_rows(ends),
     ]
     console.table(("field", "value"), rows)
     result = {"kind": "model", "path": str(path), "config": config, "weight_bytes": size}

@@ -29,7 +29,7 @@ def targets(
       specctl targets
       specctl targets --here --json
     """
-    from specctl.api.models_here import aliases_here, models_here
+    from specctl.api.models_here import aliases_here, can_be_target, models_here
 
     models = models_here()
     named = [] if here else aliases_here(models)
@@ -70,9 +70,9 @@ def targets(
             ],
             "Built-in names",
         )
-    loadable = [one for one in models if not one.is_gguf]
-    fitting = next((one for one in loadable if one.drafts), None)
-    words = ["--target", loadable[0].name] if loadable else []
+    fitting = next((one for one in models if one.drafts and can_be_target(one)), None)
+    first = next((one for one in models if can_be_target(one)), None)
+    words = ["--target", first.name] if first else []
     following = (
         command_line("bench", "prompt-lookup", *words)
         if fitting is None

@@ -150,11 +150,11 @@ class TargetChoice:
             from specctl.runtime.target.inflate import size_named
 
             size_named(self.inflate)  # before the target is read
-        console.detail(f"target {self.name} = {resolved.path or resolved.repo}")
+        console.detail(f"target {self.name} = {resolved.place}")
         for word in self.adapter or ():
             console.detail(f"with adapter {word}")
-        if self.revision is not None and resolved.path is not None:
-            console.warn(f"--revision is ignored: target {self.name} is a folder of this machine")
+        if self.revision is not None and resolved.repo is None:
+            console.warn(f"--revision is ignored: target {self.name} is on this machine")
         from specctl.models.native.library import BUILDING, is_given_up, is_to_be_built, library
 
         is_new = is_to_be_built()

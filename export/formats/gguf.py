@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specctl.core.errors import SpecctlError
 from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
 from specctl.export.layouts.blocks import blocks_of, check_confidence, mask_row
@@ -39,6 +40,7 @@ from specctl.export.readers.trial import (
     without_router,
 )
 from specctl.models.fast_llama import FastLlama
+from specctl.recipes.targets import resolve
 
 FILE = "draft.gguf"
 SPEC_TYPES = {
@@ -168,17 +170,27 @@ def notes(source: ExportSource) -> tuple[str, ...]:
 
 
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
-    """The target becomes a GGUF file first: by our writer, which knows more tokenizers, where it is
-    of Llama's shape, else by llama.cpp's converter."""
+    """The target becomes a GGUF file first, unless it is one: by our writer, which knows more
+    tokenizers, where it is of Llama's shape, else by llama.cpp's converter."""
     kind, length = SPEC_TYPES[source.manifest.family], str(_length(source))
+    words = ["-md", f"{folder}/{FILE}", "--spec-type", kind, "--spec-draft-n-max", length]
+    words += ["--spec-draft-p-min", "0"]
+    if _is_file(source.target.name):
+        return (shlex.join(["llama-server", "-m", TARGET, *words]),)
     convert = ["python", "convert_hf_to_gguf.py", TARGET, "--outfile", "target.gguf"]
     model = "target.gguf"
     if isinstance(source.target.lm, FastLlama):
         convert = ["specctl", "export", "--target", TARGET, "--to", "gguf", "--out", "target-gguf"]
         model = f"target-gguf/{TARGET_FILE}"
-    words = ["llama-server", "-m", model, "-md", f"{folder}/{FILE}"]
-    words += ["--spec-type", kind, "--spec-draft-n-max", length]
-    return shlex.join(convert), shlex.join([*words, "--spec-draft-p-min", "0"])
+    return shlex.join(convert), shlex.join(["llama-server", "-m", model, *words])
+
+
+def _is_file(name: str) -> bool:
+    """Whether a target is a GGUF file already."""
+    try:
+        return resolve(name).file is not None
+    except SpecctlError:  # a model in memory
+        return False
 
 
 FORMAT = Format(

@@ -28,6 +28,7 @@ from specctl.core.errors import (
     SpecctlError,
 )
 from specctl.core.files import Disk, replace_file
+from specctl.core.ollama_store import PREFIX
 from specctl.drafters import families
 from specctl.export.package.atomic import new_folder
 from specctl.export.package.card import render_card
@@ -174,12 +175,13 @@ def target_record(target: Target) -> dict[str, Any]:
 
 
 def _lasting(name: str) -> str:
-    """A target's name; of a folder its whole path: a relative one means nothing elsewhere."""
+    """A target's name; of a folder or a file its whole path: a relative one means nothing
+    elsewhere. Names of Ollama's models mean the same everywhere."""
     try:
-        is_folder = name not in aliases() and resolve(name).path is not None
+        is_here = name not in aliases() and resolve(name).repo is None
     except SpecctlError:
         return name
-    return whole_path(name) if is_folder else name
+    return whole_path(name) if is_here and not name.startswith(PREFIX) else name
 
 
 def _adapter(applied: AppliedAdapter) -> dict[str, Any]:

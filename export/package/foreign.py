@@ -12,6 +12,7 @@ from typing import Any
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
+from specctl.core.gguf_header import read_header
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.load import read_package
 from specctl.export.package.manifest import MANIFEST, check_files
@@ -23,6 +24,7 @@ from specctl.export.package.pretrained import (
 )
 from specctl.recipes.targets import resolve
 from specctl.runtime.cross_vocab.translate import translated
+from specctl.runtime.target.gguf_tokens import tokenizer_of
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
 
@@ -55,9 +57,11 @@ def _packaged_tokenizer(folder: Path) -> Any:
     if manifest.family != SmallLm.family:
         return None
     try:
-        found = resolve(manifest.target.name, manifest.target.revision).path
+        found = resolve(manifest.target.name, manifest.target.revision)
     except SpecctlError:
         return None
-    tokenizer = None if found is None else load_tokenizer(found)
+    tokenizer = None if found.path is None else load_tokenizer(found.path)
+    if found.file is not None:
+        tokenizer = tokenizer_of(read_header(found.file))
     is_same = tokenizer is not None and tokenizer_fingerprint(tokenizer) == manifest.tokenizer
     return tokenizer if is_same else None

@@ -1,4 +1,5 @@
-"""Everything that reads a transformers checkpoint: what is refused, and what it loads.
+"""Everything that reads a checkpoint, of transformers or in GGUF: what is refused, and what it
+loads.
 
 Refused before transformers sees the folder: code in the checkpoint (`auto_map`), weights that are
 only pickled. Refused before weights are read: architectures whose cache cannot be rolled back.
@@ -45,6 +46,10 @@ from specctl.runtime.target.checkpoint_folder import (
     weight_files,
 )
 from specctl.runtime.target.device import check_memory, choose_dtype
+from specctl.runtime.target.ends import NamedEnds
+from specctl.runtime.target.gguf_model import model_of, open_gguf, rounding_note
+from specctl.runtime.target.gguf_tokens import named_in, tokenizer_of
+from specctl.runtime.target.gguf_weights import GgufWeights
 from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
 from specctl.runtime.target.placement import Placement, place_target, read_device_map
 from specctl.runtime.target.quantised import (
@@ -71,7 +76,8 @@ class Loaded:
     """A checkpoint in memory, the commit it came from where that is known, the kind of the
     multimodal model whose text side it is (None: it is the whole model), and the sampling that it
     asks for. `spread`: how its weights are spread, None for one device; `notes`: what is to be said
-    of how it was read."""
+    of how it was read. Of a GGUF file: the ends that it `named`, and the numbers that it has
+    `stored`, which may be rounded in the model."""
 
     model: Any
     tokenizer: Any
@@ -80,6 +86,8 @@ class Loaded:
     suggested: Suggested | None = None
     spread: str | None = None
     notes: tuple[str, ...] = ()
+    named: tuple[NamedEnds, ...] | None = None
+    stored: GgufWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +132,11 @@ def load_checkpoint(
     def check(folder: Path) -> Any:
         return check_config(folder, is_read_only)
 
+    device = device or torch.device("cpu")
+    if resolved.file is not None:
+        return _load_gguf(resolved, resolved.file, dtype, device, spread)
     folder = resolved.path or hub.download(resolved, offline, check)
     config = check_folder(folder, is_read_only)
-    device = device or torch.device("cpu")
     device = local_device(device) if spread.tensor_parallel else device
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     count = sum(p.stat().st_size for p in weight_files(folder)) // stored.itemsize
@@ -149,6 +159,35 @@ def load_checkpoint(
     note = wrapper_note(stored_names(weight_files(folder)))
     notes = (f"{resolved.name}: {note}",) if note else ()
     return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested, said, notes)
+
+
+def _load_gguf(
+    resolved: ResolvedTarget, path: Path, dtype: str, device: torch.device, spread: Spread
+) -> Loaded:
+    file = open_gguf(path)
+    if spread.is_asked:
+        raise IncompatibleError(
+            f"the target {resolved.name} is a GGUF file, which is read whole on one device",
+            where=str(path),
+            found="--tp" if spread.tensor_parallel else "--device-map",
+            expected="a folder of safetensors, to spread it",
+            do="give the folder of safetensors that the file was made from, or leave it on one "
+            "device",
+        )
+    tokenizer = tokenizer_of(file.header)
+    wanted = choose_dtype(dtype, device, None, file.num_parameters)
+    what = f"the target {resolved.name}"
+    check_memory(file.num_parameters * wanted.itemsize, wanted, device, what)
+    note = rounding_note(file, wanted)
+    return Loaded(
+        model_of(file, wanted, device),
+        tokenizer,
+        resolved.revision,
+        None,
+        notes=() if note is None else (note,),
+        named=tuple(named_in(file.header)),
+        stored=file.weights,
+    )
 
 
 def _spread_fields(

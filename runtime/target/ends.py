@@ -22,6 +22,7 @@ GENERATION, CONFIG, TOKENIZER, TEMPLATE = (
     "tokenizer",
     "chat template",
 )
+GGUF, SPELLING = "gguf", "spelling"  # what a file of llama.cpp names; tokens spelled like ends
 ASK, ANSWER = "Askedwords", "Answeredwords"  # in no template, and the same when trimmed
 Conversation = Sequence[Mapping[str, Any]]
 TURNS: Conversation = (
@@ -115,12 +116,17 @@ class EndsOfText:
 NO_ENDS = EndsOfText()
 
 
-def ends_of(model: Any, tokenizer: Any = None) -> EndsOfText:
-    """The ends of a model of transformers with its tokenizer (None: as its configurations say)."""
+def ends_of(
+    model: Any, tokenizer: Any = None, named: Sequence[NamedEnds] | None = None
+) -> EndsOfText:
+    """The ends of a model of transformers with its tokenizer (None: as its configurations say).
+    `named`: what its file names, in the place of its configurations."""
     text = model.config.get_text_config()
+    if named is not None:
+        return united(named, tokenizer, int(text.vocab_size))
     generation = getattr(model, "generation_config", None)
-    named = named_ends(_field(generation), _field(model.config), _field(text))
-    return united(named, tokenizer, int(text.vocab_size))
+    own = named_ends(_field(generation), _field(model.config), _field(text))
+    return united(own, tokenizer, int(text.vocab_size))
 
 
 def _field(source: Any) -> Callable[[str], Any]:

@@ -92,6 +92,8 @@ def _named_base(folder: Path) -> ResolvedTarget:
         found = resolve(name, revision if isinstance(revision, str) else None)
     except SpecctlError as error:
         raise _no_base(folder, f"base_model_name_or_path: {ascii(name)[1:-1][:120]}") from error
+    if found.file is not None:
+        raise _no_base(folder, f"base_model_name_or_path: {ascii(name)[1:-1][:120]}, a GGUF file")
     if found.path is not None and found.path.resolve() == folder.resolve():
         raise _no_base(folder, "base_model_name_or_path: the adapter's own folder")
     return found

@@ -2,7 +2,8 @@
 
 Training a drafter asks a target for its states and logits. Where both come from outside, the
 configuration, the tokenizer and three tensors suffice: embedding, final norm and LM head, read by
-name from the safetensors index, straight to the device, when they are first asked for. Nothing of
+name from the safetensors index (or a GGUF file), straight to the device, when they are first asked
+for. Nothing of
 the layers is read but the few numbers that go into the fingerprint, which is that of the loaded
 target.
 Letters: D hidden width, V target vocabulary, X any axes.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from specctl.core.errors import IncompatibleError, IntegrityError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.models.hf_spec import head_scale, spec_of
-from specctl.recipes.targets import resolve
+from specctl.recipes.targets import ResolvedTarget, resolve
 from specctl.runtime.sampling.generation_config import read_suggested
 from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint import (
@@ -35,7 +37,10 @@ from specctl.runtime.target.checkpoint import (
 )
 from specctl.runtime.target.checkpoint_folder import foreign_config, weight_files
 from specctl.runtime.target.device import choose_device, choose_dtype
-from specctl.runtime.target.ends import ends_of
+from specctl.runtime.target.ends import EndsOfText, ends_of
+from specctl.runtime.target.gguf_model import GgufFile, open_gguf
+from specctl.runtime.target.gguf_tokens import named_in, tokenizer_of
+from specctl.runtime.target.gguf_weights import GgufWeights
 from specctl.runtime.target.target import (
     Target,
     fingerprint_of,
@@ -148,7 +153,7 @@ class ServedLM(LanguageModel):
     def __init__(
         self,
         config: Any,
-        weights: StoredWeights,
+        weights: StoredWeights | GgufWeights,
         eos_ids: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
@@ -250,28 +255,45 @@ def load_served(
     offline: bool = False,
 ) -> Target:
     """The target of that name without its layers: tokenizer, identity, embedding, norm, head."""
-    resolved = resolve(name, revision)
+    resolved, where = resolve(name, revision), choose_device(device)
+    if resolved.file is not None:
+        return _of_file(resolved, open_gguf(resolved.file), dtype, where)
     folder = resolved.path or hub.download(resolved, offline, _check_config)
-    config, where = check_folder(folder, is_read_only=True), choose_device(device)
+    config = check_folder(folder, is_read_only=True)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     weights = StoredWeights(folder)
     tokenizer = load_tokenizer(folder, config)
     count = sum(path.stat().st_size for path in weight_files(folder)) // stored.itemsize
     lm = ServedLM(config, weights, (), choose_dtype(dtype, where, stored, count), where)
     ends = ends_of(_with_generation(lm.module, folder), tokenizer)
-    lm.spec = spec_of(config, ends.ids)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
+    target = _around(resolved, lm, tokenizer, ends, _fingerprint(lm, weights))
+    return replace(target, revision=commit or resolved.revision, suggested=read_suggested(folder))
+
+
+def _of_file(resolved: ResolvedTarget, file: GgufFile, dtype: str, device: torch.device) -> Target:
+    tokenizer = tokenizer_of(file.header)
+    wanted = choose_dtype(dtype, device, None, file.num_parameters)
+    lm = ServedLM(file.config, file.weights, (), wanted, device)
+    ends = ends_of(lm.module, tokenizer, named_in(file.header))
+    identity = fingerprint_of(file.config, file.weights.shapes, file.weights.piece)
+    return _around(resolved, lm, tokenizer, ends, identity)
+
+
+def _around(
+    resolved: ResolvedTarget, lm: ServedLM, tokenizer: Any, ends: EndsOfText, identity: str
+) -> Target:
+    lm.spec = spec_of(lm.config, ends.ids)
     return Target(
-        name=name,
-        revision=commit or resolved.revision,
+        name=resolved.name,
+        revision=resolved.revision,
         lm=lm,
         tokenizer=tokenizer,
-        fingerprint=_fingerprint(lm, weights),
+        fingerprint=identity,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         template_digest=template_digest(tokenizer),
         eos_ids=ends.ids,
         ends=ends,
-        suggested=read_suggested(folder),
     )
 
 

@@ -3,15 +3,15 @@ goes on.
 
 That is so where its tokenizer has a chat template, but for two kinds. Tokenizers of base models
 often carry the template of their chat siblings (Qwen's do); such a model was never taught to end
-its answers as the template ends them, and none of its files names that end. And what `specctl
-pretrain` makes has a template, so that conversations can be written for it, but has read nothing
-but text.
+its answers as the template ends them, and none of its files names that end: a token that is only
+spelled like one says nothing, as base models have it, too. And what `specctl pretrain` makes has a
+template, so that conversations can be written for it, but has read nothing but text.
 """
 
 from __future__ import annotations
 
 from specctl.runtime.target.chat_turns import template_text
-from specctl.runtime.target.ends import TEMPLATE, EndsOfText
+from specctl.runtime.target.ends import SPELLING, TEMPLATE, EndsOfText
 
 PRETRAINED_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -32,7 +32,7 @@ def why_text(tokenizer: object, ends: EndsOfText) -> str | None:
     if template == PRETRAINED_TEMPLATE:
         return OF_PRETRAINING
     turn = next((end for end in ends.each if end.token_id == ends.of_turn), None)
-    if turn is None or any(source != TEMPLATE for source in turn.sources):
+    if turn is None or any(source not in (TEMPLATE, SPELLING) for source in turn.sources):
         return None
     return (
         f"its chat template ends answers with {turn.token or turn.token_id}, which none of its "

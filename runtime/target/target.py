@@ -36,7 +36,7 @@ from specctl.runtime.target.adapter import (
     with_adapters,
 )
 from specctl.runtime.target.chat_turns import as_taken
-from specctl.runtime.target.checkpoint import Spread, load_checkpoint
+from specctl.runtime.target.checkpoint import Loaded, Spread, load_checkpoint
 from specctl.runtime.target.device import (
     FEW_BITS,
     LARGE,
@@ -44,7 +44,7 @@ from specctl.runtime.target.device import (
     choose_dtype,
     refuse_idle_cuda,
 )
-from specctl.runtime.target.ends import NO_ENDS, EndsOfText, ends_of
+from specctl.runtime.target.ends import NO_ENDS, EndsOfText, NamedEnds, ends_of
 from specctl.runtime.target.lora_folder import beside, load_model
 from specctl.runtime.target.rounding import Rounding
 from specctl.runtime.target.spoken_to import why_text
@@ -256,12 +256,18 @@ class Target:
 
     @classmethod
     def from_model(
-        cls, model: Any, tokenizer: Any = None, name: str = "random", is_read_only: bool = False
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        name: str = "random",
+        is_read_only: bool = False,
+        named: Sequence[NamedEnds] | None = None,
     ) -> Target:
         """A target around a transformers model, which is frozen and put in eval mode.
-        `is_read_only`: one that cannot be run here may still be read, to train drafters for it."""
+        `is_read_only`: one that cannot be run here may still be read, to train drafters for it;
+        `named`: the ends of text that its file names, in the place of its configurations."""
         model.eval().requires_grad_(False)
-        ends = ends_of(model, tokenizer)
+        ends = ends_of(model, tokenizer, named)
         return cls(
             name=name,
             revision=None,
@@ -302,12 +308,12 @@ def load_target(
     device_map: str | None = None,
     tensor_parallel: bool = False,
 ) -> Target:
-    """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder, or a hub
-    id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped target is blown
-    up without changing its distribution, for measurements of speed. `compile`: its rounds are
-    recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU); None: on a GPU,
-    where the forward is our own, each shape that comes again. `adapters`:
-    folders of LoRA adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
+    """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder or GGUF
+    file, or a hub id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped
+    target is blown up without changing its distribution, for measurements of speed. `compile`: its
+    rounds are recorded in fixed shapes and replayed (CUDA graphs, torch.compile on the CPU); None:
+    on a GPU, where the forward is our own, each shape that comes again. `adapters`: folders of LoRA
+    adapters as peft writes them, each FOLDER or FOLDER@WEIGHT, added in order.
     `is_read_only`: also an architecture that cannot be run here, to train drafters for it.
     `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a file, by which its
     layers are spread over devices, host memory and files. `tensor_parallel`: over the processes of
@@ -338,7 +344,7 @@ def load_target(
         adapters = beside(found.folders, adapters)
         _check_spread(spread, inflate, compile, adapters)
         added = read_adapters(adapters)
-    target = _adapted(loaded.model, loaded.tokenizer, name, is_read_only, added)
+    target = _adapted(loaded, name, is_read_only, added)
     target = replace(
         target,
         revision=loaded.revision,
@@ -383,22 +389,30 @@ def _check_spread(
         )
 
 
-def _adapted(
-    model: Any, tokenizer: Any, name: str, is_read_only: bool, added: Sequence[Adapter]
-) -> Target:
+def _adapted(loaded: Loaded, name: str, is_read_only: bool, added: Sequence[Adapter]) -> Target:
     """A target around a model with these adapters: merged where our own forward runs it."""
+    model, tokenizer, named = loaded.model, loaded.tokenizer, loaded.named
     if not added:
-        return Target.from_model(model, tokenizer, name, is_read_only)
-    base = fingerprint(model)
+        target = Target.from_model(model, tokenizer, name, is_read_only, named)
+        return target if loaded.stored is None else replace(target, fingerprint=_base(loaded))
+    base = _base(loaded)
     is_fast = fast_llama_from_hf(model) is not None
     model = with_adapters(model, added, is_merged=is_fast)
     applied = tuple(one.applied for one in added)
     return replace(
-        Target.from_model(model, tokenizer, name, is_read_only),
+        Target.from_model(model, tokenizer, name, is_read_only, named),
         fingerprint=combined_fingerprint(base, applied),
         adapters=applied,
         base_fingerprint=base,
     )
+
+
+def _base(loaded: Loaded) -> str:
+    """The fingerprint of the weights as they are stored, without adapters."""
+    stored = loaded.stored
+    if stored is None:
+        return fingerprint(loaded.model)
+    return fingerprint_of(loaded.model.config, stored.shapes, stored.piece)
 
 
 _CONFIG_FIELDS = (

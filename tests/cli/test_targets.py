@@ -38,3 +38,14 @@ def test_a_machine_without_models_says_where_it_looked(
     ran = run("targets", "--here")
     assert "no model in the hub's cache" in ran.out
     assert "specctl bench prompt-lookup" in ran.err
+
+
+def test_a_gguf_file_is_offered_where_it_can_be_a_target(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_gguf: Path
+) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF")
+    files = [ModelHere(str(file), "llama.cpp", file, 1) for file in (bad, tiny_gguf)]
+    monkeypatch.setattr(models_here, "models_here", lambda: files)
+    ran = run("targets", "--here")
+    assert f"specctl bench prompt-lookup --target {tiny_gguf}" in ran.err

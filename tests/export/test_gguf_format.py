@@ -244,6 +244,15 @@ def test_the_commands_convert_the_target_and_draft_with_the_file(
     assert manifest.notes == ()
 
 
+def test_a_target_that_is_a_file_already_is_served_as_it_is(target: Target, tmp_path: Path) -> None:
+    file = tmp_path / "target.gguf"
+    file.write_bytes(b"GGUF")
+    drafter = shaken("small-lm", target, **SMALL)
+    manifest = exported(drafter, replace(target, name=str(file)), tmp_path / "out", "gguf")
+    [serve] = manifest.served_by
+    assert serve.startswith(f"llama-server -m TARGET_FOLDER -md THIS_FOLDER/{FILE}")
+
+
 def test_specctl_says_whose_folder_it_is(target: Target, tmp_path: Path) -> None:
     out, shown = tmp_path / "out", io.StringIO()
     exported(shaken("small-lm", target, **SMALL), target, out, "gguf")

@@ -56,7 +56,7 @@ def stand_in(recipe: Recipe, shape: TargetShape, device: torch.device) -> Target
     is_here = recipe.data.target_source == "inprocess"
     spec = shape.spec
     there = resolve(part.name, part.revision)
-    if is_here and there.path is not None and shape.parameters <= LIGHT:
+    if is_here and there.repo is None and shape.parameters <= LIGHT:
         alone = {"device_map": None, "tensor_parallel": False}
         return load_part(part, device=str(device), is_read_only=True, **alone)
     count = shape.parameters if is_here else 2 * spec.vocab_size * spec.hidden_size

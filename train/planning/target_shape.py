@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.errors import NetworkError
+from specctl.core.gguf_header import read_header
 from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.spec import ModelSpec
 from specctl.models.fast_llama import fast_llama_from_hf
@@ -19,6 +20,7 @@ from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config
 from specctl.runtime.target.checkpoint_folder import foreign_config
 from specctl.runtime.target.device import LARGE, choose_dtype
+from specctl.runtime.target.gguf_model import config_in
 from specctl.runtime.target.multimodal import is_multimodal, text_config
 from specctl.train.distributed.run_device import run_device
 
@@ -72,9 +74,7 @@ def target_shape(part: TargetPart) -> TargetShape:
         count = known.parameters
         shape = TargetShape(spec, count, count, torch.bfloat16, config=config)
     else:
-        shape = _counted(
-            check_config(resolved.path, True) if resolved.path else _hub_config(resolved)
-        )
+        shape = _counted(_config(resolved))
     if part.inflate is not None:
         unit = 10**9 if part.inflate[-1] in "bB" else 10**6
         count = round(float(part.inflate[:-1]) * unit)
@@ -119,6 +119,12 @@ def _counted(config: Any) -> TargetShape:
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     is_plain = fast_llama_from_hf(model) is not None
     return TargetShape(spec_of(config), count, count - idle, stored, is_plain, text)
+
+
+def _config(resolved: ResolvedTarget) -> Any:
+    if resolved.file is not None:
+        return config_in(read_header(resolved.file))
+    return check_config(resolved.path, True) if resolved.path else _hub_config(resolved)
 
 
 def _hub_config(resolved: ResolvedTarget) -> Any:

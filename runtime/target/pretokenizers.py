@@ -20,6 +20,11 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _MARKED_OTHER = r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+# words as they begin with capitals, then words of capitals; marks and letters without case fit both
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CASED_WORDS = f"{_BEFORE}{_CAPITALS}*{_SMALL}+|{_BEFORE}{_CAPITALS}+{_SMALL}*"
+_HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 def _split(contractions: str, word: str, digits: str, other: str) -> str:
@@ -29,21 +34,49 @@ def _split(contractions: str, word: str, digits: str, other: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Pre:
     """`splits` are applied one after the other; with `ignore_merges` a piece that is a token is
-    taken whole."""
+    taken whole; `has_bos`: texts begin with the token for it where a file does not say."""
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
+    has_bos: bool = False
 
 
 _THREE = _split(_SPELLED, _WORD, r"\p{N}{1,3}", _OTHER)
 KNOWN: Mapping[str, Pre] = {
     "gpt-2": Pre((_GPT2,)),
     "starcoder": Pre((r"\p{N}", _GPT2)),
-    "llama-bpe": Pre((_THREE,), ignore_merges=True),
+    "llama-bpe": Pre((_THREE,), ignore_merges=True, has_bos=True),
     "smaug-bpe": Pre((_THREE,)),
     "qwen2": Pre((_split(_SPELLED, _WORD, r"\p{N}", _OTHER),)),
     "qwen35": Pre((_split(_SPELLED, _MARKED_WORD, r"\p{N}", _MARKED_OTHER),)),
+    "tekken": Pre(
+        ("|".join((_CASED_WORDS, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _END)),),
+        ignore_merges=True,
+        has_bos=True,
+    ),
+    "seed-coder": Pre((_split(_SPELLED, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+"),)),
+    "deepseek-coder": Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")),
 }
+# Other names that llama.cpp has for the same.
+ALSO: Mapping[str, tuple[str, ...]] = {
+    "gpt-2": (
+        "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum", "gigachat", "a.x-4.0",
+        "granite-docling",
+    ),
+    "starcoder": (
+        "smollm", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
+    ),
+    "llama-bpe": ("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "smaug-bpe": ("dbrx", "glm4", "chatglm-bpe"),
+    "qwen2": ("stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "solar-open", "kormo"),
+}  # fmt: skip
+_NAMED = {other: KNOWN[name] for name, others in ALSO.items() for other in others}
+
+
+def pre_named(name: str) -> Pre | None:
+    """What llama.cpp does for that name; None for one that is not known here."""
+    return KNOWN.get(name, _NAMED.get(name))
+
 
 _STEPS: Mapping[tuple[tuple[str, ...], bool], str] = {
     (("gpt2",), False): "gpt-2",
@@ -58,6 +91,8 @@ _STEPS: Mapping[tuple[tuple[str, ...], bool], str] = {
 NEAREST: Mapping[tuple[tuple[str, ...], bool], str] = {
     (("|".join((_WORD, r"\p{N}{1,3}", _OTHER, _END)), "bytes"), False): "smaug-bpe",
 }
+# The steps of a tokenizer that was read from a file.
+_READ = {((*pre.splits, "bytes"), pre.ignore_merges): name for name, pre in KNOWN.items()}
 
 
 def nearest_pre(tokenizer: Mapping[str, Any]) -> str | None:
@@ -73,7 +108,8 @@ def pre_of(tokenizer: Mapping[str, Any]) -> str | None:
     normalizer = tokenizer.get("normalizer")
     if normalizer is not None and normalizer.get("type") != "NFC":
         return None
-    return _STEPS.get(_steps(tokenizer))
+    steps = _steps(tokenizer)
+    return _STEPS.get(steps, _READ.get(steps))
 
 
 def _steps(tokenizer: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
