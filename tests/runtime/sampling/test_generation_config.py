@@ -13,7 +13,7 @@ import pytest
 from transformers import GenerationConfig
 
 from specctl.core.errors import IntegrityError
-from specctl.runtime.measure.bench import setting_of, transformers_contender
+from specctl.runtime.measure.bench import setting_of, transformers_contender, unreported
 from specctl.runtime.sampling.generation_config import (
     FILE,
     OTHERS,
@@ -186,6 +186,6 @@ def test_transformers_is_measured_without_what_the_checkpoint_asks_for(
     model, prompts = as_transformers(tiny_target.lm), [tiny_target.encode("import os\n")]
     sampling = Sampling(temperature=temperature, max_new_tokens=4)
     contender = transformers_contender("transformers", model, tiny_target.eos_ids)
-    before = contender.run(prompts, sampling).token_ids
+    before = contender.run(prompts, sampling, unreported).token_ids
     model.generation_config.update(repetition_penalty=3.0, top_k=1, min_p=0.99)
-    assert contender.run(prompts, sampling).token_ids == before
+    assert contender.run(prompts, sampling, unreported).token_ids == before
