@@ -19,8 +19,8 @@ from typing import Any
 from specctl.core.errors import SpecctlError
 from specctl.core.gguf_header import read_header
 from specctl.core.model_folder import CONFIG, WEIGHTS
-from specctl.core.ollama_store import pulled
 from specctl.export.package.manifest import MANIFEST, read_manifest
+from specctl.recipes.ollama_store import pulled
 from specctl.recipes.targets import KnownShape, aliases, resolve
 
 RUNS = Path("runs")
@@ -96,7 +96,7 @@ def can_be_target(model: ModelHere) -> bool:
     configuration is read when it is loaded."""
     if not model.is_gguf:
         return True
-    from specctl.runtime.target.gguf_config import fields_of
+    from specctl.runtime.target.gguf.config import fields_of
 
     try:
         fields_of(read_header(model.path))

@@ -21,8 +21,8 @@ from specctl.core.model_folder import (
     is_adapter_alone,
     near_folder,
 )
-from specctl.core.ollama_store import PREFIX, file_of
 from specctl.recipes.built_in import is_built_in
+from specctl.recipes.ollama_store import PREFIX, file_of
 
 BRANCH = "main"  # of a repository where no revision is given
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -45,9 +45,9 @@ def show_gguf(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _read(header: GgufHeader, result: dict[str, Any]) -> list[tuple[str, object]]:
     """What only files that can be targets tell: sizes, tokenizer, ends of text."""
-    from specctl.runtime.target.gguf_config import fields_of
-    from specctl.runtime.target.gguf_tokens import ends_in_file
-    from specctl.runtime.target.gguf_weights import GgufWeights
+    from specctl.runtime.target.gguf.config import fields_of
+    from specctl.runtime.target.gguf.tokens import ends_in_file
+    from specctl.runtime.target.gguf.weights import GgufWeights
 
     config = fields_of(header)
     GgufWeights(header, config)

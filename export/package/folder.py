@@ -28,7 +28,6 @@ from specctl.core.errors import (
     SpecctlError,
 )
 from specctl.core.files import Disk, replace_file
-from specctl.core.ollama_store import PREFIX
 from specctl.drafters import families
 from specctl.export.package.atomic import new_folder
 from specctl.export.package.card import render_card
@@ -54,6 +53,7 @@ from specctl.export.package.tensors import (
 )
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.ollama_store import PREFIX
 from specctl.recipes.targets import aliases, resolve
 from specctl.runtime.target.adapter import AppliedAdapter
 from specctl.runtime.target.target import Target

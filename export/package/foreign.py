@@ -24,7 +24,7 @@ from specctl.export.package.pretrained import (
 )
 from specctl.recipes.targets import resolve
 from specctl.runtime.cross_vocab.translate import translated
-from specctl.runtime.target.gguf_tokens import tokenizer_of
+from specctl.runtime.target.gguf.tokens import tokenizer_of
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
 

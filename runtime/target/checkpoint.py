@@ -47,9 +47,9 @@ from specctl.runtime.target.checkpoint_folder import (
 )
 from specctl.runtime.target.device import check_memory, choose_dtype
 from specctl.runtime.target.ends import NamedEnds
-from specctl.runtime.target.gguf_model import model_of, open_gguf, rounding_note
-from specctl.runtime.target.gguf_tokens import named_in, tokenizer_of
-from specctl.runtime.target.gguf_weights import GgufWeights
+from specctl.runtime.target.gguf.model import model_of, open_gguf, rounding_note
+from specctl.runtime.target.gguf.tokens import named_in, tokenizer_of
+from specctl.runtime.target.gguf.weights import GgufWeights
 from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
 from specctl.runtime.target.placement import Placement, place_target, read_device_map
 from specctl.runtime.target.quantised import (

@@ -38,9 +38,9 @@ from specctl.runtime.target.checkpoint import (
 from specctl.runtime.target.checkpoint_folder import foreign_config, weight_files
 from specctl.runtime.target.device import choose_device, choose_dtype
 from specctl.runtime.target.ends import EndsOfText, ends_of
-from specctl.runtime.target.gguf_model import GgufFile, open_gguf
-from specctl.runtime.target.gguf_tokens import named_in, tokenizer_of
-from specctl.runtime.target.gguf_weights import GgufWeights
+from specctl.runtime.target.gguf.model import GgufFile, open_gguf
+from specctl.runtime.target.gguf.tokens import named_in, tokenizer_of
+from specctl.runtime.target.gguf.weights import GgufWeights
 from specctl.runtime.target.target import (
     Target,
     fingerprint_of,

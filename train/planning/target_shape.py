@@ -20,7 +20,7 @@ from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config
 from specctl.runtime.target.checkpoint_folder import foreign_config
 from specctl.runtime.target.device import LARGE, choose_dtype
-from specctl.runtime.target.gguf_model import config_in
+from specctl.runtime.target.gguf.model import config_in
 from specctl.runtime.target.multimodal import is_multimodal, text_config
 from specctl.train.distributed.run_device import run_device
 

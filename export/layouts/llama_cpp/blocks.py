@@ -20,13 +20,13 @@ from specctl.export.layouts.blocks import block_tensors, blocks_of, embedding_te
 from specctl.export.layouts.engines import hidden_state_ids
 from specctl.export.layouts.llama_cpp import library
 from specctl.export.layouts.llama_cpp.model import (
-    INNER,
     KINDS,
     add_tensor,
     new_file,
     write_sizes,
 )
 from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
+from specctl.runtime.target.gguf.weights import INNER
 
 ARCH = "dflash"
 OUTER = {

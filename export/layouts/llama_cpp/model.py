@@ -28,25 +28,8 @@ from specctl.export.layouts.llama_cpp.vocab import Vocabulary
 from specctl.models.fast_llama import LlamaShape
 from specctl.models.llama import default_inv_freq
 from specctl.models.rope import rope_of
+from specctl.runtime.target.gguf.weights import INNER, OUTER
 
-_OUTER = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-INNER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 KINDS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F32"}
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 
@@ -118,8 +101,8 @@ def tensors_of(model: GgufModel, arch: str) -> dict[str, Tensor]:
     found = {}
     for name, tensor in model.tensors.items():
         stem, leaf = name.rsplit(".", 1)
-        if stem in _OUTER:
-            found[f"{_OUTER[stem]}.{leaf}"] = tensor
+        if stem in OUTER:
+            found[f"{OUTER[stem]}.{leaf}"] = tensor
             continue
         layer, part = stem.removeprefix("model.layers.").split(".", 1)
         new = INNER[part]

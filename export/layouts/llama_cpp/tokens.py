@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from specctl.runtime.target.pretokenizers import KNOWN
+from specctl.runtime.target.gguf.pretokenizers import KNOWN
 
 _SPACE = "\u2581"
 

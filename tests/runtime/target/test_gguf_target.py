@@ -15,7 +15,7 @@ from specctl.export.package.folder import target_record
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.gguf_config import DRAFTS, check_kind
+from specctl.runtime.target.gguf.config import DRAFTS, check_kind
 from specctl.runtime.target.mtp_checkpoint import checkpoint_of
 from specctl.runtime.target.served import load_served
 from specctl.runtime.target.target import Target, load_target

@@ -12,7 +12,8 @@ from tokenizers import pre_tokenizers
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
 from specctl.core.gguf_header import GgufHeader
 from specctl.runtime.target.ends import SPELLING
-from specctl.runtime.target.gguf_tokens import (
+from specctl.runtime.target.gguf.pretokenizers import ALSO, KNOWN, pre_named, pre_of
+from specctl.runtime.target.gguf.tokens import (
     CONTROL,
     NORMAL,
     UNUSED,
@@ -20,7 +21,6 @@ from specctl.runtime.target.gguf_tokens import (
     ends_in_file,
     tokenizer_of,
 )
-from specctl.runtime.target.pretokenizers import ALSO, KNOWN, pre_named, pre_of
 from specctl.runtime.target.spoken_to import why_text
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

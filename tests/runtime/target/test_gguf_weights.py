@@ -10,9 +10,9 @@ import torch
 
 from specctl.core.errors import IncompatibleError, IntegrityError
 from specctl.core.gguf_header import KINDS, GgufKind, GgufTensor, read_header
-from specctl.runtime.target.gguf_blocks import numbers
-from specctl.runtime.target.gguf_config import fields_of
-from specctl.runtime.target.gguf_weights import GgufWeights
+from specctl.runtime.target.gguf.blocks import numbers
+from specctl.runtime.target.gguf.config import fields_of
+from specctl.runtime.target.gguf.weights import GgufWeights
 from specctl.runtime.target.target import Target
 
 

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specctl.core.gguf_header import GgufHeader, read_header
 from specctl.core.spec import check_spec
 from specctl.models.hf_spec import spec_of
-from specctl.runtime.target.gguf_blocks import library
-from specctl.runtime.target.gguf_config import fields_of
-from specctl.runtime.target.gguf_tokens import id_named
-from specctl.runtime.target.gguf_weights import GgufWeights
+from specctl.runtime.target.gguf.blocks import library
+from specctl.runtime.target.gguf.config import fields_of
+from specctl.runtime.target.gguf.tokens import id_named
+from specctl.runtime.target.gguf.weights import GgufWeights
 
 EXACT = {  # dtypes that hold every number of these types
     torch.float64: None,
@@ -60,7 +60,7 @@ def config_in(header: GgufHeader) -> Any:
         fields.pop("model_type"),
         **fields,
         bos_token_id=id_named(header, "bos"),
-        eos_token_id=None,  # ends of text: gguf_tokens.py
+        eos_token_id=None,  # ends of text: tokens.py
         pad_token_id=id_named(header, "padding"),
     )
     check_spec(spec_of(config))

@@ -18,7 +18,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.foreign_calls import is_panic
 from specctl.core.gguf_header import GgufHeader
 from specctl.runtime.target.ends import GGUF, SPELLING, EndsOfText, NamedEnds, united
-from specctl.runtime.target.pretokenizers import Pre, pre_named
+from specctl.runtime.target.gguf.pretokenizers import Pre, pre_named
 from specctl.runtime.target.tokenizer_files import TokenizerFiles
 
 FIELD = "tokenizer.ggml."

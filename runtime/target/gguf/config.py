@@ -220,7 +220,7 @@ def _rope(header: GgufHeader, head: int) -> dict[str, Any]:
 
 def _llama3(header: GgufHeader, tensor: GgufTensor, head: int, base: float) -> dict[str, Any]:
     """The parameters of Llama 3's scaling that give these very divisors of the frequencies."""
-    from specctl.runtime.target.gguf_blocks import numbers
+    from specctl.runtime.target.gguf.blocks import numbers
 
     if tensor.shape != (head // 2,):
         raise header.damaged(

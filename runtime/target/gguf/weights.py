@@ -15,8 +15,8 @@ import numpy as np
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.gguf_header import GgufHeader
-from specctl.runtime.target.gguf_blocks import numbers
-from specctl.runtime.target.gguf_config import (
+from specctl.runtime.target.gguf.blocks import numbers
+from specctl.runtime.target.gguf.config import (
     FREQUENCIES,
     NEIGHBOURS,
     expected_shapes,
