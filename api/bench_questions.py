@@ -37,7 +37,7 @@ def bench_material(
     domain: str | None,
     chat: bool | None,
 ) -> BenchMaterial:
-    """What is asked of the target. Suites exclude prompts; `limit` is of theirs, a category each,
+    """The questions for the target. Suites exclude prompts; `limit` is of theirs, a category each,
     `num_prompts` of a file or the held-out prompts."""
     is_chat = target.is_chat if chat is None else chat
     if not suites:

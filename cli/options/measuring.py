@@ -64,7 +64,7 @@ class AskedFlags:
         return tuple(word for given in self.suite or () for word in given.split(",") if word)
 
     def words(self) -> list[str]:
-        """The flags by which the same suite is asked again; nothing of other prompts."""
+        """The flags that run the same suite again; nothing of other prompts."""
         limit = ["--limit", str(self.limit)] if self.limit and self.suites else []
         return [word for suite in self.suites for word in ("--suite", suite)] + limit
 

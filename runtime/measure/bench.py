@@ -1,6 +1,6 @@
 """Timed comparisons of ways to generate the same text, interleaved in one process.
 
-Every contender is asked the same questions under the same sampling, in turn, `repeats` times;
+Every contender answers the same questions under the same sampling, in turn, `repeats` times;
 tables give medians of tokens/s and ratios to specctl's own plain decoding on the same target. Each
 row states tau and the repetition rate of the outputs (loops flatter n-gram drafters).
 Letters: B rows, T fed tokens, V target vocabulary.
@@ -169,7 +169,7 @@ def bench(
     reporter: Reporter | None = None,
 ) -> BenchReport:
     """Run all contenders interleaved; the first is the baseline. A question may be a prompt as
-    token ids. Questions of a category are asked together, and each contender in turn is asked them,
+    token ids. Questions of a category run together, and each contender in turn answers them,
     so that slow minutes of the machine fall on all. One warm-up prompt each, or all of them where
     the target's rounds are recorded: a longer text has others, and may take a new cache.
     Drafters record for each run anew, as they do whenever text is generated."""

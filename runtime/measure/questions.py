@@ -1,6 +1,6 @@
 """What a benchmark asks: prompts as token ids, or the questions of a user that follow each other.
 
-As in Spec-Bench, a later question is asked behind the answer that was given to the one before it,
+As in Spec-Bench, a later question follows the answer that was given to the one before it,
 so every way to generate text speaks its own conversation.
 """
 

@@ -82,8 +82,7 @@ class Stats(Tabled):
     @property
     def well_counted(self) -> tuple[float, ...]:
         """The same of the first positions, as far as each was tested often enough to be drawn."""
-        pairs = zip(self.accepted_per_position, self.tested_at, strict=True)
-        return tuple(share for share, tested in pairs if tested >= FEW_COUNTS)
+        return well_counted(self.accepted_at, self.tested_at)
 
     @property
     def tokens_per_second(self) -> float:
@@ -141,6 +140,12 @@ def busy_note(used: int, threads: int) -> str:
         f"the cores were busy: the last steps ran on {used} of {counted(threads, 'thread')}, "
         "which was faster"
     )
+
+
+def well_counted(accepted_at: Sequence[int], tested_at: Sequence[int]) -> tuple[float, ...]:
+    """Accepted / tested at the positions that were tested often enough to be drawn."""
+    pairs = zip(shares(accepted_at, tested_at), tested_at, strict=True)
+    return tuple(share for share, tested in pairs if tested >= FEW_COUNTS)
 
 
 def shares(accepted_at: Sequence[int], tested_at: Sequence[int]) -> tuple[float, ...]:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
-from specctl.runtime.measure.doubt import FEW_COUNTS
-from specctl.runtime.measure.stats import add_counts, shares
+from specctl.runtime.measure.stats import add_counts, shares, well_counted
 
 CONTEXTS = (0, 512, 1024, 2048, 4096, 8192)  # tokens from which a range of contexts begins
 
@@ -84,8 +83,7 @@ class Timed:
     @property
     def well_counted(self) -> tuple[float, ...]:
         """The same of the positions that were tested often."""
-        pairs = zip(self.accepted_per_position, self.tested_at, strict=True)
-        return tuple(share for share, tested in pairs if tested >= FEW_COUNTS)
+        return well_counted(self.accepted_at, self.tested_at)
 
 
 def joined(parts: Sequence[Timed]) -> Timed:

@@ -59,8 +59,8 @@ def test_gsm8k_and_alpaca_are_asked_without_their_answers(tmp_path: Path) -> Non
     sums = write(tmp_path / "test.jsonl", {"question": "2+2?", "answer": "4 #### 4"})
     [one] = read_suite(f"gsm8k={sums.parent}").questions
     assert (one.category, said(one.turns)) == ("math", [["2+2?"]])
-    told = write(tmp_path / "a" / "a.jsonl", {"instruction": "Say", "input": "", "output": "x"})
-    [one] = read_suite(f"alpaca={told}").questions
+    path = write(tmp_path / "a" / "a.jsonl", {"instruction": "Say", "input": "", "output": "x"})
+    [one] = read_suite(f"alpaca={path}").questions
     assert (one.category, said(one.turns)) == ("instructions", [["Say"]])
 
 
