@@ -26,6 +26,7 @@ from specctl.export.package.manifest import check_files, package_in
 from specctl.recipes.targets import resolve
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
@@ -128,7 +129,7 @@ def prove_export(
 
 def _place(target: Target) -> str:
     try:
-        resolved = resolve(target.name)
+        resolved = with_file(resolve(target.name, target.revision), offline=True)
     except SpecctlError as error:
         raise SpecctlError(
             "an engine reads its target from a folder or the hub",

@@ -16,6 +16,7 @@ from specctl.export.formats import export as write
 from specctl.export.formats import filled, find_format, format_for
 from specctl.export.package.manifest import Manifest, package_in, read_manifest
 from specctl.recipes.targets import resolve
+from specctl.runtime.target.hub import with_file
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -79,7 +80,7 @@ def export(
     model = target_or_own(target, folder)
     manifest = write(folder, to, out, model, allow=allow, engine_python=engine_python)
     try:
-        found = resolve(model.name)
+        found = with_file(resolve(model.name, model.revision), offline=True)
         place = found.file if to == "gguf" else found.path
     except SpecctlError:  # a model in memory
         place = None

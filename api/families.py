@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
 
 
-FEW_BITS = ("int8", "int4")  # dtypes whose stored weights are not kept
+FEW_BITS = ("int8", "int4", "gguf")  # dtypes whose stored weights are not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ def check_stored(dtype: str, names: Iterable[str]) -> None:
                 where="--dtype",
                 found=f"--dtype {dtype} and {name}",
                 expected=f"the weights as stored, which {', '.join(readers)} alone needs",
-                do=f"--dtype auto, or another drafter beside {dtype}: --draft prompt-lookup",
+                do=f"--dtype {'float32' if dtype == 'gguf' else 'auto'}, or another drafter beside "
+                f"{dtype}: --draft prompt-lookup",
             )
 
 

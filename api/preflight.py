@@ -123,9 +123,9 @@ def _check_drafter(name: str) -> None:
     asked."""
     from specctl.export.package.find import Kind, locate
     from specctl.export.package.manifest import check_files
-    from specctl.recipes.targets import aliases, is_hub_id
+    from specctl.recipes.targets import aliases, is_on_hub
 
-    if name == "target" or name in aliases() or name.startswith(PREFIX) or is_hub_id(name):
+    if name == "target" or name in aliases() or name.startswith(PREFIX) or is_on_hub(name):
         return
     found = locate(name)
     if found.kind is Kind.PACKAGE and found.folder is not None:

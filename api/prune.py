@@ -220,7 +220,7 @@ def prune(
     check_out(folder)
     check_run(made, folder)
     job = PruneJob(made, job_cut, folder, command or _words(recipe, made, job_cut, folder))
-    model = given or load_part(made.target, device=str(PartialState().device))
+    model = given or load_part(made.target, device=str(PartialState().device), is_widened=True)
     if model.inflated:
         reporter.warn(inflated_note(model))
     run = _cut_and_heal(reporter, job, model, on_cut or (lambda report: None))

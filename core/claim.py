@@ -13,6 +13,10 @@ _OF_FEW_BITS = (
     "the distribution of plain decoding of the target in {} bits, which is not quite the published "
     "one, and under greedy decoding its tokens"
 )
+_PACKED = (
+    "the distribution of plain decoding with the weights of the GGUF file, the inputs of each "
+    "matrix rounded to 8 bits, and under greedy decoding its tokens"
+)
 _NEAR = (
     "the distribution of plain decoding up to rounding; where two tokens nearly tie the choice may "
     "flip, so greedy texts may differ from those of plain decoding and of other engines"
@@ -32,4 +36,6 @@ def meaning(verification: str, dtype: str | None) -> str:
         return f"in float32 {_PLAIN}; in bfloat16 and float16 {_NEAR}"
     if dtype in ("int8", "int4"):
         return _OF_FEW_BITS.format(dtype.removeprefix("int"))
+    if dtype == "gguf":
+        return _PACKED
     return _PLAIN if dtype in EXACT else _NEAR

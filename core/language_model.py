@@ -185,10 +185,14 @@ class Borrowed:
     a model does not lend them."""
 
     embedding_VD: Tensor
-    head_VD: Tensor
+    head: Tensor | Callable[[], Tensor]  # or what makes it when a drafter wants it
     embed_scale: float = 1.0
     head_bias_V: Tensor | None = None
     lm: LanguageModel | None = None
+
+    @property
+    def head_VD(self) -> Tensor:
+        return self.head if isinstance(self.head, Tensor) else self.head()
 
     def layers(self) -> LanguageModel:
         """The model whose layers may be run; an error where they may not."""

@@ -375,7 +375,7 @@ class FastLlama(LanguageModel):
 
     def borrowed(self) -> Borrowed:
         embedding_VD = self.module.model.embed_tokens.weight.detach()
-        return Borrowed(embedding_VD, self.module.head_weight.detach(), lm=self)
+        return Borrowed(embedding_VD, self.module.lent_head(), lm=self)
 
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -223,6 +224,11 @@ class LlamaModel(nn.Module):
     def head_weight(self) -> Tensor:
         """The output head [out_size or V, D]; the embedding itself when tied."""
         return self.model.embed_tokens.weight if self.shape.tied else self.lm_head.weight
+
+    def lent_head(self) -> Tensor | Callable[[], Tensor]:
+        """The output head for a drafter; what is packed is widened when one asks for it."""
+        weight, own = self.head_weight, self.packs.packed
+        return weight.detach() if own is None or self.shape.tied else cache(own.head.widened)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LlamaModel:
         self.packs.clear()

@@ -21,6 +21,7 @@ ASKED: frozenset[Any] = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in (*ABOUT, "is_meta", "_version", "ndim")),
         *(getattr(Tensor, name) for name in ("size", "dim", "numel", "element_size")),
+        Tensor.requires_grad_,  # models are frozen as a whole
     }
 )
 
@@ -53,5 +54,5 @@ class Released(Tensor):
             "the weights of a target in few bits are not in memory in any other form",
             found="dtype int8, int4 or gguf; only generating, measuring, training heads read it",
             expected="a target with its weights as they are stored",
-            do="--dtype auto (recipes: target.dtype: auto)",
+            do="--dtype float32 (recipes: target.dtype: float32)",
         )

@@ -22,7 +22,7 @@ LARGEST_OPTION = 10**12  # of a drafter's options; what fits each is the family'
 
 SourceName = Annotated[str, Field(min_length=1)]
 StageName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "gguf"]
 InflateName = Literal["100m", "300m", "1b", "8b"]
 
 

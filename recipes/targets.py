@@ -1,5 +1,5 @@
-"""Names of targets: an alias of `targets.yaml`, a local folder or GGUF file, or a hub id
-owner/name."""
+"""Names of targets: an alias of `targets.yaml`, a local folder or GGUF file, a hub id owner/name,
+or one of its GGUF files, owner/name:TYPE."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from specctl.recipes.ollama_store import PREFIX, file_of
 
 BRANCH = "main"  # of a repository where no revision is given
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_GGUF = re.compile(rf"(?P<repo>{HUB_ID.pattern}):(?P<type>[A-Za-z0-9][\w.-]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,9 @@ class KnownShape:
 @dataclass(frozen=True, slots=True)
 class ResolvedTarget:
     """Where a target's files are: `path` for a folder, `file` for a GGUF file (of one in parts, any
-    of them), `repo` and `revision` for the hub; the others are None. `is_pinned` is False when the
-    revision is a branch that may move."""
+    of them), `repo` and `revision` for the hub, with the type of numbers that its GGUF file
+    `gguf` is named after; the others are None. `is_pinned` is False when the revision is a branch
+    that may move."""
 
     name: str
     repo: str | None
@@ -66,6 +68,7 @@ class ResolvedTarget:
     note: str = ""
     shape: KnownShape | None = None
     file: Path | None = None
+    gguf: str | None = None
 
     @property
     def place(self) -> str:
@@ -104,6 +107,11 @@ def resolve(name: str, revision: str | None = None) -> ResolvedTarget:
         return ResolvedTarget(name, None, revision, None, file=path)
     if is_hub_id(name):
         return ResolvedTarget(name, name, revision or BRANCH, None, _is_commit(revision))
+    one = HUB_GGUF.fullmatch(name)
+    if one is not None and is_on_hub(name):
+        return ResolvedTarget(
+            name, one["repo"], revision or BRANCH, None, _is_commit(revision), gguf=one["type"]
+        )
     raise _unknown(name, path)
 
 
@@ -145,6 +153,13 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and not is_place
 
 
+def is_on_hub(name: str) -> bool:
+    """Whether the hub is to be asked for that name: a repository's, or of one of its GGUF files."""
+    one = HUB_GGUF.fullmatch(name)
+    is_one = one is not None and not Path(name).expanduser().exists()
+    return is_hub_id(one["repo"] if one is not None and is_one else name)
+
+
 def _resolve_alias(name: str, revision: str | None) -> ResolvedTarget:
     entry = _table()[name]
     shape = KnownShape(**entry["shape"])
@@ -166,7 +181,7 @@ def _unknown(name: str, path: Path) -> SpecctlError:
         return FileError(
             "there is no such target folder",
             found=ascii(name),
-            expected="a folder with config.json, tokenizer and safetensors weights",
+            expected="a folder with config.json, tokenizer and safetensors weights, or a GGUF file",
             do=near_folder(path) + ", or name another target, such as tiny",
         )
     return SpecctlError(

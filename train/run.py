@@ -361,7 +361,7 @@ def _load_target(recipe: Recipe, device: torch.device) -> Target:
     """The target; where its states come from outside, without its layers."""
     part = recipe.target
     if recipe.data.target_source == "inprocess":
-        return load_part(part, device=str(device), is_read_only=True)
+        return load_part(part, device=str(device), is_read_only=True, is_widened=True)
     if part.inflate is not None or recipe.train.joint is not None:
         raise RecipeError(
             "this needs the target's layers in this process",

@@ -223,9 +223,9 @@ def _as_word(flag: str, path: str, params: Iterable[Any]) -> str:
 
 def _names_target(word: str) -> bool:
     """Whether a target is meant: an alias, or a hub id that is no place on this machine."""
-    from specctl.recipes.targets import aliases, is_hub_id
+    from specctl.recipes.targets import aliases, is_on_hub
 
-    return word in aliases() or is_hub_id(word)
+    return word in aliases() or is_on_hub(word)
 
 
 def meant_flag(wanted: str, params: Sequence[Any]) -> str:

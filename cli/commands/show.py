@@ -100,9 +100,9 @@ def _gguf_at(path: Path) -> Path | None:
 def _target_named(word: str) -> ResolvedTarget | None:
     """The target of that name; None where a folder is meant."""
     from specctl.recipes.drafter_names import folder_named
-    from specctl.recipes.targets import aliases, is_hub_id, resolve
+    from specctl.recipes.targets import aliases, is_on_hub, resolve
 
-    if word in aliases() or (is_hub_id(word) and not folder_named(word).exists()):
+    if word in aliases() or (is_on_hub(word) and not folder_named(word).exists()):
         return resolve(word)
     folder_named(word)
     return None

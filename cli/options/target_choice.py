@@ -31,7 +31,7 @@ class TargetChoice:
         target_option(
             "--target",
             "-t",
-            help="Alias (tiny, qwen3-8b), hub id, or folder.",
+            help="Alias (tiny, qwen3-8b), hub id, folder or GGUF file.",
             autocompletion=complete_target,
         ),
     ] = "tiny"
@@ -39,7 +39,7 @@ class TargetChoice:
         str | None, target_option("--revision", help="Commit of the hub repository.")
     ] = None
     dtype: Annotated[
-        str, target_option("--dtype", help="auto, float32, bfloat16, float16, int8 or int4.")
+        str, target_option("--dtype", help="auto, float32, bfloat16, float16, int8, int4 or gguf.")
     ] = "auto"
     device: Annotated[str, target_option("--device", help="auto, cpu, cuda, cuda:1.")] = "auto"
     inflate: Annotated[

@@ -188,9 +188,10 @@ def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
 def _is_file(name: str) -> bool:
     """Whether a target is a GGUF file already."""
     try:
-        return resolve(name).file is not None
+        found = resolve(name)
     except SpecctlError:  # a model in memory
         return False
+    return found.file is not None or found.gguf is not None
 
 
 FORMAT = Format(

@@ -139,7 +139,7 @@ def with_head(
         return HeadTensors(tensors, (STORED_HEAD,) if is_tied else ())
     vocab, borrowed = vocabulary(tensors, rows, target.spec.vocab_size), target.borrowed()
     if is_tied:
-        borrowed = replace(borrowed, head_VD=borrowed.embedding_VD * borrowed.embed_scale)
+        borrowed = replace(borrowed, head=borrowed.embedding_VD * borrowed.embed_scale)
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     rows_KD = head_rows(borrowed, vocab).detach().to("cpu", dtype).clone()

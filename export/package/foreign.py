@@ -25,6 +25,7 @@ from specctl.export.package.pretrained import (
 from specctl.recipes.targets import resolve
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.target.gguf.tokens import tokenizer_of
+from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
 
@@ -57,7 +58,8 @@ def _packaged_tokenizer(folder: Path) -> Any:
     if manifest.family != SmallLm.family:
         return None
     try:
-        found = resolve(manifest.target.name, manifest.target.revision)
+        named = resolve(manifest.target.name, manifest.target.revision)
+        found = with_file(named, offline=True)
     except SpecctlError:
         return None
     tokenizer = None if found.path is None else load_tokenizer(found.path)

@@ -32,6 +32,7 @@ from specctl.core.spec import check_spec
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_spec import refuse_stateful, spec_of
+from specctl.models.native.packed import TYPES, PackedWeights
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.sampling.generation_config import Suggested, read_suggested
 from specctl.runtime.target import hub
@@ -45,9 +46,16 @@ from specctl.runtime.target.checkpoint_folder import (
     straight_to,
     weight_files,
 )
-from specctl.runtime.target.device import check_memory, choose_dtype
+from specctl.runtime.target.device import PACKED, check_memory, choose_dtype
 from specctl.runtime.target.ends import NamedEnds
-from specctl.runtime.target.gguf.model import model_of, open_gguf, rounding_note
+from specctl.runtime.target.gguf.model import GgufFile, model_of, open_gguf, rounding_note
+from specctl.runtime.target.gguf.packed import (
+    is_packed,
+    packed_bytes,
+    packed_note,
+    packed_weights,
+    why_not_packed,
+)
 from specctl.runtime.target.gguf.tokens import named_in, tokenizer_of
 from specctl.runtime.target.gguf.weights import GgufWeights
 from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
@@ -76,8 +84,9 @@ class Loaded:
     """A checkpoint in memory, the commit it came from where that is known, the kind of the
     multimodal model whose text side it is (None: it is the whole model), and the sampling that it
     asks for. `spread`: how its weights are spread, None for one device; `notes`: what is to be said
-    of how it was read. Of a GGUF file: the ends that it `named`, and the numbers that it has
-    `stored`, which may be rounded in the model."""
+    of how it was read. Of a GGUF file: the ends that it `named`; the numbers that it has `stored`,
+    which may be rounded in the model; and the matrices that are held as they are `packed`, which
+    the model is then without."""
 
     model: Any
     tokenizer: Any
@@ -88,6 +97,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
     named: tuple[NamedEnds, ...] | None = None
     stored: GgufWeights | None = None
+    packed: PackedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +135,26 @@ def load_checkpoint(
     offline: bool = False,
     is_read_only: bool = False,
     spread: Spread = NOWHERE,
+    may_be_packed: bool = True,
 ) -> Loaded:
     """Model and tokenizer of a resolved name; every failure says what to do next. One that is only
-    read need not be fit to be run."""
+    read need not be fit to be run. `may_be_packed`: with dtype "auto" the matrices of a GGUF file
+    are held as it packs them, where that can be had."""
 
     def check(folder: Path) -> Any:
         return check_config(folder, is_read_only)
 
     device = device or torch.device("cpu")
+    resolved = hub.with_file(resolved, offline)
     if resolved.file is not None:
-        return _load_gguf(resolved, resolved.file, dtype, device, spread)
+        return _load_gguf(resolved, resolved.file, dtype, device, spread, may_be_packed)
+    if dtype == PACKED:
+        raise IncompatibleError(
+            f"the weights of target {resolved.name} are not packed as in a GGUF file",
+            found=f"--dtype {PACKED}, and safetensors",
+            expected="a GGUF file",
+            do="--dtype int8, which packs them here, or --dtype auto",
+        )
     folder = resolved.path or hub.download(resolved, offline, check)
     config = check_folder(folder, is_read_only)
     device = local_device(device) if spread.tensor_parallel else device
@@ -162,7 +182,12 @@ def load_checkpoint(
 
 
 def _load_gguf(
-    resolved: ResolvedTarget, path: Path, dtype: str, device: torch.device, spread: Spread
+    resolved: ResolvedTarget,
+    path: Path,
+    dtype: str,
+    device: torch.device,
+    spread: Spread,
+    may_be_packed: bool,
 ) -> Loaded:
     file = open_gguf(path)
     if spread.is_asked:
@@ -175,19 +200,40 @@ def _load_gguf(
             "device",
         )
     tokenizer = tokenizer_of(file.header)
-    wanted = choose_dtype(dtype, device, None, file.num_parameters)
-    what = f"the target {resolved.name}"
-    check_memory(file.num_parameters * wanted.itemsize, wanted, device, what)
-    note = rounding_note(file, wanted)
+    is_packed = _is_held_packed(resolved, file, dtype, device, may_be_packed)
+    wanted = choose_dtype(PACKED if is_packed else dtype, device, None, file.num_parameters)
+    need = packed_bytes(file) if is_packed else file.num_parameters * wanted.itemsize
+    check_memory(need, wanted, device, f"the target {resolved.name}")
+    note = packed_note(file) if is_packed else rounding_note(file, wanted)
     return Loaded(
-        model_of(file, wanted, device),
+        model_of(file, wanted, device, is_packed),
         tokenizer,
         resolved.revision,
         None,
         notes=() if note is None else (note,),
         named=tuple(named_in(file.header)),
         stored=file.weights,
+        packed=packed_weights(file) if is_packed else None,
     )
+
+
+def _is_held_packed(
+    resolved: ResolvedTarget, file: GgufFile, dtype: str, device: torch.device, may_be_packed: bool
+) -> bool:
+    """Whether its matrices are held as the file packs them. Raises where that was asked for and
+    cannot be had."""
+    if dtype == "auto":
+        return may_be_packed and is_packed(file) and why_not_packed(file, device) is None
+    why = why_not_packed(file, device) if dtype == PACKED else None
+    if why is not None:
+        raise IncompatibleError(
+            f"target {resolved.name} cannot be read as it is packed here",
+            found=why,
+            expected=f"matrices in {', '.join(TYPES)} and a CPU with AVX2 and a compiler",
+            do="--dtype float32",
+            where=str(file.header.path),
+        )
+    return dtype == PACKED
 
 
 def _spread_fields(

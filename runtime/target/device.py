@@ -19,7 +19,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-SHOWN = ("auto", "float32", "bfloat16", "float16", "int8", "int4")  # what help names
+SHOWN = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "gguf")  # what help names
+PACKED = "gguf"  # matrices as a GGUF file packs them, on a CPU; all else in float32
 FEW_BITS = {"int8": 8, "int4": 4}  # of a weight, on a CPU; all else is of the "auto" dtype
 NVIDIA = "0x10de"  # the vendor's number on the PCI bus
 LARGE = 200_000_000  # parameters from which bfloat16 is the default on a CPU that has it
@@ -33,6 +34,8 @@ def choose_dtype(
 ) -> torch.dtype:
     """The dtype called `name`. "auto", and beside weights in few bits: float32 on CPU, but bfloat16
     from `LARGE` parameters on a CPU that multiplies bfloat16; on other devices the checkpoint's."""
+    if name == PACKED:
+        return torch.float32
     if name != "auto" and name not in FEW_BITS:
         if name not in DTYPES:
             raise SpecctlError(

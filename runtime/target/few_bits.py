@@ -1,22 +1,57 @@
-"""A target whose matrices are read in few bits: `--dtype int8` or `int4`.
+"""A target whose matrices are read in few bits: `--dtype int8` or `int4`, or those of a GGUF file
+as it packs them, `--dtype gguf`.
 
-Weights and the inputs of each matrix are rounded in groups (models/native/bits.py). That is another
-model than the one published, so that it is never chosen but by name, and every result says which.
-Text is lossless with respect to it. The matrices of the layers are kept in these bits alone: what
-needs them as they were stored is refused (models/released.py).
+For int8 and int4, weights and the inputs of each matrix are rounded in groups
+(models/native/bits.py). That is another model than the one published, so that it is never chosen
+but by name, and every result says which. For gguf, the inputs alone are rounded, as in llama.cpp.
+Text is lossless with respect to either. The matrices of the layers are kept in these bits alone:
+what needs them as they were stored is refused (models/released.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from specctl.core.errors import IncompatibleError
+from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.models.fast_llama import FastLlama
 from specctl.models.native.library import no_int8
+from specctl.models.native.packed import PackedWeights
+from specctl.runtime.target.device import FEW_BITS, PACKED
 from specctl.runtime.target.rounding import Unrounded
 
 T = TypeVar("T")
+
+
+def check_alone(
+    dtype: str,
+    compile: bool | None,
+    is_spread: bool,
+    inflate: str | None,
+    adapters: Sequence[str],
+) -> None:
+    """Refuse what needs the weights in another form than a dtype of few bits."""
+    others: dict[str, object] = {"--compile": compile, "a target that is spread": is_spread}
+    if dtype == PACKED:
+        others |= {"--inflate": inflate, "--adapter": adapters}
+    given = [words for words, value in others.items() if value]
+    if given and (dtype in FEW_BITS or dtype == PACKED):
+        raise one_of_two(
+            f"weights of dtype {dtype} are read by the compiled step, as they are, in one process",
+            f"--dtype {dtype} and {given[0]}",
+            "leave one of them out",
+        )
+
+
+def as_packed(target: T, weights: PackedWeights) -> T:
+    """The target with its matrices as a GGUF file packs them; those that it came without."""
+    given: Any = target
+    lm = given.lm
+    assert isinstance(lm, FastLlama), "architectures of GGUF files are our own forward's"
+    is_kept = lm.module.keep_packed(weights)
+    assert is_kept, "the compiled step was there before the file was read"
+    return cast(T, replace(given, lm=lm.in_bits("packed")))
 
 
 def measured_in_few_bits(target: T, bits: int) -> T:

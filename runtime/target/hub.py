@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from specctl.core.errors import NetworkError, SpecctlError
+from specctl.core.errors import FileError, NetworkError, SpecctlError
+from specctl.core.gguf_header import PROJECTOR, SUFFIX, part_names
 from specctl.core.hub_access import FLAG, forbidden_by, way_online
 from specctl.recipes.targets import ResolvedTarget
 
@@ -34,6 +37,54 @@ def download(resolved: ResolvedTarget, offline: bool, check: Callable[[Path], ob
     except Exception as error:  # huggingface_hub and its http client raise dozens of kinds
         raise _network_error(resolved, offline, error) from error
     return folder
+
+
+def with_file(resolved: ResolvedTarget, offline: bool) -> ResolvedTarget:
+    """The same; where one of the GGUF files of a repository is meant, with it and its commit,
+    fetched where it is not here. Raises NetworkError, and FileError where there is no such file."""
+    if resolved.gguf is None:
+        return resolved
+    from huggingface_hub import HfApi, snapshot_download
+
+    repo, revision = resolved.repo, resolved.revision
+    assert repo is not None
+    try:
+        if offline or forbidden_by():
+            folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{SUFFIX}")]
+            wanted = named_gguf(names, resolved.gguf, repo)
+        else:
+            names = HfApi().list_repo_files(repo, revision=revision)
+            wanted = named_gguf(names, resolved.gguf, repo)
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
+    except SpecctlError:
+        raise
+    except Exception as error:  # huggingface_hub and its http client raise dozens of kinds
+        raise _network_error(resolved, offline, error) from error
+    return replace(resolved, file=folder / wanted[0], revision=folder.name)
+
+
+def named_gguf(names: Sequence[str], kind: str, repo: str) -> list[str]:
+    """The file of a repository that is named after a type of numbers, such as Q4_K_M: all parts of
+    it, the first in front. FileError where none is, or several are."""
+    files = sorted(name for name in names if name.lower().endswith(SUFFIX))
+    files = [name for name in files if not Path(name).name.lower().startswith(PROJECTOR)]
+    word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(kind)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    found = [name for name in files if word.search(Path(name).name)]
+    models = {(part_names(Path(name).name) or [Path(name).name])[0]: name for name in found}
+    if len(models) == 1:
+        parts = part_names(Path(found[0]).name) or [Path(found[0]).name]
+        return [(Path(found[0]).parent / part).as_posix() for part in parts]
+    listed = [Path(name).name for name in (found or files)]
+    raise FileError(
+        f"{repo} has {'several GGUF files' if found else 'no GGUF file'} of type {kind}",
+        found=", ".join(listed[:12]) + (" ..." if len(listed) > 12 else "") or "no GGUF file",
+        expected="one whose name has the type behind the colon",
+        do=f"--target {repo}:TYPE with a type of these names"
+        if files
+        else f"--target {repo}, where it has safetensors",
+        where=repo,
+    )
 
 
 def cached_folder(resolved: ResolvedTarget) -> Path | None:

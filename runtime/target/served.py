@@ -255,7 +255,7 @@ def load_served(
     offline: bool = False,
 ) -> Target:
     """The target of that name without its layers: tokenizer, identity, embedding, norm, head."""
-    resolved, where = resolve(name, revision), choose_device(device)
+    resolved, where = hub.with_file(resolve(name, revision), offline), choose_device(device)
     if resolved.file is not None:
         return _of_file(resolved, open_gguf(resolved.file), dtype, where)
     folder = resolved.path or hub.download(resolved, offline, _check_config)

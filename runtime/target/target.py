@@ -40,11 +40,13 @@ from specctl.runtime.target.checkpoint import Loaded, Spread, load_checkpoint
 from specctl.runtime.target.device import (
     FEW_BITS,
     LARGE,
+    PACKED,
     choose_device,
     choose_dtype,
     refuse_idle_cuda,
 )
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, NamedEnds, ends_of
+from specctl.runtime.target.few_bits import as_packed, check_alone, measured_in_few_bits
 from specctl.runtime.target.lora_folder import beside, load_model
 from specctl.runtime.target.rounding import Rounding
 from specctl.runtime.target.spoken_to import why_text
@@ -166,7 +168,7 @@ class Target:
         """As `load_target` takes it."""
         bits = getattr(self.lm, "bits", None)
         if bits == "packed":
-            return "gguf"
+            return PACKED
         return f"int{bits}" if bits is not None else str(self.dtype).removeprefix("torch.")
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
@@ -262,10 +264,13 @@ class Target:
         name: str = "random",
         is_read_only: bool = False,
         named: Sequence[NamedEnds] | None = None,
+        identity: str | None = None,
     ) -> Target:
         """A target around a transformers model, which is frozen and put in eval mode.
         `is_read_only`: one that cannot be run here may still be read, to train drafters for it;
-        `named`: the ends of text that its file names, in the place of its configurations."""
+        `named`: the ends of text that its file names, in the place of its configurations;
+        `identity`: the fingerprint of its weights as they are stored, where they are not all here.
+        """
         model.eval().requires_grad_(False)
         ends = ends_of(model, tokenizer, named)
         return cls(
@@ -273,7 +278,7 @@ class Target:
             revision=None,
             lm=fast_llama_from_hf(model, ends.ids) or _any_lm(model, ends.ids, is_read_only),
             tokenizer=tokenizer,
-            fingerprint=fingerprint(model),
+            fingerprint=fingerprint(model) if identity is None else identity,
             tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             template_digest=None if tokenizer is None else template_digest(tokenizer),
             eos_ids=ends.ids,
@@ -307,6 +312,7 @@ def load_target(
     is_read_only: bool = False,
     device_map: str | None = None,
     tensor_parallel: bool = False,
+    is_widened: bool = False,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder or GGUF
     file, or a hub id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped
@@ -319,15 +325,11 @@ def load_target(
     layers are spread over devices, host memory and files. `tensor_parallel`: over the processes of
     torchrun, which then all do the same; either way the forward is transformers' own.
     `dtype` "int8" or "int4": weights of 8 or 4 bits, another model than the published one
-    (few_bits.py)."""
+    (few_bits.py); "gguf": a GGUF file's matrices as it packs them, which "auto" takes on a CPU that
+    reads them so, but where `is_widened`, to train with."""
     spread = Spread(device_map, tensor_parallel)
     _check_spread(spread, inflate, compile, adapters)
-    if dtype in FEW_BITS and (compile or spread.is_asked):
-        raise one_of_two(
-            f"weights of {FEW_BITS[dtype]} bits are read by the compiled step, in one process",
-            f"--dtype {dtype} and {'--compile' if compile else 'a target that is spread'}",
-            "leave one of them out",
-        )
+    check_alone(dtype, compile, spread.is_asked, inflate, adapters)
     added = read_adapters(adapters)
     resolved = resolve(name, revision)
     if device == "auto":
@@ -336,7 +338,9 @@ def load_target(
     first = "float32" if inflate is not None else dtype
     found = load_model(
         resolved,
-        lambda one: load_checkpoint(one, first, where, offline, is_read_only, spread),
+        lambda one: load_checkpoint(
+            one, first, where, offline, is_read_only, spread, not (is_widened or compile or added)
+        ),
         offline,
     )
     loaded = found.loaded
@@ -353,14 +357,14 @@ def load_target(
         spread=loaded.spread,
         notes=loaded.notes,
     )
+    if loaded.packed is not None:
+        target = as_packed(target, loaded.packed)
     del found, loaded  # what is released of the weights below is to be freed
     if inflate is not None:
         from specctl.runtime.target.inflate import inflate as blow_up
 
         target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
     if dtype in FEW_BITS:
-        from specctl.runtime.target.few_bits import measured_in_few_bits
-
         target = measured_in_few_bits(target, FEW_BITS[dtype])
     if compile is None and where.type == "cuda" and isinstance(target.lm, FastLlama):
         return replace(target, lm=CompiledLM(target.lm, patience=PATIENCE))
@@ -393,15 +397,15 @@ def _adapted(loaded: Loaded, name: str, is_read_only: bool, added: Sequence[Adap
     """A target around a model with these adapters: merged where our own forward runs it."""
     model, tokenizer, named = loaded.model, loaded.tokenizer, loaded.named
     if not added:
-        target = Target.from_model(model, tokenizer, name, is_read_only, named)
-        return target if loaded.stored is None else replace(target, fingerprint=_base(loaded))
+        return Target.from_model(model, tokenizer, name, is_read_only, named, _base(loaded))
     base = _base(loaded)
     is_fast = fast_llama_from_hf(model) is not None
     model = with_adapters(model, added, is_merged=is_fast)
     applied = tuple(one.applied for one in added)
     return replace(
-        Target.from_model(model, tokenizer, name, is_read_only, named),
-        fingerprint=combined_fingerprint(base, applied),
+        Target.from_model(
+            model, tokenizer, name, is_read_only, named, combined_fingerprint(base, applied)
+        ),
         adapters=applied,
         base_fingerprint=base,
     )

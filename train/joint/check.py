@@ -14,7 +14,7 @@ from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.recipes.low_rank import ALONE, JointPart
 from specctl.recipes.schema import Recipe
-from specctl.runtime.target.device import FEW_BITS
+from specctl.runtime.target.device import FEW_BITS, PACKED
 from specctl.runtime.target.target import Target
 from specctl.train.selective import COMPARING
 
@@ -140,6 +140,8 @@ def check_target(target: Target) -> None:
         problem = f"quantised weights ({kinds or 'by its configuration'})"
     elif (bits := FEW_BITS.get(target.dtype_name)) is not None:
         problem = f"weights that are read in {bits} bits (dtype {target.dtype_name})"
+    elif target.dtype_name == PACKED:
+        problem = "matrices as a GGUF file packs them"
     elif type(lm) not in (FastLlama, HfLM) or (isinstance(lm, FastLlama) and lm.config is None):
         problem = f"a {type(lm).__name__} that did not come from transformers"
     elif target.adapters and isinstance(lm, HfLM):

@@ -58,7 +58,7 @@ def stand_in(recipe: Recipe, shape: TargetShape, device: torch.device) -> Target
     there = resolve(part.name, part.revision)
     if is_here and there.repo is None and shape.parameters <= LIGHT:
         alone = {"device_map": None, "tensor_parallel": False}
-        return load_part(part, device=str(device), is_read_only=True, **alone)
+        return load_part(part, device=str(device), is_read_only=True, is_widened=True, **alone)
     count = shape.parameters if is_here else 2 * spec.vocab_size * spec.hidden_size
     if shape.config is None or part.inflate is not None or (count > LIGHT and not is_cuda):
         return None

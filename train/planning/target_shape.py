@@ -21,6 +21,7 @@ from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config
 from specctl.runtime.target.checkpoint_folder import foreign_config
 from specctl.runtime.target.device import LARGE, choose_dtype
 from specctl.runtime.target.gguf.model import config_in
+from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.multimodal import is_multimodal, text_config
 from specctl.train.distributed.run_device import run_device
 
@@ -122,6 +123,7 @@ def _counted(config: Any) -> TargetShape:
 
 
 def _config(resolved: ResolvedTarget) -> Any:
+    resolved = with_file(resolved, offline=False)
     if resolved.file is not None:
         return config_in(read_header(resolved.file))
     return check_config(resolved.path, True) if resolved.path else _hub_config(resolved)

@@ -21,15 +21,19 @@ def library() -> Any:
 
 def numbers(tensor: GgufTensor, first: int, last: int) -> np.ndarray:
     """Rows `first` to `last` of a tensor as float32 [R, I]; a vector is one row."""
+    return widened(stored_rows(tensor, first, last), tensor.kind.name)
+
+
+def stored_rows(tensor: GgufTensor, first: int, last: int) -> np.ndarray:
+    """The same rows as the file has them, uint8 [R, B]. ValueError where it has fewer."""
     rows = [1, *tensor.shape][-2] if len(tensor.shape) < 3 else math.prod(tensor.shape[:-1])
     assert 0 <= first <= last <= rows, (first, last, tensor)
-    raw = np.fromfile(
+    return np.fromfile(
         tensor.path,
         dtype=np.uint8,
         count=(last - first) * tensor.row_bytes,
         offset=tensor.offset + first * tensor.row_bytes,
     ).reshape(last - first, tensor.row_bytes)
-    return widened(raw, tensor.kind.name)
 
 
 def widened(raw_RB: np.ndarray, kind: str) -> np.ndarray:

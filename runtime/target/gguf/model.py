@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specctl.core.gguf_header import GgufHeader, read_header
 from specctl.core.spec import check_spec
 from specctl.models.hf_spec import spec_of
+from specctl.models.released import Released
 from specctl.runtime.target.gguf.blocks import library
 from specctl.runtime.target.gguf.config import fields_of
 from specctl.runtime.target.gguf.tokens import id_named
@@ -67,23 +68,36 @@ def config_in(header: GgufHeader) -> Any:
     return config
 
 
-def model_of(file: GgufFile, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model on the device, in that dtype."""
+def is_matrix_of_layers(name: str) -> bool:
+    """Whether a parameter is a matrix within the layers."""
+    return name.endswith("_proj.weight")
+
+
+def model_of(
+    file: GgufFile, dtype: torch.dtype, device: torch.device, is_packed: bool = False
+) -> Any:
+    """The model on the device, in that dtype. `is_packed`: without the matrices of its layers and
+    an LM head that is not the embedding, which are held as they are packed (packed.py)."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(file.config, dtype=dtype)
     for name, shape in file.weights.shapes.items():
+        owner, leaf = name.rsplit(".", 1)
+        if is_packed and (is_matrix_of_layers(name) or owner == "lm_head"):
+            parameter = model.get_parameter(name)
+            setattr(model.get_submodule(owner), leaf, Released.of(parameter))
+            continue
         wide = torch.empty(tuple(shape), dtype=dtype)
         try:
             file.weights.fill(name, wide)
         except ValueError as error:  # the file shrank behind its header
             raise file.header.damaged(f"{name} cannot be read", str(error)[:120]) from None
-        owner, leaf = name.rsplit(".", 1)
         kept = nn.Parameter(wide.to(device), requires_grad=False)
         setattr(model.get_submodule(owner), leaf, kept)
     if file.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.model.rotary_emb = type(model.model.rotary_emb)(config=file.config).to(device)
-    left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    there = model.state_dict(keep_vars=True).items()
+    left = [name for name, tensor in there if tensor.is_meta and type(tensor) is not Released]
     assert not left, f"tensors without a value: {left}"
     return model
 

@@ -3,7 +3,7 @@
 llama.cpp's graph of Llama rotates neighbours (2i, 2i + 1) of a head where transformers rotates
 halves (i, i + E/2): its rows of query and key are put back, whole rows, so that blocks stay blocks.
 No more than `PIECE` weights are wide beside the model at any time.
-Letters: E head width, H heads, I input width, R rows.
+Letters: B bytes of a row, E head width, H heads, I input width, R rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.gguf_header import GgufHeader
-from specctl.runtime.target.gguf.blocks import numbers
+from specctl.core.gguf_header import GgufHeader, GgufTensor
+from specctl.runtime.target.gguf.blocks import numbers, stored_rows
 from specctl.runtime.target.gguf.config import (
     FREQUENCIES,
     NEIGHBOURS,
@@ -93,11 +93,24 @@ class GgufWeights:
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         return int(self.fields[counts[part]]) if part in counts else None
 
+    def tensor(self, name: str) -> GgufTensor:
+        """Where the file has a parameter."""
+        return self.header.tensors[gguf_name(name)]
+
+    def blocks(self, name: str) -> np.ndarray:
+        """The rows of a matrix as bytes, uint8 [R, B], in the order of transformers."""
+        tensor, heads = self.tensor(name), self._heads(name)
+        stored_RB = stored_rows(tensor, 0, tensor.shape[0])
+        if heads is None:
+            return stored_RB
+        pairs = stored_RB.reshape(heads, -1, 2, stored_RB.shape[-1])
+        return np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(stored_RB.shape)
+
     def fill(self, name: str, out: torch.Tensor) -> None:
         """Write a whole parameter into a tensor of its shape, rounded to its dtype."""
         import torch
 
-        tensor = self.header.tensors[gguf_name(name)]
+        tensor = self.tensor(name)
         width = tensor.shape[-1]
         rows = tensor.count // width
         flat_RI = out.view(rows, width)
@@ -123,7 +136,7 @@ class GgufWeights:
         read."""
         import torch
 
-        tensor, heads = self.header.tensors[gguf_name(name)], self._heads(name)
+        tensor, heads = self.tensor(name), self._heads(name)
         if len(shape) == 1 and heads is not None:  # a bias, whose numbers are its rows
             return self.whole(name, shape, torch.device("cpu"))[start : start + count]
         width = shape[-1]

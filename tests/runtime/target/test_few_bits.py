@@ -137,7 +137,7 @@ def test_what_needs_the_stored_matrices_is_refused(target: Target) -> None:
 def test_where_it_is_no_gain_it_is_refused(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     given: dict[str, Any]
     for given in ({"compile": True}, {"device_map": "auto"}):
-        with pytest.raises(SpecctlError, match=f"{bits} bits"):
+        with pytest.raises(SpecctlError, match=f"weights of dtype int{bits} are read"):
             specctl.load_target("tiny", dtype=f"int{bits}", device="cpu", **given)
     monkeypatch.setattr(few_bits, "no_int8", lambda: "a CPU without AVX2")
     with pytest.raises(IncompatibleError, match=f"{bits} bits") as refused:
