@@ -21,7 +21,7 @@ from specctl.core.gguf_header import read_header
 from specctl.core.model_folder import CONFIG, WEIGHTS
 from specctl.export.package.manifest import MANIFEST, read_manifest
 from specctl.recipes.ollama_store import pulled
-from specctl.recipes.targets import KnownShape, aliases, resolve
+from specctl.recipes.targets import KnownShape, ResolvedTarget, aliases, resolve
 
 RUNS = Path("runs")
 DEEPEST = 3  # levels below ./runs
@@ -116,7 +116,7 @@ def aliases_here(models: Sequence[ModelHere] = (), runs: Path = RUNS) -> list[Al
         AliasHere(
             name,
             one.repo or "comes with specctl",
-            one.repo is None or one.repo in here,
+            one.repo is None or one.repo in here or _is_installed(one),
             one.note,
             shapes[name],
             (
@@ -127,6 +127,10 @@ def aliases_here(models: Sequence[ModelHere] = (), runs: Path = RUNS) -> list[Al
         for name, one in known.items()
         if name in shapes
     ]
+
+
+def _is_installed(target: ResolvedTarget) -> bool:
+    return target.installed is not None and target.installed.path() is not None
 
 
 def _may_draft(small: KnownShape, large: KnownShape) -> bool:

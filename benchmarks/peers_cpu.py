@@ -14,6 +14,11 @@ Q4_0; "4 bits, lookup" is `quantspec+prompt-lookup`.
 `--dtype int8`: targets of 8 bits, ours and llama.cpp's Q8_0, which round otherwise, so that texts
 part; int4: ours and Q4_0. `--inflate`: at the cost of a larger target. These are for llama.cpp
 alone. `--neighbours 1`: beside a process that compiles.
+
+    python benchmarks/peers_cpu.py --target MODEL.gguf --file specbench.jsonl --prompts 12
+
+`--target`: a GGUF file that llama.cpp is given as it is. Ours is decoded as the file packs it, and
+widened to float32.
 """
 
 from __future__ import annotations
@@ -103,7 +108,7 @@ class LlamaCpp:
 
     def way(self, **given: Any) -> Way:
         url = self.servers.enter_context(
-            serving(self.path, self.gguf, 1, 1024, self.args.threads, **given)
+            serving(self.path, self.gguf, 1, self.args.context, self.args.threads, **given)
         )
 
         def run(prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
@@ -222,6 +227,20 @@ def beside_llama_cpp(
             export(args.draft, "gguf", draft, target=load_target("tiny", dtype="float32"))
         found["specctl, draft model"] = ours(target, drafter, policy="chain", length=args.length)
     return found | LlamaCpp(args, gguf, servers).ways(draft, rounded)
+
+
+def of_a_file(args: argparse.Namespace, target: Target, servers: ExitStack) -> dict[str, Way]:
+    """A GGUF file as both hold it, and ours in float32, where nothing is rounded."""
+    found = {}
+    wide = load_target(args.target, dtype="float32")
+    for name, held in (("specctl", target), ("specctl in float32", wide)):
+        found[f"{name}, plain"] = ours(held, None)
+        found[f"{name}, prompt lookup"] = ours(held, "prompt-lookup")
+        found[f"{name}, auto"] = ours(held, "auto")
+    llama = LlamaCpp(args, Path(args.target).resolve(), servers)
+    found["llama.cpp, plain"] = llama.way()
+    found["llama.cpp, prompt lookup"] = llama.way(lookup=LOOKUP)
+    return found
 
 
 def in_gguf(args: argparse.Namespace, target: Target, name: str, dtype: str) -> Path:
@@ -367,6 +386,7 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], prompts: int)
         rate = row["tokens_per_second"]
         print(f"{row['way']:30s} {rate:7.1f} tok/s  [{low:.0f}, {high:.0f}]  {rate / first:5.2f}x  "
               f"same text {row['same_text']:.0%}")  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"peers_cpu-{args.inflate}-{args.dtype}.json").write_text(
         json.dumps(rows, indent=1) + "\n"
     )
@@ -386,18 +406,23 @@ def main() -> None:
     parser.add_argument("--vllm", default=None, help="the Python of an environment that has it")
     parser.add_argument("--plot", type=Path, default=None, metavar="PNG")
     parser.add_argument("--without", action="append", default=[], help="an engine to leave out")
-    dtypes = ("float32", "bfloat16", "int8", "int4")
-    parser.add_argument("--dtype", default="float32", choices=dtypes)
+    parser.add_argument("--target", default=None, help="a GGUF file; otherwise the embedded one")
+    parser.add_argument("--file", default=None, help="of prompts; otherwise the embedded ones")
+    parser.add_argument("--context", type=int, default=1024, help="of llama.cpp")
+    dtypes = ("float32", "bfloat16", "int8", "int4", "gguf")
+    parser.add_argument("--dtype", default=None, choices=dtypes)
     parser.add_argument("--inflate", default=None, help="300m")
     parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside it")
     args = parser.parse_args()
     args.out = args.out.resolve()
     torch.set_num_threads(args.threads)
-    target = load_target("tiny", dtype=args.dtype, inflate=args.inflate)
-    prompts = [list(prompt.ids) for prompt in heldout_prompts(target, args.prompts)]
+    args.dtype = args.dtype or ("float32" if args.target is None else "gguf")
+    target = load_target(args.target or "tiny", dtype=args.dtype, inflate=args.inflate)
+    prompts = [list(prompt.ids) for prompt in heldout_prompts(target, args.prompts, path=args.file)]
     is_usual = args.dtype == "float32" and args.inflate is None
+    beside = of_a_file if args.target else ways if is_usual else beside_llama_cpp
     with ExitStack() as servers:
-        found = (ways if is_usual else beside_llama_cpp)(args, target, servers)
+        found = beside(args, target, servers)
         servers.enter_context(busy_neighbours(args.neighbours))
         rows = measured(args, found, prompts)
     show(args, rows, len(prompts))

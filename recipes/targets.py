@@ -22,6 +22,7 @@ from specctl.core.model_folder import (
     near_folder,
 )
 from specctl.recipes.built_in import is_built_in
+from specctl.recipes.installed_models import InstalledModel
 from specctl.recipes.ollama_store import PREFIX, file_of
 
 BRANCH = "main"  # of a repository where no revision is given
@@ -58,7 +59,7 @@ class ResolvedTarget:
     """Where a target's files are: `path` for a folder, `file` for a GGUF file (of one in parts, any
     of them), `repo` and `revision` for the hub, with the type of numbers that its GGUF file
     `gguf` is named after; the others are None. `is_pinned` is False when the revision is a branch
-    that may move."""
+    that may move; `installed` is what a package has in the place of the repository."""
 
     name: str
     repo: str | None
@@ -69,6 +70,7 @@ class ResolvedTarget:
     shape: KnownShape | None = None
     file: Path | None = None
     gguf: str | None = None
+    installed: InstalledModel | None = None
 
     @property
     def place(self) -> str:
@@ -166,9 +168,19 @@ def _resolve_alias(name: str, revision: str | None) -> ResolvedTarget:
     if "path" in entry:
         folder = Path(str(files("specctl.recipes") / entry["path"]))
         return ResolvedTarget(name, None, None, folder, True, entry["note"], shape)
+    installed = InstalledModel(**entry["installed"]) if "installed" in entry else None
+    if revision is not None:
+        installed = None  # a commit of the hub is meant
     revision = revision or entry.get("revision", BRANCH)
     return ResolvedTarget(
-        name, entry["repo"], revision, None, _is_commit(revision), entry["note"], shape
+        name,
+        entry["repo"],
+        revision,
+        None,
+        _is_commit(revision),
+        entry["note"],
+        shape,
+        installed=installed,
     )
 
 

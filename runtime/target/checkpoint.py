@@ -205,12 +205,13 @@ def _load_gguf(
     need = packed_bytes(file) if is_packed else file.num_parameters * wanted.itemsize
     check_memory(need, wanted, device, f"the target {resolved.name}")
     note = packed_note(file) if is_packed else rounding_note(file, wanted)
+    source = [hub.installed_note(resolved)] if resolved.installed is not None else []
     return Loaded(
         model_of(file, wanted, device, is_packed),
         tokenizer,
         resolved.revision,
         None,
-        notes=() if note is None else (note,),
+        notes=(*source, *([] if note is None else [note])),
         named=tuple(named_in(file.header)),
         stored=file.weights,
         packed=packed_weights(file) if is_packed else None,

@@ -10,6 +10,7 @@ from pathlib import Path
 from specctl.core.errors import FileError, NetworkError, SpecctlError
 from specctl.core.gguf_header import PROJECTOR, SUFFIX, part_names
 from specctl.core.hub_access import FLAG, forbidden_by, way_online
+from specctl.core.model_folder import has_weights
 from specctl.recipes.targets import ResolvedTarget
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -41,7 +42,12 @@ def download(resolved: ResolvedTarget, offline: bool, check: Callable[[Path], ob
 
 def with_file(resolved: ResolvedTarget, offline: bool) -> ResolvedTarget:
     """The same; where one of the GGUF files of a repository is meant, with it and its commit,
-    fetched where it is not here. Raises NetworkError, and FileError where there is no such file."""
+    fetched where it is not here; where a repository is not here and a package has the model, with
+    the package's. Raises NetworkError, and FileError where there is no such file."""
+    folder = cached_folder(resolved) if resolved.installed is not None else None
+    if resolved.installed is not None and (folder is None or not has_weights(folder)):
+        file = resolved.installed.checked()
+        return resolved if file is None else replace(resolved, file=file, revision=None)
     if resolved.gguf is None:
         return resolved
     from huggingface_hub import HfApi, snapshot_download
@@ -62,6 +68,15 @@ def with_file(resolved: ResolvedTarget, offline: bool) -> ResolvedTarget:
     except Exception as error:  # huggingface_hub and its http client raise dozens of kinds
         raise _network_error(resolved, offline, error) from error
     return replace(resolved, file=folder / wanted[0], revision=folder.name)
+
+
+def installed_note(resolved: ResolvedTarget) -> str:
+    """What is to be said of a model that came with a package."""
+    assert resolved.installed is not None
+    return (
+        f"{resolved.name} is the GGUF file of the package {resolved.installed.package}, since "
+        f"{resolved.repo} is not in the hub's cache: the weights of either are rounded otherwise"
+    )
 
 
 def named_gguf(names: Sequence[str], kind: str, repo: str) -> list[str]:
@@ -116,6 +131,8 @@ def _network_error(resolved: ResolvedTarget, offline: bool, error: Exception) ->
         return NetworkError(what, found=at, do=do)
     forbidden = list(dict.fromkeys([*([FLAG] if offline else []), *forbidden_by()]))
     otherwise = "a local folder with --target ./FOLDER, or --target tiny, which needs no download"
+    if resolved.installed is not None:
+        otherwise = f"`{resolved.installed.command}`, which brings the model, or {otherwise}"
     if forbidden:
         return NetworkError(
             "the target is not in the local cache, and the hub may not be asked",
