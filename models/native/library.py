@@ -31,6 +31,7 @@ SOURCES = (
     SOURCE.with_name("bits.h"),
     SOURCE.with_name("many.h"),
     SOURCE.with_name("packed.h"),
+    SOURCE.with_name("blocks.h"),
     SOURCE.with_name("attention.h"),
     SOURCE.with_name("draw.h"),
     SOURCE.with_name("cut.h"),
@@ -288,6 +289,10 @@ def _loaded(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.space_needed.argtypes = (ctypes.POINTER(ModelAddresses), *(ctypes.c_int32,) * 3)
     found.space_needed.restype = ctypes.c_int64
+    found.pack.argtypes = (
+        ctypes.c_int32, ctypes.c_void_p, *(ctypes.c_int32,) * 2, ctypes.c_void_p, ctypes.c_int32,
+    )  # fmt: skip
+    found.pack.restype = None
     found.draw.argtypes = (ctypes.POINTER(DrawCall),)
     found.cut.argtypes, found.cut.restype = (ctypes.POINTER(CutCall),), None
     found.read_scores.argtypes, found.read_scores.restype = (ctypes.POINTER(ScoreRows),), None

@@ -1,7 +1,7 @@
 """Matrices whose numbers are those of a GGUF file, as the compiled step reads them (packed.h).
 
 A file's blocks hold whole numbers of 4 to 8 bits, and scales of 32 or 16 of them. They are moved
-here to where the step wants them, not changed, and take as many bytes (Q4_K and Q5_K an eighth of
+to where the step wants them, not changed, and take as many bytes (Q4_K and Q5_K an eighth of
 a bit a weight more). Each matrix is of its own type: those that a step reads together (query, key
 and value; gate and up) need not be of one.
 
@@ -16,20 +16,19 @@ Letters: I input width, O output width, Q picked rows, X any axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
 from specctl.models.native.bits import FOUR, SIDE
+from specctl.models.native.library import library
 
 SPAN, LINE, HEADER = 32, 64, 64  # inputs of a record; bytes of a line, and in front of all
 STEPS, WHOLES = SPAN // FOUR, 8  # lines of 8 bits a record; records behind a front
-AT_ONCE = 64 * SIDE  # outputs that are moved at a time
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -119,9 +118,9 @@ class PackedWeights:
 
 def from_gguf(blocks: Tensor, type: str, rows: int, columns: int) -> PackedMatrix:
     """A matrix of `rows` outputs and `columns` inputs, exactly as a file holds it: uint8
-    [rows, bytes of a row]. Types: `TYPES`, and `FLOATS`, which are held in float32. Beside the
-    result no more is held at a time than 1,024 outputs. Raises IncompatibleError for any other
-    type, and where the bytes are not those of that shape."""
+    [rows, bytes of a row]. Types: `TYPES`, which the compiled step moves (blocks.h), and `FLOATS`,
+    which are held in float32. Raises IncompatibleError for any other type, and where the bytes are
+    not those of that shape."""
     size = row_bytes(type, columns)
     if blocks.dtype != torch.uint8 or tuple(blocks.shape) != (rows, size):
         raise IncompatibleError(
@@ -134,12 +133,12 @@ def from_gguf(blocks: Tensor, type: str, rows: int, columns: int) -> PackedMatri
         return PackedMatrix(type, rows, columns, _floats(blocks, type))
     about = TYPES[type]
     strip, strips = about.strip(columns), -(-rows // SIDE)
-    data = torch.empty(HEADER + strips * strip, dtype=torch.uint8)
+    data, given = torch.empty(HEADER + strips * strip, dtype=torch.uint8), blocks.contiguous()
     _write_kind(data, about.kind)
-    body_X = data[HEADER:].view(strips, strip)
-    for at, part in _parts(blocks):
-        moved_X = _moved(part.view(len(part), -1, about.bytes), type)
-        body_X[at // SIDE : at // SIDE + len(moved_X)] = moved_X
+    functions = library().functions
+    assert functions is not None, "packed matrices are read by the compiled step alone"
+    place = data.data_ptr() + HEADER
+    functions.pack(about.kind, given.data_ptr(), rows, columns, place, torch.get_num_threads())
     return PackedMatrix(type, rows, columns, data)
 
 
@@ -159,12 +158,6 @@ def row_bytes(type: str, columns: int) -> int:
     return columns // about.weights * about.bytes
 
 
-def _parts(blocks: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for at in range(0, len(blocks), AT_ONCE):
-        part = blocks[at : at + AT_ONCE]
-        yield at, F.pad(part, (0, 0, 0, -len(part) % SIDE)).contiguous()
-
-
 def _write_kind(data: Tensor, kind: int) -> None:
     data[:HEADER] = 0
     data[:4].view(torch.int32)[0] = kind
@@ -177,95 +170,6 @@ def _floats(blocks: Tensor, type: str) -> Tensor:
     _write_kind(data, 0)
     data[HEADER:].view(torch.float32).copy_(weight_OI.flatten())
     return data
-
-
-def _moved(blocks_OX: Tensor, type: str) -> Tensor:
-    """Blocks [O, blocks of a row, bytes] as strips [strips, bytes]."""
-    about = TYPES[type]
-    number_OX, scale_OX, front_OX = _read(blocks_OX, type)
-    line = _beside(_split(number_OX, -1, (STEPS, FOUR)))  # [strips, records, steps, 16, 4]
-    record = [_lower(line, about), *_higher(line, about)]
-    record += [_beside(part).flatten(2) for part in scale_OX]
-    record_X = torch.cat(record, dim=-1)
-    if not about.has_wholes:
-        return record_X.flatten(1)
-    record_X = _split(record_X, 1, (-1, WHOLES)).flatten(2)
-    return torch.cat([*(_beside(part).flatten(2) for part in front_OX), record_X], -1).flatten(1)
-
-
-def _beside(of_OX: Tensor) -> Tensor:
-    """[O, records, .., X] of an output each as [strips, records, .., 16, X]."""
-    return _split(of_OX, 0, (-1, SIDE)).movedim(1, -2)
-
-
-def _lower(line: Tensor, about: PackedType) -> Tensor:
-    if about.low == 8:
-        return line.flatten(2)
-    return (line[:, :, ::2] & 15 | (line[:, :, 1::2] & 15) << 4).flatten(2)
-
-
-def _higher(line: Tensor, about: PackedType) -> list[Tensor]:
-    if not about.high:
-        return []
-    bits = line >> 4
-    each = STEPS // about.high  # steps of which a line has the bits
-    found = torch.zeros_like(bits[:, :, ::each])
-    for step in range(each):
-        found |= bits[:, :, step::each] << about.high * step
-    return [found.flatten(2)]
-
-
-def _read(blocks_OX: Tensor, type: str) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Of blocks: whole numbers [O, records, 32]; what each 32 have of scales [O, records, bytes];
-    and what 256 have [O, records / 8, bytes]. All uint8."""
-    about = TYPES[type]
-    x = blocks_OX
-    if type == "Q8_0":
-        return x[..., 2:], (x[..., :2],), ()
-    if type == "Q6_K":
-        scale_OX = _split(x[..., 192:208], -1, (WHOLES, 2)).flatten(1, 2)
-        return _numbers_6(x), (scale_OX[..., :1], scale_OX[..., 1:]), (x[..., 208:],)
-    if about.has_wholes:
-        high = x[..., 16:48] if about.high else None
-        return _numbers_k(x[..., -128:], high), _scales_k(x[..., 4:16]), (x[..., :2], x[..., 2:4])
-    scales = (x[..., :2], x[..., 2:4]) if about.has_least else (x[..., :2],)
-    low = x[..., -16:]
-    number = torch.cat([low & 15, low >> 4], -1)
-    if about.high:
-        byte_OX = x[..., 2 * len(scales) : 2 * len(scales) + 4].repeat_interleave(8, -1)
-        bit = torch.arange(8, dtype=torch.uint8).repeat(4)
-        number |= (byte_OX >> bit & 1) << 4
-    return number, scales, ()
-
-
-def _numbers_k(low: Tensor, high: Tensor | None) -> Tensor:
-    """Of 64 weights the first 32 in the lower halves of 32 bytes; of weights i of all 32s the fifth
-    bits in byte i."""
-    four = _split(low, -1, (4, 1, SPAN))
-    number = torch.cat([four & 15, four >> 4], -2).flatten(-3, -2)  # [O, blocks, 8, 32]
-    if high is not None:
-        group = torch.arange(WHOLES, dtype=torch.uint8)[:, None]
-        number |= (high.unsqueeze(-2) >> group & 1) << 4
-    return number.flatten(1, 2)
-
-
-def _scales_k(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and least values of 6 bits: four of each whole, whose upper bits are the upper
-    bits of the other four."""
-    first, second, third = _split(x, -1, (3, 4)).unbind(-2)
-    scale = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
-    least = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
-    return scale.flatten(1).unsqueeze(-1), least.flatten(1).unsqueeze(-1)
-
-
-def _numbers_6(x: Tensor) -> Tensor:
-    """Twice 128 weights: the lower bits of the first 64 in the lower halves of 64 bytes; two upper
-    bits of weights i of four 32s in byte i."""
-    low = _split(x[..., :128], -1, (2, 1, 64))
-    number = torch.cat([low & 15, low >> 4], -2).flatten(-2)  # [O, blocks, 2, 128]
-    shift = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = (_split(x[..., 128:192], -1, (2, 1, SPAN)) >> shift & 3) << 4
-    return _split((number | high.flatten(-2)), -1, (4, SPAN)).flatten(1, 3)
 
 
 def _widened(strip_X: Tensor, about: PackedType) -> Tensor:

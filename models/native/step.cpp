@@ -64,6 +64,7 @@ inline void with_constant(int n, F f) {
 #include "cut.h"
 #include "many.h"
 #include "packed.h"
+#include "blocks.h"
 #include "kl.h"
 
 namespace {

@@ -44,13 +44,14 @@ def dequantised(name: str, given: Tensor) -> Tensor:
 
 
 def shapes(name: str) -> tuple[tuple[int, int], ...]:
-    """Also outputs that are no multiple of 16, inputs that are none of 64 or of 256, and more
-    outputs than are moved at a time."""
+    """Also outputs that are no multiple of 16, inputs that are none of 64 or of 256, and many
+    outputs."""
     if TYPES[name].weights == 256:
         return (16, 256), (5, 768), (1030, 512)
     return (16, 32), (5, 96), (1030, 224)
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", TYPES)
 def test_the_numbers_are_those_of_the_file(name: str) -> None:
     torch.manual_seed(0)
