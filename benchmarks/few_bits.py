@@ -3,6 +3,7 @@
     python benchmarks/few_bits.py                    # the embedded target, int8 and int4
     python benchmarks/few_bits.py --ways             # other ways of 4 bits, too
     python benchmarks/few_bits.py --target FOLDER --texts 16
+    python benchmarks/few_bits.py --target MODEL.gguf --file specbench.jsonl    # as it is packed
 
 Held-out prompts are read whole by the target as it is stored and by the one in few bits, as
 `--dtype` loads it. KL is of the published distribution to the changed one; standard errors are over
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from specctl import load_target
 from specctl.models.native import bits, step
+from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 
@@ -81,15 +83,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="tiny")
     parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--file", default=None, help="of prompts; otherwise the embedded ones")
     parser.add_argument("--ways", action="store_true")
     args = parser.parse_args()
-    stored = load_target(args.target, device="cpu")
-    texts = [prompt.ids[:MOST] for prompt in heldout_prompts(stored, args.texts)]
+    file = resolve(args.target).file
+    stored = load_target(args.target, device="cpu", dtype="auto" if file is None else "float32")
+    prompts = heldout_prompts(stored, args.texts, path=args.file)
+    texts = [prompt.ids[:MOST] for prompt in prompts]
     before = log_probs(stored, texts)
     print(f"{sum(map(len, texts))} tokens of {len(texts)} texts")
     print("| | KL | same token | perplexity |\n|---|---|---|---|")
     print(f"| {stored.dtype_name} | 0 | 1 | {perplexity(before, texts):.3f} |")
-    for name in ("int8", "int4"):
+    for name in ("int8", "int4") if file is None else ("gguf", "bfloat16", "int8", "int4"):
         few = load_target(args.target, dtype=name, device="cpu")
         print(f"| {name} | {line(before, log_probs(few, texts), texts)} |", flush=True)
     for name, chosen in WAYS.items() if args.ways else ():

@@ -13,6 +13,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from specctl.recipes.targets import resolve
+
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
 ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)((?: \\\n {4}--hash=sha256:[0-9a-f]{64})+)$", re.M)
@@ -55,7 +57,7 @@ def needed(extras: Iterable[str]) -> set[str]:
     return {key.partition("[")[0] for key in seen}
 
 
-@pytest.mark.parametrize("name", ["run", "dev", "torch"])
+@pytest.mark.parametrize("name", ["run", "dev", "torch", "real"])
 def test_every_line_of_a_lock_is_a_version_with_hashes(name: str) -> None:
     text = (LOCKS / f"{name}.lock").read_text()
     entries = ENTRY.findall(text)
@@ -104,3 +106,9 @@ def test_the_makefile_installs_by_hash_before_anything_may_resolve() -> None:
 def test_no_lock_names_a_place_to_download_from() -> None:
     for path in LOCKS.glob("*.lock"):
         assert not re.search(r"://|--(extra-)?index-url|--find-links", path.read_text()), path
+
+
+def test_the_real_model_is_the_version_that_its_alias_knows() -> None:
+    installed = resolve("smollm2-135m").installed
+    assert installed is not None
+    assert locked("real") == {installed.package: installed.version}
