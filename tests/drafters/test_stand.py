@@ -116,6 +116,7 @@ def test_drawn_drafts_are_accepted_more_often_than_the_best_token(make_target: A
     assert taus[0] > 1.05 * taus[1]
 
 
+@pytest.mark.proof
 def test_later_samples_of_a_prompt_profit_from_earlier_ones(make_target: Any) -> None:
     target = make_target(num_layers=2, vocab=96)
     serve = {"policy": "static-tree", "branch": (3, 2, 1)}
