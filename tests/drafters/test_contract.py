@@ -49,13 +49,24 @@ TYPICAL = [
     for name, policy in GROWN
     if name in ("eagle3", "small-lm", "team") or policy == families()[name].policies[0]
 ]
+# Whose 1,500 texts take three seconds and more.
+SLOW = ("clover", "dflash", "falcon", "gumiho", "jakiro", "k-forcing", "moa", "p-eagle", "pass")
+SLOW += ("s3d", "swift")
+SAMPLED = [
+    pytest.param(name, policy, marks=pytest.mark.proof) if name in SLOW else (name, policy)
+    for name, policy in TYPICAL
+]
 # Options under which a loss holds nothing but distributions that drafting uses, all of one weight.
 AS_SERVED = {
     "feature_weight": 0.0, "hidden_weight": 0.0, "noise": 0.0, "dropout": 0.0, "glance": 0.0,
     "passes": 1, "head_weight": None, "early_weight": 0.0,
 }  # fmt: skip
-# Every policy of a family; over a trimmed vocabulary the family's first.
-GREEDILY = [(*grown, False) for grown in GROWN]
+# Every policy of a family, those that are not typical as a proof; over a trimmed vocabulary the
+# family's first.
+GREEDILY: list[Any] = [(*pair, False) for pair in TYPICAL]
+GREEDILY += [
+    pytest.param(*pair, False, marks=pytest.mark.proof) for pair in GROWN if pair not in TYPICAL
+]
 GREEDILY += [(name, families()[name].policies[0], True) for name in TRAINED]
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4], [7], [11, 12, 11, 12, 11], [20, 2, 20], [8, 8])
 KEPT = [0, 1, 2, 3, 5, 8, 11, 12, 13, 20, 21]
@@ -187,7 +198,7 @@ def exact_pairs(target: Target, prompt: Sequence[int], temperature: float) -> Te
     return distribution[0, -2][:, None] * distribution[:, -1]
 
 
-@pytest.mark.parametrize(("name", "policy"), TYPICAL)
+@pytest.mark.parametrize(("name", "policy"), SAMPLED)
 def test_sampled_pairs_follow_the_targets_distribution(
     make_target: Any, train_a_little: Any, name: str, policy: str
 ) -> None:
