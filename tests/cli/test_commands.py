@@ -446,15 +446,16 @@ def test_quickstart_goes_from_nothing_to_a_table(
     small = replace(level, prompts=2, tokens=8, samples=100)
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
     monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 2)  # times are not looked at here
+    monkeypatch.setattr(quickstart, "TURNS", 1)
     for step in ("TRIM", "COMPARE"):
         monkeypatch.setattr(quickstart, f"{step}_PROMPTS", 3)
         monkeypatch.setattr(quickstart, f"{step}_TOKENS", 8)
-    words = ("quickstart", "--out", tmp_path / "q", "--inflate", "20m", *sets(*SMALL))
+    words = ("quickstart", "--out", tmp_path / "q", "--inflate", "100m", *sets(*SMALL))
     ran = run(*words)
     assert ran.code == 0, ran.err[-2000:]
     for heading in ("1/5", "2/5", "3/5", "4/5", "5/5"):
         assert f"== {heading}" in ran.err
-    for part in ("tokens per pass", "speed-up", "tiny at the cost of 20M", "Verdict:"):
+    for part in ("tokens per pass", "speed-up", "tiny at the cost of 100M", "Verdict:"):
         assert part in ran.out
     assert "passed: greedy text is that of plain decoding (" in ran.err
     for bookkeeping in ("rows to train on", "embed_tokens", "Chain block", "q: z"):
@@ -464,7 +465,7 @@ def test_quickstart_goes_from_nothing_to_a_table(
     again = run(*words, "--json")
     assert again.code == 0
     assert again.json["result"]["lossless"] is True
-    assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 20m"
+    assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 100m"
     assert "trimmed by an earlier run" in again.err
     assert "one is used" in ran.err
     kept = json.loads((tmp_path / "q" / "trimmed" / "of.json").read_text())

@@ -129,7 +129,7 @@ def assert_added_up(found: list[list[Tensor]], single: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("again", [False, True])
 def test_eagle3_over_stretches_learns_what_it_learns_over_whole_rows(
     make_target: Any, count: int, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +169,7 @@ SHARING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_families_that_share_rows_learn_what_they_learn_over_whole_ones(
     make_target: Any, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_dynamic_tree_beats_the_best_fixed_one_where_states_differ(unsure: Pai
         assert grown.mean > best.mean + 3 * (grown.error + best.error)
 
 
+@pytest.mark.proof
 def test_the_threshold_leaves_unlikely_nodes_out(unsure: Pair) -> None:
     whole, cut = (
         unsure.run(DySpec(8, 12, threshold=limit), "recursive", tokens=48) for limit in (0.0, 0.3)
@@ -81,6 +82,7 @@ def test_the_threshold_leaves_unlikely_nodes_out(unsure: Pair) -> None:
     assert cut.mean > 0.7 * whole.mean
 
 
+@pytest.mark.proof
 def test_layers_spare_draft_calls(unsure: Pair) -> None:
     greedy, layered = (
         unsure.run(DySpec(6, 12, threshold=limit), rows=8, tokens=48) for limit in (0.0, 0.05)
