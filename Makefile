@@ -96,8 +96,10 @@ locks: | $(BIN)/python
 quickstart: $(VENV)/.installed
 	$(BIN)/specctl quickstart --out $(OUT)
 
-# All but what is marked as a proof, which `make proof-claims` runs; pytest by hand runs both.
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
+# All but what is marked as a proof, which `make proof-claims` runs; pytest by hand runs both. Files
+# in their own order: by the number of their tests, the long ones with few tests would come last.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
+  --no-loadscope-reorder --durations=10
 test: $(VENV)/.dev
 	$(PYTEST) -m "not proof"
 
