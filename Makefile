@@ -1,7 +1,8 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
 #   make quickstart   environment, then a drafter trained, proved and measured in ten minutes
 #   make test         the test suite
-# Others: docs (the site, in build/site), check (lint, types, tests), real (tests on SmolLM2), proof (long batteries), bench (measured comparisons), locks (hashes anew).
+# Others: docs (the site, in build/site), check (lint, types, tests), real (tests on SmolLM2), proof (long
+#   batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
 
 SHELL := /bin/bash
@@ -23,13 +24,14 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs locks quickstart test real real-model lint types check proof bench gpu gpu-dry clean former proof-training dist-check \
+.PHONY: help install dev docs locks quickstart test real real-model lint types check proof bench gpu gpu-dry clean former \
+  proof-training proof-claims dist-check \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
 
 help:
-	@sed -n '1,5s/^# \{0,1\}//p' Makefile
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
 # The first interpreter of 3.11 or newer; an existing environment is used as it is.
 $(BIN)/python:
@@ -95,8 +97,12 @@ locks: | $(BIN)/python
 quickstart: $(VENV)/.installed
 	$(BIN)/specctl quickstart --out $(OUT)
 
+# All but what is marked as a proof, which `make proof-claims` runs; pytest by hand runs both. Files
+# in their own order: by the number of their tests, the long ones with few tests would come last.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
+  --no-loadscope-reorder --durations=10
 test: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10
+	$(PYTEST) -m "not proof"
 
 # The tests that need a real model: SmolLM2-135M-Instruct, 93 MB of the package index.
 real-model: $(VENV)/.dev
@@ -152,6 +158,10 @@ proof-nodes: $(VENV)/.dev
 proof-training: proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term \
   proof-changed proof-shards proof-lock proof-answers proof-nodes
 
+# Tests that are too long for every change: what papers claim of their methods, long batteries.
+proof-claims: $(VENV)/.dev
+	$(PYTEST) -m proof
+
 # Every drafter under every kind of sampling against the exact law of whole short texts.
 proof-joint: $(VENV)/.dev
 	$(PROOF)/proof_joint.py --samples 20000
@@ -178,7 +188,7 @@ dist-check: $(VENV)/.dev
 	$(PROOF)/dist_check.py --pythons $(PYTHONS)
 
 # Long: the drafters are trained first where runs/bench lacks them.
-proof: $(VENV)/.dev proof-training proof-joint proof-page proof-serving
+proof: $(VENV)/.dev proof-claims proof-training proof-joint proof-page proof-serving
 	$(BIN)/python benchmarks/proof_enumeration.py
 	$(BIN)/python benchmarks/drafters.py --out $(BENCH) --recipes $(RECIPES)
 	$(BIN)/python benchmarks/greedy_identity.py --drafts $(PACKAGES) --prompts 200 --tokens 64

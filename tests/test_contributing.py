@@ -127,14 +127,17 @@ for wrong in ("mood=true", "mood=much", "names=3", "moot=1"):
     else:
         raise AssertionError(wrong)
 """
-COMMANDS = """
+RUN = """
 from specctl.cli.main import main
 
-free = "generate --draft auto --controller never --max-new-tokens 8 x"
-for words in ("recipes schema", "recipes rules", "serve --help", free):
+for words in {}:
     assert main(words.split()) == 0, words
     print("\\nEND", flush=True)
 """
+FREE = "generate --draft auto --controller never --max-new-tokens 8 x"
+COMMANDS = RUN.format(["recipes schema", "recipes rules", "serve --help", FREE])
+WITH_IT = "generate --draft successor --max-new-tokens 8 x --json"
+RECIPES = RUN.format(["recipes ls", "recipes validate eagle-tv", WITH_IT])
 
 
 def beside(folder: Path, files: Mapping[str, str]) -> Path:
@@ -163,16 +166,17 @@ def unlink_into(own: Path, folder: Path) -> None:
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder / "src"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # seconds, and none is needed
+    }
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
-
-
-def specctl(folder: Path, *words: str) -> str:
-    return run(folder, "-m", "specctl", *words).stdout
 
 
 @pytest.fixture(scope="module")
@@ -195,12 +199,11 @@ def test_the_families_of_the_page_keep_the_contract(product: Path) -> None:
     assert int(passed[1]) >= 32
 
 
-def test_their_recipes_are_listed_checked_and_used(product: Path, tmp_path: Path) -> None:
-    listed = specctl(product, "recipes", "ls")
+def test_their_recipes_are_listed_checked_and_used(product: Path) -> None:
+    listed, validated, used, _ = run(product, "-c", RECIPES).stdout.split("\nEND\n", 3)
     assert "successor" in listed
-    assert "valid (eagle-tv for tiny)" in specctl(product, "recipes", "validate", "eagle-tv")
-    words = ("generate", "--draft", "successor", "--max-new-tokens", "8", "def main(", "--json")
-    assert '"successor"' in specctl(product, *words)
+    assert "valid (eagle-tv for tiny)" in validated
+    assert '"successor"' in used
 
 
 def test_code_of_the_page_is_as_tidy_as_the_product(product: Path) -> None:

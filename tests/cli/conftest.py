@@ -33,6 +33,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_beside_a_run() -> Iterator[None]:
+    """A draft vocabulary is counted on 20,000 tokens of text, where a million take seconds; nobody
+    looks at the curve of a run here, as tests/train/test_run.py does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specctl.train.vocab.selectors.fr_spec.MOST_TOKENS", 20_000)
+        patch.setattr("specctl.train.run.save_learning_curve", lambda log, path: None)
+        yield
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     def run_(*arguments: object, stdin: str = "") -> Ran:

@@ -416,7 +416,7 @@ def test_gpus_are_started_by_accelerate_and_cpus_by_torch() -> None:
     assert launch_command(["distill"], 2, is_cpu=True)[2] == "torch.distributed.run"
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_two_processes_train_one_drafter(start: Any, tmp_path: Path) -> None:
     words = ("distill", "--out", tmp_path / "two", *sets(*SMALL), "--processes", "2", "--json")
     process = start(*words)
@@ -427,7 +427,6 @@ def test_two_processes_train_one_drafter(start: Any, tmp_path: Path) -> None:
     assert (tmp_path / "two" / "package" / "manifest.json").is_file()
 
 
-@pytest.mark.slow
 def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_path: Path) -> None:
     file = tmp_path / "taken"
     file.write_text("")
@@ -437,7 +436,6 @@ def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_pa
     assert json.loads(out)["ok"] is False
 
 
-@pytest.mark.slow
 def test_quickstart_goes_from_nothing_to_a_table(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,6 +446,7 @@ def test_quickstart_goes_from_nothing_to_a_table(
     small = replace(level, prompts=2, tokens=8, samples=100)
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
     monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 2)  # times are not looked at here
+    monkeypatch.setattr(quickstart, "TURNS", 1)
     for step in ("TRIM", "COMPARE"):
         monkeypatch.setattr(quickstart, f"{step}_PROMPTS", 3)
         monkeypatch.setattr(quickstart, f"{step}_TOKENS", 8)

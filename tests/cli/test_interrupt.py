@@ -25,6 +25,16 @@ TRAINING = (
 )  # fmt: skip
 
 
+@pytest.fixture
+def training(tmp_path: Path) -> list[str]:
+    """A run that would be long, on a text of its own: the built-in corpus takes seconds to read."""
+    (tmp_path / "words.txt").write_text(
+        "\n".join(f"def f{i}(x): return x + {i}" for i in range(99))
+    )
+    words = ["distill", "--out", str(tmp_path / "run"), "--data", str(tmp_path / "words.txt")]
+    return [*words, *(word for setting in TRAINING for word in ("--set", setting))]
+
+
 def stopping(step: Callable[[Engine], Any], after: int) -> Callable[[Engine], Any]:
     """Engine.step that is met by Ctrl-C after so many rounds."""
     rounds = itertools.count()
@@ -65,10 +75,8 @@ def test_texts_that_were_generated_before_ctrl_c_are_in_the_answer(
     assert all(output["text"] in shown.out for output in outputs)
 
 
-def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
-    words = ["distill", "--out", str(tmp_path / "run")]
-    words += [word for setting in TRAINING for word in ("--set", setting)]
-    with Terminal(words) as terminal:
+def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(training: list[str]) -> None:
+    with Terminal(training) as terminal:
         terminal.until("/5000")
         terminal.press()
         assert terminal.wait() == Exit.INTERRUPTED
@@ -76,7 +84,7 @@ def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(tmp_path: Pat
         assert "is saved" in terminal.shown
         assert "specctl distill --out" in terminal.shown
         assert terminal.cursor_is_shown
-    with Terminal(words) as terminal:
+    with Terminal(training) as terminal:
         terminal.until("/5000")
         terminal.press()
         terminal.press()
@@ -87,10 +95,10 @@ def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(tmp_path: Pat
         assert terminal.cursor_is_shown
 
 
-def test_a_terminal_that_is_closed_ends_training_as_sigterm_does(tmp_path: Path) -> None:
-    words = ["distill", "--out", str(tmp_path / "run"), "--set", "train.save_every=5000"]
-    words += [word for setting in TRAINING for word in ("--set", setting)]
-    with Terminal(words) as terminal:
+def test_a_terminal_that_is_closed_ends_training_as_sigterm_does(
+    tmp_path: Path, training: list[str]
+) -> None:
+    with Terminal([*training, "--set", "train.save_every=5000"]) as terminal:
         terminal.until("/5000")
         assert terminal.hang_up() == Exit.INTERRUPTED
     assert [save.wrong for save in read_run(tmp_path / "run", hashes=True).saves] == [None]

@@ -175,6 +175,7 @@ def test_a_search_ranks_shapes_by_predicted_speed(
     assert bad.code == 3
 
 
+@pytest.mark.proof
 def test_a_search_heals_every_shape_and_ranks_by_what_it_measured(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

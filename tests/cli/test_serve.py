@@ -140,6 +140,7 @@ def test_a_server_from_its_first_line_to_its_last(start: Start, tmp_path: Path) 
     assert [log["event"] for log in logs if log["event"] != "request"] == ["ready", "draining"]
 
 
+@pytest.mark.proof
 def test_a_second_signal_ends_it_where_it_stands(start: Start) -> None:
     process = start("serve", "--port", 0, "--jsonl", "--drain", 300)
     url = events(process, "ready")["url"]

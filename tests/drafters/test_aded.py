@@ -135,6 +135,7 @@ def tau(target: Target, nodes: int = 8, **options: Any) -> float:
     return sum(tokens) / sum(rounds)
 
 
+@pytest.mark.proof
 def test_an_adaptive_tree_beats_a_fixed_one_of_as_many_nodes(make_target: Any) -> None:
     targets = [make_target(num_layers=2, vocab=48, seed=seed) for seed in (0, 1)]
     adaptive, fixed = (
@@ -144,6 +145,7 @@ def test_an_adaptive_tree_beats_a_fixed_one_of_as_many_nodes(make_target: Any) -
     assert adaptive > 1.02 * fixed
 
 
+@pytest.mark.proof
 def test_an_adaptive_tree_beats_a_fixed_one_when_sampling(make_target: Any) -> None:
     apart = []
     for target in (make_target(num_layers=2, vocab=48, seed=seed) for seed in (0, 1)):

@@ -29,6 +29,7 @@ def losses(drafter: Any, batches: list[TrainBatch], steps: int) -> float:
     return float(out.sum / out.count)
 
 
+@pytest.mark.proof
 def test_without_trigrams_it_learns_less_in_the_same_steps(
     make_target: Any, make_batch: Any
 ) -> None:
@@ -77,6 +78,7 @@ def said_at_the_start(rows: int, seed: int, size: int = 24, width: int = 32) -> 
     return TrainBatch(ids_BS, everything, ids_BS * 0, position_BS, taps, teacher_BSV)
 
 
+@pytest.mark.proof
 def test_without_the_context_it_forgets_what_was_said_at_the_start(make_target: Any) -> None:
     target = make_target(num_layers=2, vocab=24)
     batches = [said_at_the_start(32, seed) for seed in (0, 1)]

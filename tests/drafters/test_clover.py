@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +13,7 @@ from specctl.drafters.nets.cells import CosineCell
 from specctl_testing.drafters.head_cases import fit, learned, make_heads, nearly_markov
 
 
+@pytest.mark.proof
 def test_without_drafted_tokens_later_heads_fall_to_medusas_level(
     make_model: Any, make_batch: Any
 ) -> None:
@@ -32,6 +34,7 @@ def periodic(rows: int, seed: int) -> TrainBatch:
     return TrainBatch(ids_BS, at_BS >= 6, torch.zeros_like(ids_BS), at_BS)
 
 
+@pytest.mark.proof
 def test_the_augmenting_block_finds_what_the_last_state_has_lost(
     make_model: Any, capture_batch: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +17,7 @@ def agreement(drafter: Any, batch: Any) -> float:
     return float(cosine / count)
 
 
+@pytest.mark.proof
 def test_alignment_raises_the_cosine_between_steps(make_model: Any, make_batch: Any) -> None:
     target, found = nearly_markov(make_model), {}
     for weight in (0.0, 1.0):
@@ -53,6 +55,7 @@ def test_the_routed_head_reads_rows_of_the_targets_head(make_target: Any, drive:
     torch.testing.assert_close(some_TK[is_read], all_TK[is_read])
 
 
+@pytest.mark.proof
 def test_the_router_learns_where_the_targets_mass_is(make_target: Any, make_batch: Any) -> None:
     target = make_target(num_layers=2, vocab=24)
     drafter = make_heads(target, "coral", head_groups=6, head_top=2)

@@ -64,6 +64,7 @@ def repeating(rows: int, seed: int) -> TrainBatch:
     return TrainBatch(ids_BS, at_BS >= 7, torch.zeros_like(ids_BS), at_BS)
 
 
+@pytest.mark.proof
 def test_without_the_targets_features_a_block_knows_its_root_only(
     make_target: Any, capture_batch: Any
 ) -> None:

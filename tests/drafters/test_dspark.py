@@ -33,6 +33,7 @@ def drafter(target: Any, make_batch: Any) -> Any:
     return made
 
 
+@pytest.mark.proof
 def test_without_the_correction_late_slots_are_worse(
     target: Any, drafter: Any, make_batch: Any
 ) -> None:

@@ -21,6 +21,7 @@ def alpha(target: Target, make_batch: Any, name: str, step: int = 0, **options: 
     return float(right / count)
 
 
+@pytest.mark.proof
 def test_without_the_token_that_was_drawn_acceptance_collapses(
     make_model: Any, make_batch: Any
 ) -> None:

@@ -80,6 +80,7 @@ def parted_target(make_model: Any, seed: int) -> Target:
     return Target.from_model(model)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("seed", [0, 1])
 def test_del_is_worth_more_than_any_exit_and_length_where_texts_differ(
     make_model: Any, layers_read: list[int], seed: int

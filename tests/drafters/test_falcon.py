@@ -135,6 +135,7 @@ def test_what_was_shown_is_not_scored(make_target: Any, make_batch: Any) -> None
     assert 0.6 * counts[0.0] < counts[0.4] < 0.9 * counts[0.0]
 
 
+@pytest.mark.proof
 def test_without_glancing_unseen_text_is_drafted_worse(make_model: Any, make_batch: Any) -> None:
     """A thousand tokens, seventy times over: glancing keeps the drafter from learning them by
     heart. False answers would do so here as well (docs/feature-level.md)."""

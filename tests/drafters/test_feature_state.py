@@ -25,9 +25,14 @@ PROMPTS = [[5, 17, 3, 88], [41, 9], [60, 2, 33, 71, 12, 8]]
     ("family", "options"),
     [
         ("eagle3", {}),
-        ("eagle3", {"norm_output": True, "qk_norm": True, "heads": 4, "kv_heads": 1}),
-        ("eagle3", {"norm_before_residual": True, "rope_theta": 500.0}),
-        ("eagle3", {"head_groups": 4, "head_top": 2}),
+        *(
+            pytest.param("eagle3", options, marks=pytest.mark.proof)
+            for options in (
+                {"norm_output": True, "qk_norm": True, "heads": 4, "kv_heads": 1},
+                {"norm_before_residual": True, "rope_theta": 500.0},
+                {"head_groups": 4, "head_top": 2},
+            )
+        ),
         ("eagle", {}),
         ("hass", {}),
     ],

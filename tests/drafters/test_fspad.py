@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
@@ -18,6 +19,7 @@ def trained(target: Any, make_batch: Any, **options: Any) -> dict[str, float]:
     return {name: float(total / count) for name, (total, count) in metrics.items()}
 
 
+@pytest.mark.proof
 def test_sampling_and_the_split_each_lift_acceptance(make_model: Any, make_batch: Any) -> None:
     target = nearly_markov(make_model)
     both = trained(target, make_batch)

@@ -46,6 +46,7 @@ def test_without_the_block_mask_training_sees_what_no_draft_has(
         assert not torch.allclose(masked[:, :5], open_to_all[:, :5])
 
 
+@pytest.mark.proof
 def test_the_glimpse_and_its_block_mask_are_worth_what_the_paper_says(
     make_model: Any, make_batch: Any
 ) -> None:
@@ -73,6 +74,7 @@ def test_the_glimpse_and_its_block_mask_are_worth_what_the_paper_says(
     assert found["glimpse"][2] > found["loose"][2] + 0.003, found
 
 
+@pytest.mark.proof
 def test_more_candidates_where_it_is_unsure_lift_what_a_round_emits(
     make_model: Any, make_batch: Any
 ) -> None:

@@ -114,6 +114,7 @@ def test_acceptance_is_learned_and_its_first_guess_fades() -> None:
     assert rates.chance(1) == 0.5
 
 
+@pytest.mark.proof
 def test_the_spine_tree_beats_the_balanced_one_and_each_source_alone(tiny_target: Any) -> None:
     """Code that the embedded target writes: some of it repeats, some does not. The text is the same
     for all, whatever drafts it; twelve nodes each."""

@@ -26,6 +26,7 @@ def accepted(alphas: list[float]) -> float:
     return sum(math.prod(alphas[: i + 1]) for i in range(len(alphas)))
 
 
+@pytest.mark.proof
 def test_a_serial_beginning_beats_heads_alone_and_itself_alone(
     make_model: Any, make_batch: Any
 ) -> None:

@@ -24,6 +24,7 @@ def deep_alpha(drafter: Any, batch: Any) -> list[float]:
     return [float(a / n) for a, n in (metrics[f"alpha{end}"] for end in ("", "/1", "/2"))]
 
 
+@pytest.mark.proof
 def test_unrolled_training_keeps_acceptance_from_fading_with_depth(
     make_model: Any, make_batch: Any
 ) -> None:

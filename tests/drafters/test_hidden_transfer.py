@@ -81,6 +81,7 @@ def test_a_layer_that_is_not_there_is_refused(make_target: Any) -> None:
         made(make_target(num_layers=3), layer=3)
 
 
+@pytest.mark.proof
 def test_of_a_text_that_repeats_later_places_know_what_medusas_heads_cannot(
     make_model: Any, capture_batch: Any
 ) -> None:

@@ -12,6 +12,7 @@ from specctl.drafters.hydra import HydraOptions
 from specctl_testing.drafters.head_cases import learned, make_heads, nearly_markov
 
 
+@pytest.mark.proof
 def test_grounded_heads_beat_independent_ones_after_the_same_steps(
     make_model: Any, make_batch: Any
 ) -> None:

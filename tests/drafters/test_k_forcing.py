@@ -173,6 +173,7 @@ def test_serving_reads_the_slots_as_training_does(
     assert same == ([True] * 4 if heat == 0 else [True, False, False, False])
 
 
+@pytest.mark.proof
 def test_trained_slots_hit_the_draw_more_often_than_without_noise(
     make_target: Any, make_batch: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from specctl.drafters.look_ahead_tokens import LookAhead, LookAheadOptions
@@ -61,6 +62,7 @@ def test_only_the_embeddings_learn_and_they_learn_to_look_ahead(
     assert ahead[1][1] > ahead[0][1] + 0.05
 
 
+@pytest.mark.proof
 def test_of_a_text_that_repeats_learned_look_ahead_tokens_ask_for_what_random_ones_do_not(
     make_model: Any, capture_batch: Any
 ) -> None:

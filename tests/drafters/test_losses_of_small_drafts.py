@@ -28,6 +28,7 @@ def acceptance(kind: str, logits_CV: Tensor) -> float:
     return float(torch.minimum(logits_CV.softmax(-1), q_CV).sum(-1).mean())
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["lk_alpha", "lk_hybrid"])
 def test_of_a_draft_that_is_too_small_more_is_accepted_than_with_kl(kind: str) -> None:
     found = []

@@ -74,6 +74,7 @@ def test_half_of_the_variance_after_all_heads_is_the_first_states(make_target: A
         assert keeps_2**num_heads == pytest.approx(0.5)
 
 
+@pytest.mark.proof
 def test_heads_need_the_tokens_drafted_before_them(make_model: Any, make_batch: Any) -> None:
     """Without the embeddings every head guesses from f_t alone, and is worse for it."""
     target = nearly_markov(make_model)

@@ -104,6 +104,7 @@ def test_target_layers_make_of_the_targets_own_states_what_the_target_makes(
         torch.testing.assert_close(made_BAPD[:, :, depth], wanted_BAD, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.proof
 def test_a_layer_of_the_target_at_the_end_raises_acceptance(
     make_model: Any, make_batch: Any
 ) -> None:

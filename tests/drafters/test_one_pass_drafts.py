@@ -34,6 +34,7 @@ def best_chain(target: Target, capture_batch: Any) -> float:
     return max(worth(drafter, target, n, n, "chain") for n in range(1, LONGEST + 1))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["dflash", "p-eagle"])
 def test_where_tokens_are_known_ahead_one_pass_is_worth_more_than_eagle3_of_any_length(
     target: Target, best_chain: float, capture_batch: Any, name: str

@@ -63,11 +63,11 @@ def recorded_drafter(
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("eagle3", {}),
         ("eagle3", {"norm_output": True, "qk_norm": True, "heads": 4, "kv_heads": 1}),
-        ("eagle", {}),
-        ("hass", {}),
-        ("mtp", {}),
+        *(
+            pytest.param(family, {}, marks=pytest.mark.proof)
+            for family in ("eagle3", "eagle", "hass", "mtp")
+        ),
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

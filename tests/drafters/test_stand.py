@@ -103,6 +103,7 @@ def test_what_was_never_seen_is_not_drafted_and_costs_no_node(make_target: Any) 
         assert engine.rows[0].stats.tested_at == []
 
 
+@pytest.mark.proof
 def test_drawn_drafts_are_accepted_more_often_than_the_best_token(make_target: Any) -> None:
     """The same memory, the same number of nodes: sum min(p, q) against p(best)."""
     target = make_target(num_layers=2, vocab=24)
@@ -116,6 +117,7 @@ def test_drawn_drafts_are_accepted_more_often_than_the_best_token(make_target: A
     assert taus[0] > 1.05 * taus[1]
 
 
+@pytest.mark.proof
 def test_later_samples_of_a_prompt_profit_from_earlier_ones(make_target: Any) -> None:
     target = make_target(num_layers=2, vocab=96)
     serve = {"policy": "static-tree", "branch": (3, 2, 1)}

@@ -210,7 +210,6 @@ def test_a_recorded_forward_equals_eager(make_target: Callable[..., Target], dev
     assert texts(written(recorded, "plain")) == texts(written(target, "plain"))
 
 
-@pytest.mark.slow
 def test_inductor_writes_the_same_text(make_target: Callable[..., Target]) -> None:
     target = make_target(num_layers=1, dtype=torch.float64)
     recorded = replace(target, lm=CompiledLM(target.lm))

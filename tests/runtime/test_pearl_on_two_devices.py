@@ -65,6 +65,7 @@ def best(pair: Pair) -> Tensor:
     return in_turn(pair)
 
 
+@pytest.mark.proof
 def test_with_a_device_each_drafting_while_verifying_beats_every_length(
     at_once: list[Completion], best: Tensor
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,14 @@ PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unplotted() -> Iterator[None]:
+    """Nobody looks at the curve of a run, but for test_run.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specctl.train.run.save_learning_curve", lambda log, path: None)
+        yield
 
 
 @pytest.fixture(scope="session")

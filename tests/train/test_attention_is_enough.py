@@ -46,6 +46,7 @@ def alpha(target: Target, mlp: bool, steps: int) -> float:
     return float(total / count)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("left", ["attention", "mlp"])
 def test_an_attention_is_enough_where_the_layers_left_out_attend(
     left: str, make_target: Callable[..., Target]

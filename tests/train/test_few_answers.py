@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -61,6 +62,7 @@ def acceptance(target: Target, drafter: SmallLm, batch: TrainBatch) -> float:
     return float(total / count)
 
 
+@pytest.mark.proof
 def test_text_first_and_answers_last_beat_either_alone(make_target: Callable[..., Target]) -> None:
     """After as many steps each: four batches of answers over and over, as much text of another
     writer as there are steps, and that text first."""

@@ -195,6 +195,7 @@ def test_a_text_put_back_reads_on_without_writing(
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.proof
 def test_two_processes_read_what_the_first_one_wrote(
     tmp_path: Path, make_target: Callable[..., Target]
 ) -> None:

@@ -45,6 +45,7 @@ def small_recipe(path: Path, **train: Any) -> Path:
         "decay_tokens": 5 * STEP,
         "warmup_tokens": 2 * STEP,
         "compile": False,
+        "num_threads": 1,  # what other tests have: it stays set
         **train,
     }
     raw["report"] |= {
@@ -57,10 +58,19 @@ def small_recipe(path: Path, **train: Any) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def little_text() -> Iterator[None]:
     found: tuple[CorpusFile, ...] = collect((STDLIB,))[:150]
-    monkeypatch.setattr("specctl.train.data.corpus.collect", lambda: found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specctl.train.data.corpus.collect", lambda: found)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluation]:
+    """A run that was not stopped, only looked at, and its last evaluation."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, pretrain(small_recipe(folder / "recipe.yaml"), folder)
 
 
 def records(out: Path) -> list[dict[str, Any]]:
@@ -79,13 +89,13 @@ def ignored_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, previous)
 
 
-def test_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
-    final = pretrain(small_recipe(tmp_path / "recipe.yaml"), tmp_path / "run")
-    losses = losses_of(tmp_path / "run")
+def test_loss_falls_and_the_export_loads(whole: tuple[Path, Evaluation]) -> None:
+    out, final = whole
+    losses = losses_of(out)
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.3
     assert final.loss < losses[0] - 0.3
-    folder = tmp_path / "run" / "export"
+    folder = out / "export"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
@@ -96,10 +106,9 @@ def test_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
 
 
 def test_a_terminated_run_resumes_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[Path, Evaluation]
 ) -> None:
     recipe = small_recipe(tmp_path / "recipe.yaml")
-    pretrain(recipe, tmp_path / "whole")
 
     def evaluate_and_terminate(*args: Any) -> Evaluation:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -112,9 +121,9 @@ def test_a_terminated_run_resumes_bit_for_bit(
     assert records(tmp_path / "cut")[-1]["state"] == "stopped"
     assert records(tmp_path / "cut")[-1]["step"] == 11, "the step in hand is finished"
     pretrain(recipe, tmp_path / "cut", resume=True)
-    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+    assert losses_of(tmp_path / "cut") == losses_of(whole[0])
     export = "export/model.safetensors"
-    assert (tmp_path / "cut" / export).read_bytes() == (tmp_path / "whole" / export).read_bytes()
+    assert (tmp_path / "cut" / export).read_bytes() == (whole[0] / export).read_bytes()
 
 
 def test_a_decay_file_starts_the_decay_at_once(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_a_run_cut_anywhere_ends_bit_for_bit_as_the_uncut_one(
     assert_proved(module.prove([kind], cuts=2))
 
 
+@pytest.mark.proof
 def test_every_row_is_read_once_an_epoch_however_a_run_is_divided_and_stopped(proof: Any) -> None:
     assert_proved(proof("proof_order").prove(runs=1, num_shares=200, sizes=(1, 2)))
 
@@ -73,14 +74,17 @@ def test_what_is_not_finite_never_reaches_the_weights(proof: Any) -> None:
     assert_proved(module.prove([one_each["input"], one_each["teacher"]]))
 
 
+@pytest.mark.proof
 def test_damage_to_any_file_is_found_and_the_run_ends_where_it_would_have(proof: Any) -> None:
     assert_proved(proof("proof_damage").prove(flips=2, pairs=False))
 
 
+@pytest.mark.proof
 def test_a_changed_run_is_refused_by_the_field_that_differs(proof: Any) -> None:
     assert_proved(proof("proof_changed").prove(pairs=False))
 
 
+@pytest.mark.proof
 def test_two_runs_never_share_a_folder(proof: Any) -> None:
     assert_proved(proof("proof_lock").prove(tries=1, races=2))
 
@@ -89,6 +93,7 @@ def test_a_killed_regeneration_answers_every_prompt_once(proof: Any) -> None:
     assert_proved(proof("proof_answers").prove(kills=4, count=24))
 
 
+@pytest.mark.proof
 def test_a_shard_of_features_torn_by_a_kill_is_never_read(proof: Any) -> None:
     assert_proved(proof("proof_shards").prove(kills=2))
 

@@ -108,6 +108,7 @@ def scrambled(count: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("name", "threshold"), [("svip", 0.4), ("confidence", None)])
 def test_a_rule_that_reads_the_drafters_confidence_beats_the_best_fixed_length(
     pair: Pair, best_fixed: Worth, name: str, threshold: float | None
@@ -116,6 +117,7 @@ def test_a_rule_that_reads_the_drafters_confidence_beats_the_best_fixed_length(
     assert found.ahead_of(best_fixed) > 5
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", trained_stops())
 def test_a_rule_that_learns_where_drafts_end_beats_the_best_fixed_length(
     pair: Pair, best_fixed: Worth, name: str, tmp_path: Path
@@ -124,6 +126,7 @@ def test_a_rule_that_learns_where_drafts_end_beats_the_best_fixed_length(
     assert found.ahead_of(best_fixed) > 3
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", trained_stops())
 def test_a_rule_that_learned_scrambled_labels_does_not(
     pair: Pair, best_fixed: Worth, name: str, tmp_path: Path
@@ -142,6 +145,7 @@ def vain(pair: Pair) -> Pair:
     return Pair(pair.p_VV, q_VV)
 
 
+@pytest.mark.proof
 def test_of_a_drafter_that_is_sure_and_wrong_states_tell_and_confidence_does_not(
     vain: Pair, tmp_path: Path
 ) -> None:

@@ -55,6 +55,11 @@ def small_recipe(name: str = "medusa", text: Path | None = None, **sets: Any) ->
     return load_recipe(name, sets=[f"{key}={value}" for key, value in fields.items()])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unplotted() -> None:
+    """Runs of this file draw their curve, as those of users do."""
+
+
 @pytest.fixture(scope="module")
 def target() -> Target:
     return small_runs.random_target(seed=0)
@@ -105,6 +110,7 @@ def test_a_recipe_becomes_a_drafter_with_everything_on_record(
     assert result.tau == package.acceptance["tau"] >= 1.0
     best = Checkpoints(tmp_path / "checkpoints", talk).load(package.acceptance["step"])
     assert toy.digest(dict(best.tensors["model"])) == package.digest
+    assert (tmp_path / "curve.png").stat().st_size > 1000
     written = yaml.safe_load((tmp_path / "run.yaml").read_text())
     assert written["command"] == "specctl train-draft --out 'a folder'"
     assert written["origin"]["train.steps"] == "--set"

@@ -267,6 +267,7 @@ def alphas(seed: int) -> dict[str, float]:
     return {rule: max(alpha(rule, rate) for rate in RATES) for rule in rules}
 
 
+@pytest.mark.proof
 def test_short_of_steps_a_draft_learns_more_from_selected_tokens_than_from_all() -> None:
     """AdaSPEC's claim, and its ablations: the lowest gaps, and any."""
     found = [alphas(seed) for seed in range(SEEDS)]

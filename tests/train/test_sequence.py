@@ -169,7 +169,7 @@ SHARING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_families_that_share_rows_learn_what_they_learn_over_whole_ones(
     make_target: Any, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@ knows, behind the others it knows nothing."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ def worth(pair: Pair, policy: Policy) -> Tensor:
     return torch.tensor(found)
 
 
+@pytest.mark.proof
 def test_a_depth_that_follows_confidence_is_worth_more_than_any_fixed_one() -> None:
     pair, tree = runs_and_open(RUN, OPEN), {"nodes": 20, "beam": 4}
     fixed = [worth(pair, DynamicTree(depth, **tree)) for depth in range(1, DEEPEST + 1)]

@@ -46,6 +46,7 @@ def test_children_that_cannot_be_drawn_stay_impossible() -> None:
     assert found.isinf().sum() == 3
 
 
+@pytest.mark.proof
 def test_siblings_without_replacement_beat_independent_ones(pair: Pair) -> None:
     """At one budget; duplicates are wasted the more, the surer the drafter is."""
     for temperature in (1.0, 0.6):
@@ -59,6 +60,7 @@ def test_siblings_without_replacement_beat_independent_ones(pair: Pair) -> None:
         assert chain.calls > 3 * beam.calls
 
 
+@pytest.mark.proof
 def test_a_dynamic_tree_beats_the_best_fixed_one_where_states_differ(unsure: Pair) -> None:
     fixed = [
         unsure.run(Sequoia(8, 8, acceptance), "recursive", tokens=48)
@@ -71,6 +73,7 @@ def test_a_dynamic_tree_beats_the_best_fixed_one_where_states_differ(unsure: Pai
         assert grown.mean > best.mean + 3 * (grown.error + best.error)
 
 
+@pytest.mark.proof
 def test_the_threshold_leaves_unlikely_nodes_out(unsure: Pair) -> None:
     whole, cut = (
         unsure.run(DySpec(8, 12, threshold=limit), "recursive", tokens=48) for limit in (0.0, 0.3)
@@ -79,6 +82,7 @@ def test_the_threshold_leaves_unlikely_nodes_out(unsure: Pair) -> None:
     assert cut.mean > 0.7 * whole.mean
 
 
+@pytest.mark.proof
 def test_layers_spare_draft_calls(unsure: Pair) -> None:
     greedy, layered = (
         unsure.run(DySpec(6, 12, threshold=limit), rows=8, tokens=48) for limit in (0.0, 0.05)

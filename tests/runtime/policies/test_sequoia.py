@@ -94,6 +94,7 @@ def test_the_predicted_length_is_the_measured_one(
         assert abs(done.mean + 1 - policy.expected_tokens) < 4.5 * done.error
 
 
+@pytest.mark.proof
 def test_its_tree_accepts_more_than_others_of_its_size(
     pair: Pair, acceptance: tuple[float, ...]
 ) -> None:

@@ -32,6 +32,7 @@ def assert_proved(checks: Sequence[Any]) -> None:
         assert check.ok, f"{check.what}: {check.found}"  # whole, where pytest would cut it
 
 
+@pytest.mark.proof
 def test_whatever_the_schema_allows_or_forbids_is_answered_in_words(proof: Any) -> None:
     module = proof("proof_serve_fuzz")
     with module.stub_server() as server:
@@ -107,10 +108,12 @@ def test_common_clients_agree_on_an_answer(proof: Any) -> None:
         assert faults == [None] * 7
 
 
+@pytest.mark.proof
 def test_forty_streams_open_together_are_all_whole(proof: Any) -> None:
     assert_proved(proof("proof_serve_load").prove_streams(40))
 
 
+@pytest.mark.proof
 def test_a_crowd_is_refused_to_the_last_one(proof: Any) -> None:
     limits = Limits(max_batch=4, max_queue=4)
     answered, refused, waited = proof("proof_serve_load").prove_overload(5, limits, delay=0.6)
@@ -118,6 +121,7 @@ def test_a_crowd_is_refused_to_the_last_one(proof: Any) -> None:
     assert waited.cases == 1  # how long is a matter of the machine: `make proof-serve-load`
 
 
+@pytest.mark.proof
 def test_users_and_a_soak_leave_nothing_behind(proof: Any) -> None:
     module = proof("proof_serve_load")
     with proof("serve_common").tiny_server() as server:

@@ -41,6 +41,7 @@ def test_the_proof_has_sixty_configurations_of_every_drafter_and_setting(proof: 
     assert {"block", "chain", "spectr", "multi-round", "sequoia", "multi-path"} <= served
 
 
+@pytest.mark.proof
 def test_a_slice_of_the_configurations_has_the_targets_distribution(proof: ModuleType) -> None:
     checks = proof.prove(400, SLICE)
     assert len(checks) == len(SLICE)
