@@ -18,8 +18,6 @@ from specctl.train.saving.checkpoint import Checkpoints
 from specctl_testing.train import parallel_run, sharded_run, toy
 from specctl_testing.train.two_processes import run_twice
 
-pytestmark = pytest.mark.proof  # two processes train in every run in test_run.py
-
 SAME: dict[str, Any] = {"dropout": 0.0, "accumulate": 2, "rows": 4, "save_every": 6, "keep": 4}
 TOLERANCE = 2e-6  # float32 sums in another order, through 12 updates
 
