@@ -72,10 +72,17 @@ def assistant_model(name: str, target: Target, folder: Path, length: int) -> Any
     from specctl.export.package.find import Kind, locate
     from specctl.export.package.pretrained import inspect_folder, quietly
     from specctl.runtime.target.checkpoint_folder import from_folder
+    from specctl.runtime.target.save_target import write_target
+    from specctl.runtime.target.target import load_target
 
     found = locate(name)
     assert found.folder is not None, "a small-lm is a folder"
     source = found.folder
+    if found.kind is Kind.GGUF:
+        wide = load_target(str(source), dtype=target.dtype_name, device=str(target.device))
+        source = folder
+        source.mkdir(parents=True)
+        write_target(wide, source)
     if found.kind is Kind.PACKAGE:
         export(source, "hf", folder, target)
         source = folder

@@ -226,15 +226,11 @@ def _models_inside(folder: Path, inside: list[Path]) -> FileError:
 
 
 def gguf_error(path: Path) -> IncompatibleError:
-    """A model in llama.cpp's format in the place of a drafter."""
-    name, folder = ascii(path.name)[1:-1][:120], str(path.parent)
+    """A model in llama.cpp's format in the place of a package."""
     return IncompatibleError(
-        "a GGUF, the format of llama.cpp, is read as a target, not as a drafter",
-        found=name,
-        expected=f"{CONFIG}, tokenizer and {WEIGHTS[0]}",
-        do="give the repository of safetensors that the GGUF was made from, or convert it with "
-        f"transformers (pip install gguf): AutoModelForCausalLM.from_pretrained({folder!r}, "
-        f"gguf_file={name!r}, quantization_config=GgufConfig(dequantize=True))"
-        ".save_pretrained('FOLDER'), and AutoTokenizer with gguf_file alone",
+        "a GGUF file is a model, not a package of specctl",
+        found=ascii(path.name)[1:-1][:120],
+        expected=f"a folder with {PACKAGE}, or one with {CONFIG}, tokenizer and {WEIGHTS[0]}",
+        do=f"specctl generate with it as --target {path} or as --draft {path}",
         where=str(path),
     )

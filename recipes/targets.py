@@ -135,6 +135,19 @@ def gguf_in(folder: Path) -> Path | None:
     )
 
 
+def gguf_at(path: Path) -> Path | None:
+    """The GGUF file that is named, or that a folder without other weights holds."""
+    if path.is_dir():
+        return gguf_in(path)
+    return path if path.is_file() and is_gguf(path) else None
+
+
+def is_gguf_name(name: str) -> bool:
+    """Whether a name means a GGUF file that Ollama or the hub has."""
+    is_other = name.startswith(PREFIX) or (HUB_GGUF.fullmatch(name) is not None and is_on_hub(name))
+    return is_other and not Path(name).expanduser().exists()
+
+
 def _a_file(path: Path) -> SpecctlError:
     is_model = (path.parent / CONFIG).is_file() or is_adapter_alone(path.parent)
     return FileError(

@@ -43,12 +43,14 @@ def show(
       specctl show runs/quickstart --json
       specctl show tiny
     """
+    from specctl.recipes.targets import gguf_at
+
     target, path = _target_named(word), Path(word)
     if target is not None:
         result, following = _target(console, target)
         console.done(result, next=following)
         return
-    file = _gguf_at(path)
+    file = gguf_at(path)
     if file is not None:
         from specctl.cli.commands.shown_gguf import show_gguf
 
@@ -85,16 +87,6 @@ def show(
             do="give the folder that was printed at the end of training, or one of its parents",
         )
     console.done(result, next=following)
-
-
-def _gguf_at(path: Path) -> Path | None:
-    """The GGUF file that is named, or that a folder without other weights holds."""
-    from specctl.core.gguf_header import is_gguf
-    from specctl.recipes.targets import gguf_in
-
-    if path.is_dir():
-        return gguf_in(path)
-    return path if path.is_file() and is_gguf(path) else None
 
 
 def _target_named(word: str) -> ResolvedTarget | None:

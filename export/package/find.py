@@ -38,7 +38,8 @@ from specctl.recipes.drafter_names import drafter_words
 from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.recipes.targets import is_hub_id, resolve
+from specctl.recipes.targets import ResolvedTarget, gguf_at, is_gguf_name, is_hub_id, resolve
+from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.target import Target
 
 CARRIED = "mtp"  # the family whose drafter a target may carry in its own checkpoint
@@ -52,11 +53,13 @@ class Kind(StrEnum):
     RECIPE = "recipe"
     PACKAGE = "package"
     PRETRAINED = "pretrained"
+    GGUF = "gguf"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a name was resolved to: a family's name, or a folder and what lies in it."""
+    """What a name was resolved to: a family's name, or a folder and what lies in it; `folder` is
+    the file of a model in GGUF."""
 
     kind: Kind
     name: str
@@ -70,6 +73,8 @@ def locate(path_or_name: str | Path) -> Found:
     plain = isinstance(path_or_name, str) and not re.search(r"[/\\]", name)
     if not name or len(name) > 1000 or "\0" in name:
         raise unknown(name)
+    if is_gguf_name(name):
+        return _gguf(with_file(resolve(name), bool(forbidden_by())))
     if plain and name not in (".", "..", "~"):
         known = drafter_words() | families().keys()
         return _word(name) if is_built_in(name, known, "drafter or recipe") else _place(path)
@@ -87,7 +92,13 @@ def _word(name: str) -> Found:
         return Found(Kind.RECIPE, name)
     if name in recipe_names():
         raise _untrained(name, "a recipe of trained drafters")
-    return _hub(*_alias(name))
+    target = _alias(name)
+    return _gguf(target) if target.file else _hub(str(target.repo), target.revision)
+
+
+def _gguf(target: ResolvedTarget) -> Found:
+    assert target.file is not None, "names of GGUF files come with one"
+    return Found(Kind.GGUF, target.name, target.file)
 
 
 def _place(path: Path) -> Found:
@@ -117,6 +128,10 @@ def load_found(
     if found.folder is None:
         family = families()[found.name]
         return family.build(family.options(), target.spec, None).to(target.device, target.dtype)
+    if found.kind is Kind.GGUF:
+        from specctl.export.package.gguf_draft import load_gguf
+
+        return _served(load_gguf(found.folder, target, allow, translate), {})
     with reading(found.folder):
         foreign = None if translate is None else _foreign(found.folder, target, translate, allow)
         if foreign is not None:
@@ -190,6 +205,9 @@ def _folder(path: Path) -> Found:
 
 
 def _look(path: Path) -> Found:
+    file = gguf_at(path)
+    if file is not None:
+        return Found(Kind.GGUF, file.name, file)
     folder = open_folder(package_in(path))
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
@@ -212,8 +230,8 @@ def _look(path: Path) -> Found:
     )
 
 
-def _alias(name: str) -> tuple[str, str | None]:
-    """Repository and pinned revision of an alias; unknown words are refused here."""
+def _alias(name: str) -> ResolvedTarget:
+    """Where the model of an alias is; unknown words are refused here."""
     try:
         resolved = resolve(name)
     except SpecctlError as error:
@@ -225,7 +243,7 @@ def _alias(name: str) -> tuple[str, str | None]:
             expected="a smaller model, a package, or a training-free family",
             do="train a drafter for it with `specctl train-draft`",
         )
-    return resolved.repo, resolved.revision
+    return with_file(resolved, bool(forbidden_by()))
 
 
 def unknown(name: str) -> FileError:

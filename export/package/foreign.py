@@ -17,6 +17,7 @@ from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.load import read_package
 from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.export.package.pretrained import (
+    has_ids_of,
     inspect_folder,
     load_lm,
     load_tokenizer,
@@ -41,7 +42,7 @@ def load_foreign(
     if base is not None:
         inspect_folder(base.folder)  # before transformers reads anything of it
     tokenizer = _packaged_tokenizer(folder) if base is None else base.tokenizer()
-    if tokenizer is None or tokenizer_fingerprint(tokenizer) == target.tokenizer_fingerprint:
+    if tokenizer is None or has_ids_of(tokenizer, target):
         return None
     if base is None:
         drafter = read_package(folder, None).to(target.device, target.dtype)

@@ -47,6 +47,7 @@ from specctl.runtime.target.stored_names import wrapper_note
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
 CONFIG = "config.json"
+COMMON = 0.9  # of a vocabulary: so many ids at least are those of the other
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -58,7 +59,7 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
     base = whole_model(folder)
     config, shapes = inspect_folder(base.folder)
     check_vocab(config, shapes, target, allow)
-    _check_tokenizer(base.tokenizer(), folder, target, allow)
+    check_tokenizer(base.tokenizer(), folder, target, allow)
     drafter = described(SmallLm.from_lm(load_lm(base, shapes, target), target.spec))
     drafter.note = base.note(shapes)
     return drafter
@@ -173,10 +174,11 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def _check_tokenizer(tokenizer: Any, folder: Path, target: Target, allow: Sequence[str]) -> None:
-    found = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
-    if found == target.tokenizer_fingerprint:
+def check_tokenizer(tokenizer: Any, folder: Path, target: Target, allow: Sequence[str]) -> None:
+    """A draft's tokenizer is the target's, unless the caller vouches for it (`allow`)."""
+    if has_ids_of(tokenizer, target):
         return
+    found = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
     shown = "the draft folder has no tokenizer"
     if tokenizer is not None:
         shown = f"fingerprint {str(found)[:12]}" + _difference(tokenizer, target.tokenizer)
@@ -188,6 +190,21 @@ def _check_tokenizer(tokenizer: Any, folder: Path, target: Target, allow: Sequen
         "tokenizer",
     )
     raise_first([miss], allow, f"{target.name} (draft {folder.name})")
+
+
+def has_ids_of(tokenizer: Any, target: Target) -> bool:
+    """Whether a draft's ids stand for the target's texts. A draft reads ids that the target's
+    tokenizer has made, so that its own merges and normalisation decide nothing; ids that one of
+    the two does not have are padding."""
+    if tokenizer is None or target.tokenizer is None:
+        return tokenizer is None and target.tokenizer_fingerprint is None
+    if tokenizer_fingerprint(tokenizer) == target.tokenizer_fingerprint:
+        return True
+    ours = {i: text for text, i in target.tokenizer.get_vocab().items()}
+    theirs = {i: text for text, i in tokenizer.get_vocab().items()}
+    common = ours.keys() & theirs.keys()
+    is_most = len(common) >= COMMON * max(len(ours), len(theirs))
+    return is_most and all(ours[i] == theirs[i] for i in common)
 
 
 def _difference(draft: Any, target: Any) -> str:

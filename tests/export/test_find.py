@@ -242,6 +242,9 @@ def test_another_tokenizer_is_refused_with_the_first_difference(
     assert "2 of 48 ids map to other text (first: 7 'w9' vs 'w7')" in caught.value.found
     assert "--allow tokenizer" in caught.value.do
     load_drafter(folder, target, allow=["tokenizer"])
+    body = json.loads(text) | {"normalizer": {"type": "Lowercase"}}
+    path.write_text(json.dumps(body))  # the same ids: a draft reads no text
+    load_drafter(folder, target)
     path.write_text("{broken")
     with pytest.raises(IntegrityError, match="tokenizer cannot be read"):
         load_drafter(folder, target)

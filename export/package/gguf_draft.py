@@ -1,0 +1,27 @@
+"""A smaller model in a GGUF file as a draft model, its matrices as the file packs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specctl.core.drafter import Drafter
+from specctl.drafters.small_lm import SmallLm
+from specctl.export.package.pretrained import check_tokenizer, check_vocab, described, has_ids_of
+from specctl.runtime.cross_vocab.translate import translated
+from specctl.runtime.target.target import Target, load_target
+
+
+def load_gguf(
+    file: Path, target: Target, allow: Sequence[str] = (), translate: str | None = None
+) -> Drafter:
+    """The model of the file as a small-lm drafter for `target`; with `translate` one of another
+    tokenizer, too. Raises for a file that cannot be a target either."""
+    draft = load_target(str(file), device=str(target.device))
+    is_same = has_ids_of(draft.tokenizer, target)
+    if translate is None or is_same or target.tokenizer is None or "tokenizer" in allow:
+        check_vocab({"vocab_size": draft.spec.vocab_size}, {}, target, allow)
+        check_tokenizer(draft.tokenizer, file, target, allow)
+        return described(SmallLm.from_lm(draft.lm, target.spec))
+    tokenizer = draft.tokenizer
+    return translated(draft.lm, tokenizer, tokenizer.eos_token_id, target, translate)
