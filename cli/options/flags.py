@@ -57,8 +57,8 @@ Draft = Annotated[
     drafting_option(
         "--draft",
         "-d",
-        help="Package, run or model folder, hub id, a drafter's name (auto, prompt-lookup, ...), "
-        "several of them joined by +, or none.",
+        help="Package, run or model folder, GGUF file, hub id, a drafter's name (auto, "
+        "prompt-lookup, ...), several of them joined by +, or none.",
         autocompletion=complete_draft,
     ),
 ]
