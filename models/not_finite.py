@@ -51,6 +51,7 @@ def not_numbers(
     numbers that are none)."""
     bits = getattr(lm, "bits", None)
     kind = str(lm.dtype).removeprefix("torch.") if bits is None else f"int{bits}"
+    kind = "gguf" if bits == "packed" else kind
     layer = first_bad_layer(lm, tokens)
     what = "hidden states that are not finite" if logits_V is None else numbers_in(logits_V)
     found = f"{what} behind {len(tokens):,} tokens, in {kind}"

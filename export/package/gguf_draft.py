@@ -8,6 +8,8 @@ from pathlib import Path
 from specctl.core.drafter import Drafter
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.pretrained import check_tokenizer, check_vocab, described, has_ids_of
+from specctl.export.package.tensors import refuse_not_finite
+from specctl.models.released import Released
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.target.target import Target, load_target
 
@@ -18,6 +20,10 @@ def load_gguf(
     """The model of the file as a small-lm drafter for `target`; with `translate` one of another
     tokenizer, too. Raises for a file that cannot be a target either."""
     draft = load_target(str(file), device=str(target.device))
+    refuse_not_finite(
+        {name: p for name, p in draft.lm.module.named_parameters() if not isinstance(p, Released)},
+        "fetch the file again: it is damaged",
+    )
     is_same = has_ids_of(draft.tokenizer, target)
     if translate is None or is_same or target.tokenizer is None or "tokenizer" in allow:
         check_vocab({"vocab_size": draft.spec.vocab_size}, {}, target, allow)

@@ -158,6 +158,16 @@ def row_bytes(type: str, columns: int) -> int:
     return columns // about.weights * about.bytes
 
 
+def are_finite(blocks: Tensor, type: str) -> bool:
+    """Whether no number of a file's blocks is NaN or infinite: their scales decide it."""
+    if type in FLOATS:
+        return bool(_floats(blocks, type)[HEADER:].view(torch.float32).isfinite().all())
+    about = TYPES[type]
+    first, last = (208, 210) if type == "Q6_K" else (0, 2 * (1 + about.has_least))
+    each = blocks.reshape(len(blocks), -1, about.bytes)[..., first:last]
+    return bool(_halves(each).isfinite().all())
+
+
 def _write_kind(data: Tensor, kind: int) -> None:
     data[:HEADER] = 0
     data[:4].view(torch.int32)[0] = kind

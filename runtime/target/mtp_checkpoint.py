@@ -36,9 +36,8 @@ def checkpoint_of(target: Target) -> Path:
         found = resolve(target.name, target.revision)
     except SpecctlError as error:  # a model in memory
         raise _none(target.name, "a target without a folder") from error
-    if (
-        found.file is not None or found.gguf is not None
-    ):  # its parts beside the layers are not written by llama.cpp
+    # of a GGUF file the parts beside the layers are not written by llama.cpp
+    if found.file is not None or found.gguf is not None:
         raise _none(target.name, "a GGUF file")
     if found.path is not None:
         return found.path

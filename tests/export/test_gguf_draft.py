@@ -9,7 +9,8 @@ import pytest
 from specctl.api.bench import bench
 from specctl.api.drafting import load_drafter
 from specctl.api.generate import generate
-from specctl.core.errors import IncompatibleError, SpecctlError
+from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
+from specctl.core.gguf_header import read_header
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.find import Kind, locate
 from specctl.recipes.installed_models import InstalledModel
@@ -64,13 +65,26 @@ def test_bench_measures_it_beside_transformers(small: Path, tiny_target: Target)
     assert {row.identical for row in found.rows} <= {None, True}
 
 
-def test_a_draft_of_another_size_of_vocabulary_or_kind_is_refused(
+def test_a_file_that_is_cut_short_is_refused(
     small: Path, tiny_target: Target, tmp_path: Path
 ) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(small.read_bytes()[:1000])
     with pytest.raises(SpecctlError, match="cut short"):
         load_drafter(str(cut), tiny_target)
+
+
+@pytest.mark.parametrize("tensor", ["blk.1.ffn_down.weight", "output_norm.weight"])
+def test_one_whose_numbers_are_not_finite_is_refused(
+    tensor: str, small: Path, tiny_target: Target, tmp_path: Path
+) -> None:
+    at = read_header(small).tensors[tensor].offset
+    body = bytearray(small.read_bytes())
+    body[at : at + 4] = b"\x00\x7e\xc0\x7f"  # NaN in half precision, and in float32
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(body)
+    with pytest.raises(IntegrityError, match="not finite"):
+        load_drafter(str(damaged), tiny_target)
 
 
 def test_an_alias_of_an_installed_package_is_a_draft(

@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 
 from specctl.models.native.library import no_int8
-from specctl.models.native.packed import FLOATS, TYPES, PackedMatrix, PackedWeights, from_gguf
+from specctl.models.native.packed import (
+    FLOATS,
+    TYPES,
+    PackedMatrix,
+    PackedWeights,
+    are_finite,
+    from_gguf,
+)
 from specctl.runtime.target.gguf.model import GgufFile, is_matrix_of_layers
 
 PARTS = {
@@ -78,4 +85,7 @@ def _matrix(file: GgufFile, name: str) -> PackedMatrix:
     tensor = file.weights.tensor(name)
     rows, columns = tensor.shape
     blocks = torch.from_numpy(file.weights.blocks(name))
+    if not are_finite(blocks, tensor.kind.name):
+        what = f"the numbers of {tensor.name} are not finite"
+        raise file.header.damaged(what, "NaN or infinity in its scales", "finite numbers")
     return from_gguf(blocks, tensor.kind.name, rows, columns)
