@@ -232,7 +232,7 @@ REMEDIES: dict[str, Remedy] = {
     "pickled weights": Remedy(pickled, "save_pretrained", converted),
     "the file of weights": Remedy(one_file, "give the folder", own_repository),
     "a link out of the folder": Remedy(link_out, "copy", copied),
-    "a GGUF as draft": Remedy(gguf, "repository of safetensors", own_repository, DRAFT),
+    "a GGUF cut short as draft": Remedy(gguf, "fetch the file again", own_repository, DRAFT),
     "a GGUF cut short": Remedy(gguf, "fetch the file again", own_repository, TARGET),
     "no tokenizer": Remedy(no_tokenizer, "tokenizer.json", with_tokenizer, TARGET),
     "code of its own": Remedy(own_code, "remove auto_map", without_code),
