@@ -47,22 +47,22 @@ template <class F> inline auto with_layout(int32_t kind, F f) {
 
 inline constexpr int spans_of(int K) { return (K + 31) / 32; }
 
-// The inputs as they are, and rounded: of each row K numbers of 8 bits; of every 32 their scale, and
-// of every 16 their sum.
+// The inputs as they are, and rounded: of each row K numbers of 8 bits; of every 32 their scale and,
+// times that, their sum, and those of both halves.
 template <> struct Rows<Packed> {
     const float *x;
     int8_t *numbers;
-    float *scales;
-    int32_t *sums;
+    float *scales, *sums, *halves;
     int R, K, G;
 
-    static constexpr int FLOATS_A_SPAN = 32 / 4 + 3;  // that they take
+    static constexpr int FLOATS_A_SPAN = 32 / 4 + 4;  // that they take
     static constexpr float LEAST = 1e-30f;  // what is smaller is zero
 
     Rows(const float *x, int R, int K, float *space) : x(x), R(R), K(K), G(spans_of(K)) {
         scales = space;
-        sums = reinterpret_cast<int32_t *>(scales + size_t(R) * G);
-        numbers = reinterpret_cast<int8_t *>(sums + 2 * size_t(R) * G);
+        sums = scales + size_t(R) * G;
+        halves = sums + size_t(R) * G;
+        numbers = reinterpret_cast<int8_t *>(halves + 2 * size_t(R) * G);
         for (int r = 0; r < R; r++)
             for (int g = 0; g < G; g++) {
                 const float *from = x + r * apart(K) + g * 32;
@@ -76,18 +76,21 @@ template <> struct Rows<Packed> {
         int8_t *out = numbers + at * 32;
 #ifdef __AVX2__
         const float largest = largest_of<32>(part), up = largest > LEAST ? 127.0f / largest : 0.0f;
-        round_32(part, up, out, sums + 2 * at);
+        int32_t added[2];
+        round_32(part, up, out, added);
 #else
         float largest = 0;
         for (int i = 0; i < 32; i++) largest = std::fabs(part[i]) > largest ? std::fabs(part[i]) : largest;
         const float up = largest > LEAST ? 127.0f / largest : 0.0f;
-        sums[2 * at] = sums[2 * at + 1] = 0;
+        int32_t added[2] = {};
         for (int i = 0; i < 32; i++) {
             out[i] = int8_t(std::nearbyint(part[i] * up));
-            sums[2 * at + i / 16] += out[i];
+            added[i / 16] += out[i];
         }
 #endif
         scales[at] = largest / 127.0f;
+        sums[at] = scales[at] * float(added[0] + added[1]);
+        for (int i = 0; i < 2; i++) halves[2 * at + i] = scales[at] * float(added[i]);
     }
 };
 
@@ -122,6 +125,7 @@ template <class L, int N>
 void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool asks, float *out) {
     const __m256i ones = _mm256_set1_epi16(1);
     const size_t next = asks ? L::strip(x.G) : 0;
+    const ptrdiff_t apart = ptrdiff_t(x.G) * 32;  // rows
     __m256 sum[N][2] = {}, front[2] = {}, least_front[2] = {};
     for (int g = 0; g < x.G; g++, w += L::RECORD) {
         if (L::HAS_WHOLES && g % L::EVERY == 0) {
@@ -133,8 +137,7 @@ void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool asks, floa
         }
         if (next)
             for (int line = 0; line < L::RECORD; line += LINE) __builtin_prefetch(w + next + line, 0, CACHE);
-        const int8_t *own[N];
-        for (int n = 0; n < N; n++) own[n] = x.numbers + (size_t(r + n) * x.G + g) * 32;
+        const int8_t *own = x.numbers + (size_t(r) * x.G + g) * 32;
         const uint8_t *scales = w + L::WEIGHTS;
 #pragma GCC unroll 2
         for (int part = 0; part < L::PARTS; part++) {
@@ -148,7 +151,7 @@ void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool asks, floa
 #pragma GCC unroll 8
                     for (int n = 0; n < N; n++) {
                         int32_t four;
-                        memcpy(&four, own[n] + 4 * (k + i), 4);
+                        memcpy(&four, own + n * apart + 4 * (k + i), 4);
                         const __m256i row = _mm256_set1_epi32(four);
 #pragma GCC unroll 2
                         for (int m = 0; m < 2; m++) {
@@ -179,17 +182,16 @@ void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool asks, floa
                     scale = halves(scales + 16 * m);
                     if (L::HAS_LEAST) least = halves(scales + 32 + 16 * m);
                 }
+                if (L::OFFSET) least = scale * float(-L::OFFSET);
 #pragma GCC unroll 8
                 for (int n = 0; n < N; n++) {
-                    const size_t at = size_t(r + n) * x.G + g;
-                    const int32_t added =
-                        L::PARTS == 2 ? x.sums[2 * at + part] : x.sums[2 * at] + x.sums[2 * at + 1];
-                    __m256i whole = total[n][m];
-                    if (L::OFFSET) whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(L::OFFSET * added));
+                    const ptrdiff_t at = ptrdiff_t(r + n) * x.G + g;
                     const __m256 both = scale * x.scales[at];
-                    sum[n][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), both, sum[n][m]);
-                    if (L::HAS_LEAST)
-                        sum[n][m] = _mm256_fmadd_ps(least, _mm256_set1_ps(x.scales[at] * float(added)), sum[n][m]);
+                    sum[n][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total[n][m]), both, sum[n][m]);
+                    if (L::OFFSET || L::HAS_LEAST) {
+                        const float *added = L::PARTS == 2 ? x.halves + 2 * at + part : x.sums + at;
+                        sum[n][m] = _mm256_fmadd_ps(least, _mm256_set1_ps(*added), sum[n][m]);
+                    }
                 }
             }
         }
@@ -237,16 +239,16 @@ void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool, float *ou
                     scale = half_at(scales + 2 * o);
                     if (L::HAS_LEAST) least = half_at(scales + 32 + 2 * o);
                 }
+                if (L::OFFSET) least = scale * float(-L::OFFSET);
                 for (int n = 0; n < N; n++) {
                     const size_t at = size_t(r + n) * x.G + g;
-                    int32_t whole = 0, added = 0;
-                    for (int i = part * EACH; i < (part + 1) * EACH; i++) {
+                    int32_t whole = 0;
+                    for (int i = part * EACH; i < (part + 1) * EACH; i++)
                         whole += weight_at<L>(w, i, o) * x.numbers[at * 32 + i];
-                        added += x.numbers[at * 32 + i];
-                    }
+                    const float added = L::PARTS == 2 ? x.halves[2 * at + part] : x.sums[at];
                     float &sum = out[n * SIDE + o];
-                    sum = std::fma(float(whole - L::OFFSET * added), scale * x.scales[at], sum);
-                    if (L::HAS_LEAST) sum = std::fma(least, x.scales[at] * float(added), sum);
+                    sum = std::fma(float(whole), scale * x.scales[at], sum);
+                    if (L::OFFSET || L::HAS_LEAST) sum = std::fma(least, added, sum);
                 }
             }
     }

@@ -436,7 +436,8 @@ def test_registers_of_every_width_compute_the_same(
     if processor[-1] in "34" and int(processor[-1]) > wide:
         return
     plain = make()
-    few = [(each, 1e-3) for each in (plain.in_bits(8), plain.in_bits(4), *packed_models())]
+    # of whole inputs one may be rounded to its other neighbour: all else agrees to 1e-6
+    few = [(each, 2e-3) for each in (plain.in_bits(8), plain.in_bits(4), *packed_models())]
     for lm, error in ((plain, 1e-6), *few):
         own = lm.module.native(lm.bits)
         assert own is not None
