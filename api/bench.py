@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from specctl.api.prompts import Prompt
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.drafter import Drafter
 from specctl.runtime.measure import bench as measure
-from specctl.runtime.measure.bench import Contender, engine_contender
+from specctl.runtime.measure.bench import Contender, engine_contender, unread
 from specctl.runtime.measure.bench_report import BenchReport
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.sampling.sampling import Sampling
@@ -49,6 +49,7 @@ def bench(
     batch: int = 1,
     against: str | Sequence[str] = (),
     progress: Progress = None,
+    so_far: Callable[[BenchReport], None] = unread,
     **drafting: Any,
 ) -> BenchReport:
     """Measure tau, tokens per second and speed-up of drafters, interleaved in one process; ratios
@@ -61,7 +62,8 @@ def bench(
     and T = 0.8, of suites greedy and T = 1.
     `against`: more baselines, "ngram" (prompt-lookup) and "hf" (transformers' own generate, plain
     and assisted by the same drafters). `drafting` is how to draft, as in `generate`. What a round
-    costs here is kept, and chooses the draft lengths of `generate` from then on.
+    costs here is kept, and chooses the draft lengths of `generate` from then on. `so_far` is given
+    a report of what has been measured, category by category and run by run.
     """
     reporter = as_reporter(progress)
     check_count("batch", batch, MOST_ROWS)
@@ -95,14 +97,23 @@ def bench(
             contenders.append(_contender(draft, model, batch, ids, asked))
             advance(1, draft.name)
     costs_seconds = time.perf_counter() - began
+
+    def of_material(report: BenchReport) -> BenchReport:
+        return replace(report, suites=material.suites, chat=material.chat, notes=material.notes)
+
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         if "hf" in baselines:
             contenders += _transformers(reporter, model, drafts, Path(folder), batch)
         found = measure.bench(
-            model, contenders, material.questions, asked, repeats=repeats, reporter=reporter
+            model,
+            contenders,
+            material.questions,
+            asked,
+            repeats=repeats,
+            reporter=reporter,
+            so_far=lambda part: so_far(of_material(part)),
         )
-    found = replace(found, suites=material.suites, chat=material.chat, notes=material.notes)
-    return found.after("costs of a round", costs_seconds)
+    return of_material(found).after("costs of a round", costs_seconds)
 
 
 def suite_words(suites: str | Sequence[str]) -> tuple[str, ...]:

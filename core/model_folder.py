@@ -148,21 +148,38 @@ def is_adapter_alone(folder: Path) -> bool:
     return (folder / ADAPTER).is_file() and not has_weights(folder)
 
 
-def near_folder(path: Path) -> str:
-    """What may have been meant by a folder that is not there: the one beside it that is most alike
-    by name, if one is."""
-    parent = path.parent
+def is_file_name(path: Path) -> bool:
+    """Whether a model of that name is one file and no folder."""
+    return path.suffix.lower() == ".gguf"
+
+
+def no_gguf_file(path: Path) -> FileError:
+    """The error for a GGUF file that is not there."""
+    return FileError(
+        "there is no such GGUF file",
+        found=str(path),
+        expected="an existing file",
+        do=near_name(path),
+    )
+
+
+def near_name(path: Path) -> str:
+    """What may have been meant by a model that is not there: the folder, or the GGUF file, beside
+    it that is most alike by name, if one is."""
+    parent, is_file = path.parent, is_file_name(path)
     if not parent.is_dir():
         return f"check the path: {parent} does not exist"
     try:
-        names = [each.name for each in parent.iterdir() if each.is_dir() and not _hidden(each)]
+        every = [each for each in parent.iterdir() if not _hidden(each)]
     except OSError:
-        names = []
-    near = alike(path.name, names, cutoff=NEAR)
+        every = []
+    of_kind = [e for e in every if (e.is_file() and is_file_name(e) if is_file else e.is_dir())]
+    near = alike(path.name, [each.name for each in of_kind], cutoff=NEAR)
     if near:
         return f"did you mean {parent / near[0]}"
     place = "this folder" if parent == Path() else str(parent)
-    return f"check the path: {place} has no folder of a name like {path.name}"
+    kind = "GGUF file" if is_file else "folder"
+    return f"check the path: {place} has no {kind} of a name like {path.name}"
 
 
 def _hidden(path: Path) -> bool:

@@ -19,7 +19,8 @@ from specctl.core.model_folder import (
     PACKAGE,
     has_weights,
     is_adapter_alone,
-    near_folder,
+    is_file_name,
+    near_name,
 )
 from specctl.recipes.built_in import is_built_in
 from specctl.recipes.installed_models import InstalledModel
@@ -204,10 +205,12 @@ def _is_commit(revision: str | None) -> bool:
 def _unknown(name: str, path: Path) -> SpecctlError:
     if "/" in name or name.startswith((".", "~")):
         return FileError(
-            "there is no such target folder",
+            "there is no such GGUF file"
+            if is_file_name(path)
+            else "there is no such target folder",
             found=ascii(name),
             expected="a folder with config.json, tokenizer and safetensors weights, or a GGUF file",
-            do=near_folder(path) + ", or name another target, such as tiny",
+            do=near_name(path) + ", or name another target, such as tiny",
         )
     return SpecctlError(
         "unknown target",

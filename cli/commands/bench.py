@@ -124,7 +124,8 @@ def bench(
     from specctl.api.bench import DEFAULT_DRAFTS
     from specctl.api.bench import bench as bench_
 
-    console.remains = partial(_remaining, time.time())
+    measured: list[BenchReport] = []  # the last one says all that was measured
+    console.remains = partial(_remaining, console, measured, time.time())
     console.say(loading(target))
     began = time.perf_counter()
     model = target.load(console, compiled)
@@ -151,6 +152,7 @@ def bench(
         batch=batch,
         against=baselines,
         progress=console,
+        so_far=measured.append,
         **drafting.given(),
     ).after("loading", loading_seconds)
     _show(console, report)
@@ -191,14 +193,22 @@ def _write(
         console.say(f"card: {written.card}")
 
 
-def _remaining(since: float) -> str | None:
-    """What a benchmark that was stopped leaves: its table is written at its end."""
+def _remaining(console: Console, measured: Sequence[BenchReport], since: float) -> str | None:
+    """What a benchmark that was stopped leaves: the table of what it had measured, which is shown,
+    and the costs of rounds."""
     from specctl.api.cost_cache import count_since
 
-    if not (count := count_since(since)):
-        return None
-    told = f"kept: {counted(count, 'table')} of what a round costs here"
-    return f"{told}; of this benchmark nothing was saved"
+    count, kept = count_since(since), list[str]()
+    if count:
+        kept.append(f"kept: {counted(count, 'table')} of what a round costs here")
+    if measured:
+        report = measured[-1]
+        _show(console, report)
+        console.result = {**report.to_json(), "stopped": True}
+        kept.append(f"above: what was measured, of {counted(report.num_prompts, 'question')}")
+    elif count:
+        kept.append("of this benchmark nothing was saved")
+    return "; ".join(kept) or None
 
 
 def _draw(report: BenchReport, path: Path) -> None:

@@ -43,6 +43,12 @@ def show(
       specctl show runs/quickstart --json
       specctl show tiny
     """
+    from specctl.core.model_folder import (
+        is_adapter_alone,
+        is_file_name,
+        no_gguf_file,
+        something_else,
+    )
     from specctl.recipes.targets import gguf_at
 
     target, path = _target_named(word), Path(word)
@@ -57,6 +63,8 @@ def show(
         result, following = show_gguf(console, file)
         console.done(result, next=following)
         return
+    if is_file_name(path) and not path.exists():
+        raise no_gguf_file(path)
     if not path.is_dir():
         from specctl.recipes.files import recipe_names
         from specctl.recipes.targets import aliases
@@ -66,7 +74,6 @@ def show(
         if str(path) in recipe_names():
             do = f"specctl recipes show {path}"
         raise no_folder(path, kinds, do)
-    from specctl.core.model_folder import is_adapter_alone, something_else
     from specctl.export.package.manifest import MANIFEST
 
     if (path / MANIFEST).is_file():

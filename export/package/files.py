@@ -20,9 +20,11 @@ from specctl.core.errors import FileError, IntegrityError
 from specctl.core.model_folder import (
     READ_SUFFIXES,
     gguf_error,
+    is_file_name,
     is_hub_link,
     is_inside,
-    near_folder,
+    near_name,
+    no_gguf_file,
     refuse_pointer,
 )
 
@@ -104,7 +106,7 @@ def open_folder(path: Path) -> Path:
     """The real path of a folder; a file or a missing path is refused with the reason."""
     if path.is_dir():
         return path.resolve()
-    if path.exists() and path.suffix.lower() == ".gguf":
+    if path.exists() and is_file_name(path):
         raise gguf_error(path)
     if path.exists():
         raise IntegrityError(
@@ -113,11 +115,13 @@ def open_folder(path: Path) -> Path:
             expected="a folder with manifest.json, or a transformers folder with config.json",
             do="give the folder; unpack archives yourself after checking where they come from",
         )
+    if is_file_name(path):
+        raise no_gguf_file(path)
     raise FileError(
         "no such package folder",
         found=str(path),
         expected="an existing folder",
-        do=f"{near_folder(path)}, or train one with `specctl train-draft`",
+        do=f"{near_name(path)}, or train one with `specctl train-draft`",
     )
 
 

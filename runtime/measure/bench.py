@@ -45,6 +45,10 @@ OnAnswers = Callable[[int], None]  # so many answers of the run are at their end
 TOLD_SECONDS = 1.0  # between two reports of a run
 
 
+def unread(report: BenchReport) -> None:
+    """Nobody wants it before the end."""
+
+
 def unreported(answers: int) -> None:
     """An OnAnswers for whoever does not want to know."""
     del answers
@@ -167,12 +171,15 @@ def bench(
     *,
     repeats: int = 3,
     reporter: Reporter | None = None,
+    so_far: Callable[[BenchReport], None] = unread,
 ) -> BenchReport:
     """Run all contenders interleaved; the first is the baseline. A question may be a prompt as
     token ids. Questions of a category run together, and each contender in turn answers them,
     so that slow minutes of the machine fall on all. One warm-up prompt each, or all of them where
     the target's rounds are recorded: a longer text has others, and may take a new cache.
-    Drafters record for each run anew, as they do whenever text is generated."""
+    Drafters record for each run anew, as they do whenever text is generated. `so_far` is given what
+    has been measured whenever all contenders have answered a category more, or all questions again.
+    """
     every = [q if isinstance(q, Question) else Question(tuple(q)) for q in questions]
     groups = by_category(every)
     is_recorded = target.device.type == "cuda" or isinstance(target.lm, CompiledLM)
@@ -182,6 +189,26 @@ def bench(
     answers = sum(one.num_turns for one in every)
     total = len(samplings) * repeats * len(contenders) * answers
     warming_seconds, began = 0.0, time.perf_counter()
+    threads = torch.get_num_threads()
+
+    def report(rows: Sequence[BenchRow]) -> BenchReport:
+        answered = {one.category for row in rows for one in row.categories}
+        counts = {name: len(group) for name, group in groups.items() if name in answered}
+        return BenchReport(
+            tuple(rows),
+            target.name,
+            target.inflated,
+            target.dtype_name,
+            str(target.device),
+            threads,
+            threads_used(threads),
+            sum(counts.values()),
+            samplings[0].max_new_tokens,
+            repeats,
+            {"warm-up": warming_seconds, "runs": time.perf_counter() - began - warming_seconds},
+            counts,
+        )
+
     with reporter.task("bench", total, "answers") as advance:
         for sampling in samplings:
             started = time.perf_counter()
@@ -196,24 +223,14 @@ def bench(
                     for contender in contenders:
                         timed = ask(target, contender, group, sampling, advance)
                         one_of_each[contender.name][category] = timed
+                    if not any(runs.values()):
+                        part = {name: [dict(by_group)] for name, by_group in one_of_each.items()}
+                        so_far(report([*rows, *_rows(part, sampling)]))
                 for name, by_group in one_of_each.items():
                     runs[name].append(by_group)
+                so_far(report([*rows, *_rows(runs, sampling)]))
             rows += _rows(runs, sampling)
-    threads = torch.get_num_threads()
-    return BenchReport(
-        tuple(rows),
-        target.name,
-        target.inflated,
-        target.dtype_name,
-        str(target.device),
-        threads,
-        threads_used(threads),
-        len(every),
-        samplings[0].max_new_tokens,
-        repeats,
-        {"warm-up": warming_seconds, "runs": time.perf_counter() - began - warming_seconds},
-        {category: len(group) for category, group in groups.items()},
-    )
+    return report(rows)
 
 
 def by_category(questions: Sequence[Question]) -> dict[str, list[Question]]:

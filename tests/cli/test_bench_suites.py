@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from specctl.cli.app import failures
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit
 from specctl.runtime.target.target import Target
@@ -117,3 +118,30 @@ def test_plain_prompts_are_measured_as_before(load: Any, tiny_target: Target, ru
     result = ran.json["result"]
     assert (result["suites"], result["chat"], result["num_prompts"]) == ([], False, 2)
     assert result["categories"] == {"": 2}
+
+
+def test_a_stopped_benchmark_shows_what_it_had_measured(
+    load: Any, tiny_target: Target, questions: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specctl.runtime.measure import bench as measure
+
+    whole, asked = measure.ask, list[str]()
+
+    def stopped(target: Any, contender: Any, group: Any, *more: Any) -> Any:
+        if group[0].category == "qa":
+            raise KeyboardInterrupt
+        asked.append(contender.name)
+        return whole(target, contender, group, *more)
+
+    load(spoken_with(tiny_target))
+    monkeypatch.setattr(measure, "ask", stopped)
+    ran = bench(run, questions)
+    assert (ran.code, asked) == (failures.INTERRUPTED, ["plain", "prompt-lookup"])
+    assert "above: what was measured, of 2 questions" in ran.err
+    assert "prompt-lookup  greedy" in ran.out
+    ran = bench(run, questions, "--json")
+    assert ran.json["error"]["what"] == "interrupted"
+    assert (ran.json["result"]["stopped"], ran.json["result"]["categories"]) == (
+        True,
+        {"mt_bench": 2},
+    )

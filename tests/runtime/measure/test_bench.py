@@ -72,6 +72,16 @@ def test_contenders_take_turns_category_by_category(chatty: Target) -> None:
     assert "Speed-up (tau) by category, greedy" in report.details()
 
 
+def test_what_was_measured_is_told_after_each_category_and_run(chatty: Target) -> None:
+    questions = [Question((1, 2), "one"), Question((3,), "two"), Question((4,), "one")]
+    ways, parts = [scripted("plain", []), scripted("other", [])], list[Any]()
+    bench(chatty, ways, questions, [SAMPLING] * 2, repeats=2, so_far=parts.append)
+    assert [one.categories for one in parts[:2]] == [{"one": 2}, {"one": 2, "two": 1}]
+    assert [one.num_prompts for one in parts[:2]] == [2, 3]
+    assert [len(one.rows) for one in parts] == [2] * 4 + [4] * 4
+    assert "other" in str(parts[0].table())
+
+
 def test_a_turn_for_which_the_context_has_no_room_is_left_out(chatty: Target) -> None:
     seen: list[Any] = []
     long = asked(chatty, [[user("a")], [user("x = 1\n" * 2000)]], "talk")

@@ -1,0 +1,19 @@
+"""What is said of a model that is not where it was looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specctl.core.model_folder import no_gguf_file
+
+
+def test_a_missing_gguf_file_is_named_as_one_with_the_file_that_is_alike(tmp_path: Path) -> None:
+    (tmp_path / "smollm2-q4.gguf").touch()
+    (tmp_path / "smollm2-q5.gguf").mkdir()
+    error = no_gguf_file(tmp_path / "smollm-q4.gguf")
+    assert (error.what, error.do) == (
+        "there is no such GGUF file",
+        f"did you mean {tmp_path / 'smollm2-q4.gguf'}",
+    )
+    far = no_gguf_file(tmp_path / "llama.gguf")
+    assert far.do == f"check the path: {tmp_path} has no GGUF file of a name like llama.gguf"
