@@ -78,13 +78,18 @@ def check_made_for(
         return
     if recipe.target.inflate is not None or is_same(name, DEMONSTRATION):
         return
-    count = target_shape(recipe.target).parameters
-    if count < REAL:
-        return
-    fitting = made_for(name, families)
+    shape = target_shape(recipe.target)
+    count, ids = shape.parameters, shape.spec.vocab_size
     what = f"recipe {recipe.name} was made for the target {DEMONSTRATION}, not for {name}"
     steps, rows = counted(recipe.train.steps, "step"), counted(recipe.train.rows, "row")
     steps = f"{steps} of {rows} of {recipe.train.seq_len}"
+    if count < REAL:
+        size = recipe.vocab.size
+        is_part = isinstance(size, int) and size < ids
+        drafted = f", {size:,} of {ids:,} ids" if is_part else ""
+        warn(f"{what}: a demonstration ({steps}{drafted}); --data and --set change it")
+        return
+    fitting = made_for(name, families)
     do = "a recipe of your own: specctl recipes show llama3-8b-eagle3"
     if fitting:
         do = "--recipe " + " or ".join(fitting[:3])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specctl.api.preflight import check_out, check_run
+from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.core.errors import Exit, FileError
 from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
@@ -182,3 +183,17 @@ def test_as_many_features_are_proposed_as_the_disk_has_room_for(
     assert lacking_disk([(tmp_path, {**needs, "features": 600_000_000})]) == []
     (lack,) = lacking_disk([(tmp_path, {**needs, "data": 10**9})])
     assert "features_gb" not in lack.do
+
+
+def test_a_demonstration_on_another_target_is_said_whatever_its_size(tmp_path: Path) -> None:
+    from specctl.recipes.targets import resolve
+
+    said: list[str] = []
+    check_made_for(load_recipe("eagle3"), "eagle3", said.append)
+    assert not said
+    other = tmp_path / "other"
+    shutil.copytree(str(resolve("tiny").path), other)
+    check_made_for(load_recipe("eagle3", target=str(other)), "eagle3", said.append)
+    assert len(said) == 1
+    assert f"made for the target tiny, not for {other}: a demonstration (160 steps" in said[0]
+    assert "2,048 of 6,144 ids" in said[0]

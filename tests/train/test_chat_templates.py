@@ -26,6 +26,7 @@ from specctl.train.data.prompts import cut_prompts, prompt_key
 from specctl.train.data.records import Sample, sample_of
 from specctl.train.data.regenerate import answers_digest
 from specctl.train.data.sources import Defects
+from specctl_testing.runtime.chat_targets import spoken_with
 
 END = 5  # <|end|>
 ASK, MORE = {"role": "user", "content": "hello"}, {"role": "user", "content": "how are you?"}
@@ -264,6 +265,19 @@ def test_foreign_answers_are_learned_only_where_the_user_says_so(
     (tmp_path / "t.txt").write_text("def f1(x): return x")
     text = load_recipe("fastdraft", flags={**flags, "data.source": str(tmp_path / "t.txt")})
     assert prepare(text, chat_target, tmp_path / "b").manifest.documents == 1
+
+
+def test_a_chat_model_learns_from_the_files_of_this_machine_only_where_the_user_says_so(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    sets = ["data.prompts=1", "data.new_tokens=4", "train.seq_len=64", "data.text_tokens=0"]
+    chatty = spoken_with(tiny_target)
+    with pytest.raises(RecipeError, match="drafter of a chat model on Python files") as caught:
+        prepare(load_recipe("eagle3", sets), chatty, tmp_path / "a")
+    assert "--data corpus" in caught.value.do
+    assert not (tmp_path / "a").exists()
+    explicit = load_recipe("eagle3", sets, flags={"data.source": "corpus"})
+    assert prepare(explicit, chatty, tmp_path / "a").manifest.writer == "target"
 
 
 def test_prompts_alone_are_known_to_have_no_words_of_their_own_before_any_is_answered(

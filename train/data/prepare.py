@@ -21,7 +21,7 @@ import numpy as np
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.files import digest_of, write_json
 from specctl.core.printable import counted
-from specctl.recipes.files import recipe_names
+from specctl.recipes.files import base_names, recipe_names
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.chat_turns import template_text, writes_date, written_on
@@ -36,7 +36,7 @@ from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, without
 from specctl.train.data.regenerate import regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
-from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.sources import CORPUS, Defects, is_corpus, read_samples
 from specctl.train.distributed.ranks import Ranks
 
 DAY = "date.json"  # in OUT/data: the day that the chat template writes
@@ -68,6 +68,7 @@ def prepare(
     folder, data, defects = out / "data", recipe.data, Defects()
     if data.regenerate and data.limit_tokens is not None:
         console.warn("data.limit_tokens is ignored while the target writes the answers")
+    check_corpus(recipe, target)
     samples, source_digest = _select(data, target, defects)
     check_own_answers(recipe, samples)
     defects.tell_reading(console)
@@ -168,14 +169,37 @@ def _say_kinds(samples: Sequence[Sample], console: Reporter) -> None:
         console.warn(f"data: {count:,} x {kind} left out: a drafter reads text alone")
 
 
+def check_corpus(recipe: Recipe, target: Target) -> None:
+    """RecipeError where a recipe's own setting, and not the user's, would make the drafter of a
+    chat model learn from the Python files of this machine."""
+    is_own = is_shipped(recipe, "data.source")
+    if not (is_own and target.is_chat and is_corpus(recipe.data.source)):
+        return
+    raise RecipeError(
+        f"{recipe.name} would train the drafter of a chat model on Python files",
+        where="data.source",
+        found=f"{CORPUS}, set by {recipe.origin['data.source']}: files of this machine, for "
+        "demonstrations",
+        expected="questions as the users of this model ask them",
+        do=f"--data prompts.jsonl, a file of messages or prompts; --data {CORPUS} trains on the "
+        "files all the same",
+    )
+
+
+def is_shipped(recipe: Recipe, field: str) -> bool:
+    """Whether a recipe that comes with specctl, and nobody else, has set a field."""
+    kind, _, name = recipe.origin[field].partition(" ")
+    return kind in ("base", "stage") or (
+        kind == "recipe" and name in (*recipe_names(), *base_names())
+    )
+
+
 def check_own_answers(recipe: Recipe, samples: Sequence[Sample]) -> None:
     """RecipeError where a recipe's own setting, and not the user's, would make the drafter learn
     answers that the target may not have written."""
     data, origin = recipe.data, recipe.origin
     said_by = origin["data.regenerate"]
-    kind, _, name = said_by.partition(" ")
-    is_shipped = kind in ("base", "stage") or (kind == "recipe" and name in recipe_names())
-    is_explicit = not is_shipped or said_by == origin["data.source"]
+    is_explicit = not is_shipped(recipe, "data.regenerate") or said_by == origin["data.source"]
     if data.regenerate or is_explicit or data.on_policy == 1.0:
         return
     foreign = next((s for s in samples if not s.ids and _has_answer(s)), None)
