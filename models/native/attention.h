@@ -2,12 +2,16 @@
 
 namespace {
 
-// Tokens that read keys and values together: a key that is loaded once is multiplied with all.
-#ifdef __AVX512F__
+// Queries that read keys and values together: a key that is loaded once is multiplied with all. The
+// registers hold so many sums at once.
 constexpr int TOGETHER = 4;
+#ifdef __AVX512F__
+constexpr int SUMS = 16;
 #else
-constexpr int TOGETHER = 1;
+constexpr int SUMS = 4;
 #endif
+// Of those N queries have so many each, at most four.
+inline constexpr int sums_of(int N) { return SUMS / N < 1 ? 1 : SUMS / N > 4 ? 4 : SUMS / N; }
 
 // A head of one token: bias is in it; normed if the model does so, then rotated.
 template <class W>
@@ -31,7 +35,7 @@ struct Reading {
 // The dot products of N queries with the keys at P positions, as scores from `at` on.
 template <int N, int P, class W>
 inline void dots(const Reading *reads, const W *keys, const int32_t *visible, int at, int E) {
-    Lanes sum[N][4] = {};
+    Lanes sum[(N * P + 3) / 4 * 4] = {};
     const int whole = E / LANES * LANES;
     const W *key[P];
     for (int i = 0; i < P; i++) key[i] = keys + size_t(visible[at + i]) * E;
@@ -43,23 +47,31 @@ inline void dots(const Reading *reads, const W *keys, const int32_t *visible, in
         for (int n = 0; n < N; n++) {
             const Lanes part = load(reads[n].query + e);
 #pragma GCC unroll 4
-            for (int i = 0; i < P; i++) sum[n][i] = fused(part, wide[i], sum[n][i]);
+            for (int i = 0; i < P; i++) sum[n * P + i] = fused(part, wide[i], sum[n * P + i]);
         }
     }
+    float found[(N * P + 3) / 4 * 4];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) {
-        float *out = reads[n].scores + at;
-        const f4 found = totals(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
-        memcpy(out, &found, P * sizeof(float));
-        for (int e = whole; e < E; e++)
-            for (int i = 0; i < P; i++) out[i] = fused(reads[n].query[e], widened(key[i][e]), out[i]);
+    for (int s = 0; s < N * P; s += 4) {
+        const f4 four = totals(sum[s], sum[s + 1], sum[s + 2], sum[s + 3]);
+        memcpy(found + s, &four, sizeof four);
     }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int i = 0; i < P; i++) {
+            float &score = reads[n].scores[at + i];
+            score = found[n * P + i];
+            for (int e = whole; e < E; e++)
+                score = fused(reads[n].query[e], widened(key[i][e]), score);
+        }
 }
 
 template <int N, class W>
 inline void all_dots(const Reading *reads, const W *keys, int from, int to, int E) {
     const int32_t *visible = reads[0].visible;
-    for (; from + 4 <= to; from += 4) dots<N, 4>(reads, keys, visible, from, E);
+    constexpr int P = sums_of(N);
+    for (; from + P <= to; from += P) dots<N, P>(reads, keys, visible, from, E);
     for (; from < to; from++) dots<N, 1>(reads, keys, visible, from, E);
 }
 
@@ -120,7 +132,8 @@ inline void attend(const Reading *reads, const W *keys, const W *values, int sha
     }
     const int whole = E / LANES * LANES;
     int e = 0;
-    for (; e + 4 * LANES <= whole; e += 4 * LANES) mixture<N, 4>(reads, values, shared, E, e, weight);
+    constexpr int M = sums_of(N);
+    for (; e + M * LANES <= whole; e += M * LANES) mixture<N, M>(reads, values, shared, E, e, weight);
     for (; e < whole; e += LANES) mixture<N, 1>(reads, values, shared, E, e, weight);
     for (; e < E; e++)
         for (int n = 0; n < N; n++) {

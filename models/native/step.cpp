@@ -431,47 +431,52 @@ Outside forward(const Model &m, const Call &c) {
                     first += sizes[part];
                 }
                 WAIT
-                share(c.B * J, 1, thread, threads, &from, &to);
-                for (int task = from; task < to; task++) {
-                    const int b = task / J, j = task % J;
-                    const size_t origin = (size_t(c.slot[b]) * J + j) * c.max_len * E;
-                    W *keys = static_cast<W *>(c.keys[l]) + origin;
-                    W *values = static_cast<W *>(c.values[l]) + origin;
-                    int first = 0, end;  // rows of that sequence
-                    while (first < R && fed(first) < b * c.T) first++;
-                    for (end = first; end < R && fed(end) < (b + 1) * c.T; end++) {
-                        const int r = end;
-                        const size_t at = size_t(c.start[b]) + fed(r) % c.T;
-                        if (at >= size_t(c.max_len)) continue;
+                W *keys = static_cast<W *>(c.keys[l]), *values = static_cast<W *>(c.values[l]);
+                auto origin = [&](int b, int j) { return (size_t(c.slot[b]) * J + j) * c.max_len * E; };
+                share(R, 1, thread, threads, &from, &to);
+                for (int r = from; r < to; r++) {
+                    const int b = fed(r) / c.T;
+                    const size_t at = size_t(c.start[b]) + fed(r) % c.T;
+                    if (at >= size_t(c.max_len)) continue;
+                    const float *table = c.rotary + size_t(c.position[fed(r)]) * 2 * E;
+                    for (int j = 0; j < J; j++) {
                         float *key = heads + size_t(r) * wide + (H + j) * E;
                         const float *value = heads + size_t(r) * wide + (H + J + j) * E;
-                        const float *table = c.rotary + size_t(c.position[fed(r)]) * 2 * E;
+                        const size_t place = origin(b, j) + at * E;
                         rotated(key, static_cast<const W *>(layer.key_norm), m.qk_eps, table, E, aside);
                         for (int e = 0; e < E; e++) {
-                            put(keys + at * E + e, key[e]);
-                            put(values + at * E + e, value[e]);
+                            put(keys + place + e, key[e]);
+                            put(values + place + e, value[e]);
                         }
                     }
-                    for (int i = first * G; i < end * G; i += TOGETHER) {
-                        Reading reads[TOGETHER];
-                        const int count = end * G - i < TOGETHER ? end * G - i : TOGETHER, r = i / G;
-                        int shared = counts[r];
-                        for (int n = 0; n < count; n++) {
-                            const int own = (i + n) / G, h = j * G + (i + n) % G;
-                            float *query = heads + size_t(own) * wide + h * E;
-                            const float *table = c.rotary + size_t(c.position[fed(own)]) * 2 * E;
-                            rotated(query, static_cast<const W *>(layer.query_norm), m.qk_eps, table, E,
-                                    aside);
-                            reads[n] = {query, visible + size_t(own) * c.span, counts[own],
-                                        scores + n * scores_apart, mixed + own * mixed_apart + h * E};
-                            if (own == r) continue;
-                            if (dense[r] < shared) shared = dense[r];
-                            if (dense[own] < shared) shared = dense[own];
+                }
+                WAIT
+                int turn = 0;  // threads take turns, as later tokens see more
+                for (int b = 0, first = 0, end; b < c.B; b++, first = end) {  // rows of a sequence
+                    for (end = first; end < R && fed(end) < (b + 1) * c.T;) end++;
+                    for (int j = 0; j < J; j++)
+                        for (int i = first * G; i < end * G; i += TOGETHER) {
+                            if (turn++ % threads != thread) continue;
+                            Reading reads[TOGETHER];
+                            const int count = end * G - i < TOGETHER ? end * G - i : TOGETHER, r = i / G;
+                            int shared = counts[r];
+                            for (int n = 0; n < count; n++) {
+                                const int own = (i + n) / G, h = j * G + (i + n) % G;
+                                float *query = heads + size_t(own) * wide + h * E;
+                                const float *table = c.rotary + size_t(c.position[fed(own)]) * 2 * E;
+                                rotated(query, static_cast<const W *>(layer.query_norm), m.qk_eps, table,
+                                        E, aside);
+                                reads[n] = {query, visible + size_t(own) * c.span, counts[own],
+                                            scores + n * scores_apart, mixed + own * mixed_apart + h * E};
+                                if (own == r) continue;
+                                if (dense[r] < shared) shared = dense[r];
+                                if (dense[own] < shared) shared = dense[own];
+                            }
+                            with_constant<TOGETHER>(count, [&](auto number) {
+                                attend<decltype(number)::value>(reads, keys + origin(b, j),
+                                                                values + origin(b, j), shared, E, scale);
+                            });
                         }
-                        with_constant<TOGETHER>(count, [&](auto number) {
-                            attend<decltype(number)::value>(reads, keys, values, shared, E, scale);
-                        });
-                    }
                 }
                 WAIT
                 const W *bias = static_cast<const W *>(layer.output_bias);
