@@ -47,6 +47,8 @@ PROVEN_ELSEWHERE = {
     "specctl show runs/": "tests/cli/test_commands.py, on a run made there",
     "specctl generate --draft runs/": "tests/cli/test_commands.py",
     "specctl generate runs/": "tests/cli/test_words.py, and with --draft in test_commands.py",
+    "specctl generate --target SmolLM2": "make real (tests/real/test_first_minutes.py)",
+    "specctl show SmolLM2": "make real (tests/real/test_first_minutes.py)",
     "specctl generate --target target-gguf": "tests/runtime/target/test_gguf_target.py",
     "specctl show target-gguf": "tests/cli/test_show_gguf.py",
     "specctl generate --target runs/": "tests/cli/test_joint.py, on a target changed there",

@@ -1,0 +1,130 @@
+"""Every drafter that needs no training, and drafts that are models, on a model that people have.
+
+Of each drafter, suite and batch one `specctl bench` is run, whose JSON is kept in OUT: what stands
+there is not measured again, so the script may be stopped and started as one likes. Each run decodes
+plainly, too, in turn with the drafter, and its speed-up is over that.
+
+    python benchmarks/real_table.py --target SmolLM2-135M-Instruct.Q4_1.gguf --out runs/table \\
+        --suites spec-bench=specbench.jsonl,humaneval=humaneval.jsonl
+    python benchmarks/real_table.py --target qwen-1.5b.gguf --out runs/pair --suites ... \\
+        --drafters prompt-lookup,qwen-0.5b.gguf
+    python benchmarks/real_table.py --out runs/table --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from specctl.drafters import families
+
+# Ways that are no families: decisions over several, and combinations.
+BESIDES = ("auto", "quantspec+prompt-lookup")
+
+
+def untrained() -> list[str]:
+    return [*BESIDES, *sorted(name for name, each in families().items() if not each.trainable)]
+
+
+def measured(command: list[str], seconds: float) -> dict[str, Any]:
+    """The result of a `specctl bench`, or why there is none."""
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "specctl", *command, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return {"missing": f"took more than {seconds:.0f} s"}
+    try:
+        said = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        said = {"error": {"what": done.stderr[-400:]}}
+    if done.returncode:
+        return {
+            "missing": ". ".join(
+                said["error"][k] for k in ("what", "found") if said["error"].get(k)
+            )
+        }
+    return {**said["result"], "command": command, "took": time.monotonic() - began}
+
+
+def cell(row: dict[str, Any]) -> str:
+    spread = row["speedup_error"]
+    return f"{row['speedup']:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
+
+
+def table(out: Path) -> str:
+    """Of every drafter tau and speed-up by suite, batch and temperature."""
+    found: dict[str, dict[str, Any]] = {}
+    columns: list[str] = []
+    missing: dict[str, str] = {}
+    for path in sorted(out.glob("*.json")):
+        kept = json.loads(path.read_text())
+        if "missing" in kept:
+            missing[kept["drafter"]] = kept["missing"]
+            continue
+        for row in kept["rows"]:
+            column = f"{kept['suite']}, batch {kept['batch']}, {row['setting']}"
+            columns += [column] if column not in columns else []
+            if row["name"] != "plain":
+                found.setdefault(kept["drafter"], {})[column] = row
+    lines = ["| |" + " |".join(f" {column}: tau | times plain " for column in columns) + "|"]
+    lines.append("|---|" + "---|---|" * len(columns))
+    for name, rows in found.items():
+        cells = [
+            f" {rows[column]['tau']:.2f} | {cell(rows[column])} |" if column in rows else " | |"
+            for column in columns
+        ]
+        lines.append(f"| {name} |" + "".join(cells))
+    return "\n".join([*lines, *(f"\n{name}: {why}" for name, why in missing.items())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--suites", default="", help="NAME=PATH, with commas")
+    parser.add_argument("--drafters", default=",".join(untrained()))
+    parser.add_argument("--batches", default="1")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--limit", type=int, default=2, help="questions of a category")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--seconds", type=float, default=600, help="at most for a run")
+    parser.add_argument("--table", action="store_true", help="print what is there")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.table:
+        print(table(args.out))
+        return
+    for suite in args.suites.split(","):
+        for batch in args.batches.split(","):
+            for drafter in args.drafters.split(","):
+                name = suite.partition("=")[0]
+                path = args.out / f"{name}-{batch}-{Path(drafter).stem}.json"
+                if path.exists():
+                    continue
+                command = ["bench", drafter, "--target", args.target, "--suite", suite]
+                command += ["--limit", str(args.limit), "--max-new-tokens", str(args.tokens)]
+                command += ["--repeats", "1", "--batch", batch, "--dtype", args.dtype]
+                for temperature in args.temperatures.split(","):
+                    command += ["--temperature", temperature]
+                found = measured(command, args.seconds)
+                kept = {**found, "drafter": Path(drafter).stem, "suite": name, "batch": batch}
+                part = path.with_suffix(".part")
+                part.write_text(json.dumps(kept, indent=1))
+                part.rename(path)
+                print(f"{path.name}: {found.get('missing', 'done')}", flush=True)
+    print(table(args.out))
+
+
+if __name__ == "__main__":
+    main()
