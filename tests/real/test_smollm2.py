@@ -5,6 +5,7 @@ In the rest of the suite the target is the embedded one, which knows no chat and
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,11 +78,16 @@ def test_a_folder_of_its_numbers_is_the_same_target(file: str, tmp_path: Path) -
 def test_a_drafter_learns_from_it_and_drafts_for_it(
     file: str, target: Target, tmp_path: Path
 ) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        json.dumps({"prompt": f"{question} Then say {n}."}) for n in "12" for question in QUESTIONS
+    ]
+    prompts.write_text("\n".join(lines) + "\n")
     run = specctl.train(
         file,
         "eagle3",
         out=tmp_path / "run",
-        data={"prompts": 4, "new_tokens": 8, "text_tokens": 0},
+        data={"source": str(prompts), "prompts": 4, "new_tokens": 8, "text_tokens": 0},
         train={"steps": 2, "tau_prompts": 1, "tau_tokens": 8},
     )
     [drafted, *_] = answers(target, str(run.package), 16)
