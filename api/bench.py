@@ -61,9 +61,10 @@ def bench(
     that follow each other are asked turn by turn. `chat` as in `generate`. `samplings`: else greedy
     and T = 0.8, of suites greedy and T = 1.
     `against`: more baselines, "ngram" (prompt-lookup) and "hf" (transformers' own generate, plain
-    and assisted by the same drafters). `drafting` is how to draft, as in `generate`. What a round
-    costs here is kept, and chooses the draft lengths of `generate` from then on. `so_far` is given
-    a report of what has been measured, category by category and run by run.
+    and assisted by the same drafters). `drafting` is how to draft, as in `generate`, but lengths
+    are fixed unless `adaptive` is true. What a round costs here is kept, and chooses the draft
+    lengths of `generate` from then on. `so_far` is given a report of what has been measured,
+    category by category and run by run.
     """
     reporter = as_reporter(progress)
     check_count("batch", batch, MOST_ROWS)

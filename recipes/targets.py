@@ -203,7 +203,7 @@ def _is_commit(revision: str | None) -> bool:
 
 
 def _unknown(name: str, path: Path) -> SpecctlError:
-    if "/" in name or name.startswith((".", "~")):
+    if "/" in name or name.startswith((".", "~")) or is_file_name(path):
         return FileError(
             "there is no such GGUF file"
             if is_file_name(path)

@@ -103,6 +103,7 @@ def bench(
     --suite asks what papers ask, by category, questions that follow each other turn by turn.
 
     The cost of a round is measured and kept, and generate then chooses its draft lengths by it.
+    Here they stay as the drafter has them, as papers measure, unless --adaptive is given.
 
     Examples:
 
@@ -205,7 +206,8 @@ def _remaining(console: Console, measured: Sequence[BenchReport], since: float) 
         report = measured[-1]
         _show(console, report)
         console.result = {**report.to_json(), "stopped": True}
-        kept.append(f"above: what was measured, of {counted(report.num_prompts, 'question')}")
+        place = "in the result" if console.json else "above"
+        kept.append(f"{place}: what was measured, of {counted(report.num_prompts, 'question')}")
     elif count:
         kept.append("of this benchmark nothing was saved")
     return "; ".join(kept) or None

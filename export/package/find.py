@@ -22,7 +22,7 @@ from specctl.core.errors import (
     did_you_mean,
 )
 from specctl.core.hub_access import forbidden_by, way_online
-from specctl.core.model_folder import is_adapter_alone, something_else
+from specctl.core.model_folder import is_adapter_alone, is_file_name, no_gguf_file, something_else
 from specctl.drafters import families
 from specctl.drafters.nets.options import read_options
 from specctl.export.package.files import open_folder, reading
@@ -248,6 +248,8 @@ def _alias(name: str) -> ResolvedTarget:
 
 def unknown(name: str) -> FileError:
     """The error for a word that means nothing, with what it may have meant."""
+    if is_file_name(Path(name)):
+        return no_gguf_file(Path(name))
     made = sorted(Path("runs").glob(f"*/package/{MANIFEST}"))
     known = [*families(), *(str(file.parents[1]) for file in made)]
     known += [p.name for p in sorted(Path().iterdir()) if (p / MANIFEST).exists()]

@@ -191,7 +191,7 @@ def bench(
     warming_seconds, began = 0.0, time.perf_counter()
     threads = torch.get_num_threads()
 
-    def report(rows: Sequence[BenchRow]) -> BenchReport:
+    def report(rows: Sequence[BenchRow], runs: int = repeats) -> BenchReport:
         answered = {one.category for row in rows for one in row.categories}
         counts = {name: len(group) for name, group in groups.items() if name in answered}
         return BenchReport(
@@ -204,7 +204,7 @@ def bench(
             threads_used(threads),
             sum(counts.values()),
             samplings[0].max_new_tokens,
-            repeats,
+            runs,
             {"warm-up": warming_seconds, "runs": time.perf_counter() - began - warming_seconds},
             counts,
         )
@@ -217,7 +217,7 @@ def bench(
                 contender.run(warming, sampling, unreported)
             warming_seconds += time.perf_counter() - started
             runs: Runs = {c.name: [] for c in contenders}
-            for _ in range(repeats):
+            for run in range(1, repeats + 1):
                 one_of_each = {c.name: dict[str, Timed]() for c in contenders}
                 for category, group in groups.items():
                     for contender in contenders:
@@ -225,10 +225,10 @@ def bench(
                         one_of_each[contender.name][category] = timed
                     if not any(runs.values()):
                         part = {name: [dict(by_group)] for name, by_group in one_of_each.items()}
-                        so_far(report([*rows, *_rows(part, sampling)]))
+                        so_far(report([*rows, *_rows(part, sampling)], run))
                 for name, by_group in one_of_each.items():
                     runs[name].append(by_group)
-                so_far(report([*rows, *_rows(runs, sampling)]))
+                so_far(report([*rows, *_rows(runs, sampling)], run))
             rows += _rows(runs, sampling)
     return report(rows)
 

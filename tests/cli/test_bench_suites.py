@@ -141,7 +141,18 @@ def test_a_stopped_benchmark_shows_what_it_had_measured(
     assert "prompt-lookup  greedy" in ran.out
     ran = bench(run, questions, "--json")
     assert ran.json["error"]["what"] == "interrupted"
+    assert "in the result: what was measured" in ran.json["error"]["found"]
     assert (ran.json["result"]["stopped"], ran.json["result"]["categories"]) == (
         True,
         {"mt_bench": 2},
     )
+
+
+def test_questions_that_are_not_there_are_named_by_the_flag(
+    load: Any, tiny_target: Target, questions: Path, run: Run
+) -> None:
+    load(spoken_with(tiny_target))
+    ran = bench(run, questions.with_name("questions.jsonl"))
+    assert ran.code == Exit.FILE
+    assert "where:    --suite" in ran.err
+    assert "did you mean question.jsonl?" in ran.err

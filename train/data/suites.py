@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specctl.core.errors import FileError, NetworkError, RecipeError, nearest
+from specctl.core.errors import FileError, NetworkError, RecipeError, did_you_mean, nearest
 from specctl.train.data.hub_sets import hub_rows, saved_rows
 from specctl.train.data.records import Message, Sample, sample_of, without_nulls
 from specctl.train.data.sources import HUB, SAVED, file_records, find_source
@@ -187,12 +187,25 @@ def _source(suite: SuiteSource, place: str, config: str, repo: str) -> tuple[str
     if not place:
         return f"{repo}:{config}" if config else repo, HUB, suite.split
     path = Path(place).expanduser()
+    if not path.exists():
+        raise _no_such_place(place, path)
     own = next((path / one for one in suite.files if (path / one).is_file()), None)
     if own is not None:
         return str(own), "auto", "all"
     if config and (path / config).is_dir():
         return str(path / config), "auto", suite.split
     return str(path), "auto", suite.split if path.is_dir() else "all"
+
+
+def _no_such_place(place: str, path: Path) -> FileError:
+    names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    return FileError(
+        "the questions of a suite are not there",
+        where="--suite",
+        found=place,
+        expected="a file or folder of questions behind NAME=",
+        do=did_you_mean(path.name, names, "correct the path, or leave =PATH out for the hub"),
+    )
 
 
 def _question(suite: SuiteSource, where: str, record: Any, name: str) -> SuiteQuestion:

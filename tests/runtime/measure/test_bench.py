@@ -78,6 +78,7 @@ def test_what_was_measured_is_told_after_each_category_and_run(chatty: Target) -
     bench(chatty, ways, questions, [SAMPLING] * 2, repeats=2, so_far=parts.append)
     assert [one.categories for one in parts[:2]] == [{"one": 2}, {"one": 2, "two": 1}]
     assert [one.num_prompts for one in parts[:2]] == [2, 3]
+    assert [one.repeats for one in parts] == [1, 1, 1, 2] * 2  # runs of the newest rows
     assert [len(one.rows) for one in parts] == [2] * 4 + [4] * 4
     assert "other" in str(parts[0].table())
 
