@@ -81,7 +81,7 @@ def check_options(recipe: Recipe, where: str) -> FamilyInfo:
     name = recipe.drafter.family
     if name not in known:
         raise unknown(
-            "drafter family", name, known, f"{where}:drafter.family", "specctl recipes ls"
+            "drafter family", name, known, f"{where}:drafter.family", "specctl recipes ls --all"
         )
     info = known[name]
     for option in recipe.drafter.options:

@@ -82,6 +82,14 @@ class AliasHere:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class FittingDraft:
+    """A draft as --draft takes it: a package made for the target, or a smaller model."""
+
+    name: str
+    is_package: bool
+
+
 def models_here(runs: Path = RUNS) -> list[ModelHere]:
     """Every model of this machine, by name, each with the drafts that fit it: packages made for
     it, and models of at most half its size with its very vocabulary."""
@@ -89,6 +97,20 @@ def models_here(runs: Path = RUNS) -> list[ModelHere]:
     models = sorted(found.values(), key=lambda one: (one.place, one.name.lower()))
     packages = [*_packages(runs)]
     return [replace(one, drafts=tuple(_fitting(one, models, packages))) for one in models]
+
+
+def drafts_for(target: str, runs: Path = RUNS) -> list[FittingDraft]:
+    """The drafts that fit one target: packages made for it first, then smaller models, those of a
+    built-in name's family whether they are here or not."""
+    found, models = resolve(target), models_here(runs)
+    names = {target}
+    if found.gguf is None:  # else a file beside those that the repository's name means
+        names |= {found.place, *(_aliases_of(found.repo) if found.repo else ())}
+    packages = [one.name for one in _packages(runs) if one.target in names]
+    here = [one.drafts for one in models if one.name in names or str(one.path) in names]
+    named = [one.drafts for one in aliases_here(models, runs) if one.name in names]
+    every = dict.fromkeys([*packages, *(name for drafts in (*here, *named) for name in drafts)])
+    return [FittingDraft(name, name in packages) for name in every]
 
 
 def can_be_target(model: ModelHere) -> bool:

@@ -22,6 +22,6 @@ def family(name: str) -> Family:
     """The family of that name; an unknown name raises with the nearest known ones."""
     known = families()
     if name not in known:
-        listed = "specctl recipes ls"
+        listed = "specctl recipes ls --all"
         raise unknown("drafter family", name, known, "drafter.family", listed, SpecctlError)
     return known[name]

@@ -21,7 +21,7 @@ from specctl.recipes.built_in import is_built_in
 
 NOT_RECIPES = ("sources", "targets", "tiny-target")
 NODE_BYTES = 64  # of a value in memory, about, beside its text
-EXPECTED = "a YAML file, or a name of `specctl recipes ls`"
+EXPECTED = "a YAML file, or a name of `specctl recipes ls --all`"
 
 
 class RecipeYaml(yaml.SafeLoader):
@@ -166,7 +166,7 @@ def read_source(name_or_path: str | Path) -> Source:
         f"unknown recipe {name!r}",
         found=ascii(name),
         expected=EXPECTED,
-        do=did_you_mean(name, known, "specctl recipes ls"),
+        do=did_you_mean(name, known, "specctl recipes ls --all"),
     )
 
 
@@ -192,7 +192,7 @@ def _read_file(path: Path) -> str:
             f"the recipe file {path} cannot be read",
             found=str(error),
             expected="a readable UTF-8 text file",
-            do="specctl recipes ls",
+            do="specctl recipes ls --all",
         ) from error
 
 

@@ -29,7 +29,7 @@ from specctl.recipes.section import flatten
 
 BASED_ON = "based_on"
 OWN = ("name", "summary")
-PARENT = "a name of `specctl recipes ls`, or a path as seen from the file that names it"
+PARENT = "a name of `specctl recipes ls --all`, or a path as seen from the file that names it"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +97,7 @@ def _source_of_parent(child: Layer) -> Source:
         where=f"{child.source.where}:{BASED_ON}",
         found=f"neither a recipe of that name, nor the file {path}"[:200],
         expected=PARENT,
-        do=did_you_mean(name, known, "specctl recipes ls"),
+        do=did_you_mean(name, known, "specctl recipes ls --all"),
     )
 
 

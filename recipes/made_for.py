@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from specctl.core.errors import SpecctlError
 from specctl.recipes.files import recipe_names
 from specctl.recipes.lineage import Layer, lineage, overlay
 from specctl.recipes.targets import resolve
@@ -20,7 +21,8 @@ UNTESTED = (
     "Not run at this size here: the source of every figure stands beside it, or why it is ours. "
     "Measure before you trust it."
 )
-PREFERRED = ("eagle3", "small-lm")  # where several recipes were made for a target
+USUAL = ("eagle3", "distill", "medusa")  # how the names of the usual choices end, the first first
+PREFERRED = ("eagle3", "small-lm")  # families, where several other recipes were made for a target
 
 
 def target_of(recipe: str) -> str:
@@ -45,10 +47,16 @@ def _named(tree: Mapping[str, Any]) -> str:
 
 def is_same(name: str, other: str) -> bool:
     """Whether two names of targets mean the same folder or repository."""
-    if name == other:
-        return True
-    first, second = resolve(name), resolve(other)
-    return first.repo is not None and first.repo == second.repo
+    return name == other or (_repo(name) is not None and _repo(name) == _repo(other))
+
+
+def _repo(name: str) -> str | None:
+    """The repository that a target's name means; None where it means none, as the hub id of a
+    recipe does beside a folder called like its owner."""
+    try:
+        return resolve(name).repo
+    except SpecctlError:
+        return None
 
 
 def made_for(target: str, families: Collection[str] = ()) -> list[str]:
@@ -59,6 +67,12 @@ def made_for(target: str, families: Collection[str] = ()) -> list[str]:
         tree, _ = overlay(lineage(name))
         family = tree.get("drafter", {}).get("family")
         if is_same(target, _named(tree)) and (not families or family in families):
-            is_usual = family in PREFERRED and name.endswith(family)
-            found.append((not is_usual, family not in PREFERRED, len(name), name))
-    return [name for *_, name in sorted(found)]
+            found.append((usual_first(name, family), name))
+    return [name for _, name in sorted(found)]
+
+
+def usual_first(name: str, family: str) -> tuple[int, bool, int, str]:
+    """What sorts the recipes of a target: the usual choices before all others."""
+    ends = [name == end or name.endswith(f"-{end}") for end in USUAL]
+    rank = ends.index(True) if True in ends else len(USUAL)
+    return rank, family not in PREFERRED, len(name), name

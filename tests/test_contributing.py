@@ -137,7 +137,7 @@ for words in {}:
 FREE = "generate --draft auto --controller never --max-new-tokens 8 x"
 COMMANDS = RUN.format(["recipes schema", "recipes rules", "serve --help", FREE])
 WITH_IT = "generate --draft successor --max-new-tokens 8 x --json"
-RECIPES = RUN.format(["recipes ls", "recipes validate eagle-tv", WITH_IT])
+RECIPES = RUN.format(["recipes ls --all", "recipes validate eagle-tv", WITH_IT])
 
 
 def beside(folder: Path, files: Mapping[str, str]) -> Path:

@@ -26,6 +26,7 @@ from specctl.core.table import Table, format_table
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 
 ACCEPTED, PLAIN_COLOUR = "\x1b[32m", "\x1b[0m"  # tokens that were drafted and accepted; others
+USUAL_COLUMNS = 80  # of a terminal
 STOPPED = (75, 130, 143)  # exit codes of Ctrl-C and SIGTERM
 
 
@@ -211,6 +212,22 @@ class Console:
             text, max(20, width - 13), break_long_words=False, break_on_hyphens=False
         )
         return f"  {name + ':':9} " + ("\n" + " " * 12).join(lines)
+
+    @property
+    def columns(self) -> int:
+        """How long a line that is cut may be: as the terminal or COLUMNS says, else 80."""
+        return self._width(self.stdout) or USUAL_COLUMNS
+
+    def cut(self, text: str, width: int) -> str:
+        """A text on one line of this width: what does not fit is left out behind a word."""
+        mark = "\N{HORIZONTAL ELLIPSIS}"
+        try:
+            mark.encode(self.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:
+            mark = "..."
+        return textwrap.shorten(
+            printable(text), max(width, 1 + len(mark)), placeholder=mark, break_on_hyphens=False
+        )
 
     def _width(self, stream: TextIO) -> int | None:
         """Columns of the terminal (or what COLUMNS says); None where lines may have any length."""

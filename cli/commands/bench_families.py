@@ -239,7 +239,7 @@ def chosen(words: str) -> list[str]:
                 f"no trained family {name!r} with a recipe for target {HOME}",
                 where="FAMILY",
                 found=words,
-                expected="families that `specctl recipes ls` lists as trained",
+                expected="families that `specctl recipes ls --all` lists as trained",
                 do=did_you_mean(name, known, "specctl bench-families, for all of them"),
             )
     return list(dict.fromkeys(wanted))

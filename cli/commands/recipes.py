@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
-from specctl.cli.app.follow_up import command_line, with_text
+from specctl.cli.app.follow_up import command_line
+from specctl.cli.commands.recipe_commands import planned, trains, uses
 from specctl.cli.options.flags import Sets
 from specctl.cli.options.names import complete_family, complete_recipe, complete_target
-
-if TYPE_CHECKING:
-    from specctl.recipes.load import RecipeInfo
-    from specctl.recipes.schema import Recipe
 
 Name = Annotated[
     str,
@@ -28,14 +22,7 @@ Name = Annotated[
         autocompletion=complete_recipe,
     ),
 ]
-TAKE_SETS = ("train-draft", "distill", "prune", "adapt", "datastore", "plan", "quickstart")
 DEFAULTS = ("default", "base")  # origins of values that a recipe leaves alone
-RECOMMENDED = (
-    "quickstart",
-    "auto",
-    "distill",
-    "eagle3",
-)  # to begin with; docs/choosing.md says why
 
 
 def ls(
@@ -45,7 +32,7 @@ def ls(
         typer.Option(
             "--target",
             "-t",
-            help="Only those for this target.",
+            help="What fits this target: an alias, a hub id, a folder or a GGUF file.",
             autocompletion=complete_target,
         ),
     ] = None,
@@ -57,76 +44,39 @@ def ls(
         str | None,
         typer.Option("--search", "-s", help="Only those with this word in name, summary or paper."),
     ] = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Every recipe, or everything that fits the target.")
+    ] = False,
 ) -> None:
-    """List the recipes that come with specctl, by purpose.
+    """List the usual recipes and how many others there are, or what fits a target.
 
-    The groups: recommended, trained (for the embedded target), no training, for real targets.
+    --all lists every recipe, --family and --search those that match, --json always all.
 
     Examples:
 
+      specctl recipes ls --all
       specctl recipes ls --target qwen3-8b
       specctl recipes ls --family eagle3 --search vocabulary
     """
-    from specctl.api.families import family_infos
-    from specctl.core.errors import unknown
-    from specctl.recipes.load import EMBEDDED, list_recipes
+    from specctl.cli.commands import recipe_lists as lists
 
-    infos = sorted(list_recipes(), key=lambda i: (i.target != EMBEDDED, i.target, i.name))
-    if target is not None:
-        known = dict.fromkeys(info.target for info in infos)
-        if target not in known:
-            raise unknown("target of a recipe", target, known, "--target")
-        infos = [info for info in infos if info.target == target]
-    if family is not None:
-        if family not in family_infos():
-            raise unknown("drafter family", family, family_infos(), "--family")
-        infos = [info for info in infos if info.family == family]
-    if search is not None:
-        infos = [i for i in infos if search.lower() in f"{i.name} {i.summary} {i.paper}".lower()]
-    trained = {name for name, info in family_infos().items() if info.trainable}
-    groups: dict[str, list[RecipeInfo]] = {name: [] for name in GROUPS}
-    for info in infos:
-        groups[_group(info, trained)].append(info)
-    for title, found in groups.items():
-        if found:
-            targets = {info.target for info in found}
-            several = len(targets) > 1  # else the title names it
-            columns = ["recipe", "family", *(["target"] if several else []), "what"]
-            rows = [
-                [i.name, i.family, *([i.target] if several else []), _first_sentence(i.summary)]
-                for i in found
-            ]
-            about = "" if several else f", target {targets.pop()}"
-            console.table(columns, rows, title=f"{title}{about}:")
-            console.out()
-    if not infos:
-        console.out("no recipe is like that")
-    fields = ("name", "family", "target", "summary", "paper")
-    console.done(
-        {
-            "recipes": [
-                {**{f: getattr(i, f) for f in fields}, "group": title}
-                for title, found in groups.items()
-                for i in found
-            ]
-        },
-        next=[f"specctl recipes show {next(i for g in groups.values() for i in g).name}"]
-        if infos
-        else ["specctl recipes ls"],
-    )
+    every = lists.every_recipe()
+    infos = lists.wanted(every, target, family, search)
+    result: dict[str, Any] = {"recipes": lists.as_json(infos)}
+    usual = lists.first_of(infos)
+    if family is not None or search is not None or (all_ and target is None):
+        lists.show_tables(console, infos)
+    elif target is None:
+        lists.show_overview(console, infos)
+    else:
+        from specctl.cli.commands.recipes_for_target import fitting, show_fitting
 
-
-GROUPS = ("recommended", "trained", "no training", "for real targets")
-
-
-def _group(info: RecipeInfo, trained: set[str]) -> str:
-    from specctl.recipes.load import EMBEDDED
-
-    if info.name in RECOMMENDED:
-        return "recommended"
-    if info.target != EMBEDDED:
-        return "for real targets"
-    return "trained" if info.is_joint or info.family in trained else "no training"
+        fits = fitting(target, infos, every)
+        show_fitting(console, fits, all_)
+        result |= fits.to_json()
+        usual = fits.usual
+    following = ["recipes", "ls"] if usual is None else ["recipes", "show", usual]
+    console.done(result, next=[command_line(*following)])
 
 
 def show(
@@ -192,7 +142,7 @@ def show(
         "source": layers[-1].source.where,
         "text": text,
     }
-    console.done(result, next=_uses(recipe, name, text, set_ or ()))
+    console.done(result, next=uses(recipe, name, text, set_ or ()))
 
 
 def cp(
@@ -252,9 +202,9 @@ def validate(
     console.out(f"{name}: valid ({recipe.drafter.family} for {recipe.target.name})")
     console.done(
         {"valid": True, "name": recipe.name, "digest": recipe.digest},
-        next=_planned(recipe, name, set_ or ())
-        if _trains(recipe)
-        else _uses(recipe, name, whole_text(lineage(name)), set_ or ()),
+        next=planned(recipe, name, set_ or ())
+        if trains(recipe)
+        else uses(recipe, name, whole_text(lineage(name)), set_ or ()),
     )
 
 
@@ -312,72 +262,10 @@ def rules(console: Console) -> None:
     console.done({"rules": found, "auto": auto})
 
 
-def _first_sentence(text: str) -> str:
-    return text.split(". ")[0].removesuffix(".")
-
-
 def _shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
-
-
-def _command_of(text: str) -> list[str]:
-    """The words of the command in the first line of a recipe; none if it names none."""
-    first = text.splitlines()[0] if text else ""
-    return shlex.split(first.removeprefix("# specctl")) if first.startswith("# specctl") else []
-
-
-def _uses(recipe: Recipe, name: str, text: str, sets: Sequence[str]) -> list[str]:
-    """The command of a recipe's first line, for the recipe as it was named and changed; before it
-    the one that trains the drafter it starts from, where that is not there."""
-    from specctl.recipes.files import recipe_names
-
-    words = _command_of(text)
-    if not words or (sets and words[0] not in TAKE_SETS and _trains(recipe)):
-        return _planned(recipe, name, sets)
-    if name not in recipe_names():  # a copy, or a run: its first line names what it was made from
-        words = _renamed(words, name)
-    if words[0] in TAKE_SETS:
-        words += [word for one in sets for word in ("--set", one)]
-    drafts = [value for flag, value in pairwise(words) if flag == "--draft"]
-    missing = [d for d in drafts if d.startswith("runs/") and not Path(d).exists()]
-    return [*map(_training, missing), command_line(*words)]
-
-
-def _planned(recipe: Recipe, name: str, sets: Sequence[str]) -> list[str]:
-    """The command that says what a recipe takes; what trains nothing drafts as it is."""
-    if not _trains(recipe):
-        words = ["--target", recipe.target.name, "--draft", recipe.drafter.family, "--compare"]
-        return [with_text("generate", *words)]
-    return [
-        command_line("plan", "--recipe", name, *(word for one in sets for word in ("--set", one)))
-    ]
-
-
-def _trains(recipe: Recipe) -> bool:
-    from specctl.api.families import family_infos
-
-    joint = recipe.train.joint
-    is_joint = joint is not None and joint.alone is not None
-    return bool(recipe.stages) or is_joint or family_infos()[recipe.drafter.family].trainable
-
-
-def _renamed(words: Sequence[str], name: str) -> list[str]:
-    """A command line with another recipe, and in the folder that is usual for it."""
-    left = list(words)
-    for flag in ("--out", "--recipe"):
-        if flag in left:
-            del left[left.index(flag) : left.index(flag) + 2]
-    takes_recipe = left[0] in (*TAKE_SETS, "vocab-trim")
-    out = ["--out", f"runs/{Path(name).stem}"] if "--out" in words else []
-    return [*left, *(["--recipe", name, *out] if takes_recipe else [])]
-
-
-def _training(package: str) -> str:
-    """The command that makes runs/NAME/package."""
-    folder = Path(package).parent if Path(package).name == "package" else Path(package)
-    return command_line("train-draft", "--recipe", folder.name, "--out", folder)
 
 
 app = command_group(

@@ -157,7 +157,7 @@ def _ends(path: Path) -> EndsOfText:
 def _recipes_text(names: Sequence[str], target: str) -> str:
     """The recipes for a target, or how many there are and what lists them."""
     if len(names) > 12:
-        return f"{len(names)}: specctl recipes ls --target {target}"
+        return f"{len(names)}: specctl recipes ls --target {target} --all"
     return ", ".join(names) or "any, with --target"
 
 

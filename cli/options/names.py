@@ -55,7 +55,9 @@ def check_drafter(name: str) -> None:
             where="the command line",
             found=ascii(name)[:80],
             expected="a package or run folder, a hub id owner/name, or a drafter without training",
-            do=did_you_mean(name, [*free_drafters(), *aliases()], "`specctl recipes ls` shows them")
+            do=did_you_mean(
+                name, [*free_drafters(), *aliases()], "`specctl recipes ls --all` shows them"
+            )
             + " (a folder is written ./NAME)",
         )
 

@@ -257,7 +257,7 @@ def unknown(name: str) -> FileError:
         f"unknown drafter {ascii(name)[:80]}",
         found=ascii(name)[:80],
         expected="a package folder, a hub id owner/name, or a training-free family",
-        do=did_you_mean(name, known, "`specctl recipes ls` shows the families")
+        do=did_you_mean(name, known, "`specctl recipes ls --all` shows the families")
         + " (a folder is written ./NAME)",
     )
 

@@ -152,7 +152,7 @@ def _family(manifest: Manifest) -> Family:
     raise IncompatibleError(
         "family: this specctl does not know the drafter's family",
         found=ascii(manifest.family)[1:-1][:80],
-        expected=one_of(known, "specctl recipes ls"),
+        expected=one_of(known, "specctl recipes ls --all"),
         do=f"{way_to_newer(written_by(manifest.versions))}; or train one of "
         + nearest(manifest.family, known)
         + f" for {made_for(manifest)}",

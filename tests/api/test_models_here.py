@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specctl.api import models_here as module
-from specctl.api.models_here import aliases_here, models_here
+from specctl.api.models_here import aliases_here, drafts_for, models_here
 
 
 @pytest.fixture
@@ -90,6 +90,11 @@ def test_packages_fit_the_target_that_their_manifest_names(
     assert one.drafts == ("runs/mine/package",)
     named = {one.name: one for one in aliases_here()}
     assert named["smollm2-135m"].drafts == ("runs/mine/package",)
+    for name in ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        [draft] = drafts_for(name)
+        assert (draft.name, draft.is_package) == ("runs/mine/package", True)
+    assert [one.name for one in drafts_for("smollm2-1.7b")] == ["smollm2-135m", "smollm2-360m"]
+    assert drafts_for("some/model") == []
 
 
 def test_files_of_other_programs_are_listed(home: Path) -> None:

@@ -77,6 +77,7 @@ def test_the_list_of_recipes_fits(width: int, run: Any, monkeypatch: pytest.Monk
     lines = run("recipes", "ls").out.splitlines()
     assert max(map(len, lines)) <= width
     assert any(line.startswith("eagle3") for line in lines)
+    assert max(map(len, run("recipes", "ls", "--all").out.splitlines())) <= width
 
 
 def test_a_pipe_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.policies import POLICIES, make_policy
 from specctl.runtime.verify import RULES, check_legal
 
-LS = "`specctl recipes ls`"
+LS = "`specctl recipes ls --all`"
 
 
 def test_names_are_listed_while_they_are_few_and_named_by_their_command_when_many() -> None:
