@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # What systems leave in a folder that is empty for people.
-HARMLESS = frozenset({".DS_Store", ".gitignore", ".gitkeep", "lost+found"})
+HARMLESS = frozenset({".DS_Store", ".gitignore", ".gitkeep", "lost+found", "derived.json"})
 BEFORE = ("memory", "recipe")  # what is checked before a run begins, and may be waived
 HALF = "half"  # the first run of `prune --two-step`, which is there before that of the folder
 

@@ -152,6 +152,16 @@ class PlanFlags(TunedFlags):
     steps: Annotated[
         int | None, run_option("--steps", min=1, help="Training steps; else the recipe's.")
     ] = None
+    time: Annotated[
+        str | None,
+        run_option(
+            "--time",
+            metavar="TIME",
+            help="Derive sizes, answers and steps from the target, the data and this machine, to "
+            "be done in that time: 40m, 2h. Also done, with 40m, where the recipe is a "
+            "demonstration for another target.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from specctl.cli.app.launch import check_gpus, is_launched, relaunch, use_device
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
+from specctl.cli.options.deriving import DERIVED, Deriving
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import SpecctlError
@@ -46,6 +47,7 @@ def run_training(
     and returns it for --json."""
     recipe = flags.load()
     out = flags.folder(recipe)
+    check_out(out)
     if not flags.dry_run:
         console.kept = partial(kept_in, out)
     use_device(flags.device, flags.gpus)
@@ -54,9 +56,11 @@ def run_training(
     check_allowed(flags.allow or ())
     if is_launched():
         watch_front()
+    deriving = Deriving(flags.recipe, flags.time, max(flags.gpus, flags.processes))
+    if "recipe" not in (flags.allow or ()):
+        recipe = deriving.recipe(console, recipe, out, not flags.dry_run)
     processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
     allow = [name for name in flags.allow or () if name not in BEFORE]
-    check_out(out)
     if flags.dry_run:
         check_run(recipe, out)
         console.done(show_plans(console, recipe, out), next=[without_dry_run()])
@@ -91,7 +95,7 @@ def _check_before(
     allowed = flags.allow or ()
     for each in runs_of(recipe):
         check_spread(each, processes)
-    if "recipe" not in allowed:
+    if "recipe" not in allowed and recipe.origin["train.steps"] != DERIVED:
         is_chosen = flags.recipe != RecipeFlags().recipe or flags.init is not None
         check_made_for(recipe, flags.recipe, console.warn, flags.FAMILIES, is_chosen)
     if "memory" not in allowed:

@@ -272,6 +272,26 @@ def write_answers_alone(
     return answers
 
 
+def answer_plan(
+    recipe: Recipe, target: Target, day: str | None = None, prompts: int | None = None
+) -> AnswerPlan:
+    """How a recipe's prompts are cut and answered; `prompts` of them, or as many as it says."""
+    data = recipe.data
+    return AnswerPlan(
+        data.prompts if prompts is None else prompts,
+        data.prompt_tokens,
+        data.new_tokens,
+        data.temperature,
+        data.greedy_share,
+        data.seed,
+        data.top_p,
+        data.top_k,
+        recipe.train.seq_len - min(LEAST_ANSWER, recipe.train.seq_len // 2),
+        thinking_switch(target.tokenizer, data.thinking),
+        day,
+    )
+
+
 def answer_prompts(
     recipe: Recipe,
     target: Target,
@@ -285,19 +305,7 @@ def answer_prompts(
     """The target's answers to prompts of the samples, kept in `folder`: by the engine, or by the
     recipe's endpoint. `day`: what the chat template writes as the date."""
     data, ranks = recipe.data, ranks if ranks is not None else Ranks()
-    plan = AnswerPlan(
-        data.prompts,
-        data.prompt_tokens,
-        data.new_tokens,
-        data.temperature,
-        data.greedy_share,
-        data.seed,
-        data.top_p,
-        data.top_k,
-        recipe.train.seq_len - min(LEAST_ANSWER, recipe.train.seq_len // 2),
-        thinking_switch(target.tokenizer, data.thinking),
-        day,
-    )
+    plan = answer_plan(recipe, target, day)
     left_out = Defects()
     prompts = cut_prompts(target, samples, plan, left_out)
     check_share(left_out, len(samples) - left_out.num_records, data.max_left_out)

@@ -54,6 +54,7 @@ PIECES = 6  # that are measured one after another
 START = 6.0  # seconds, where the age of this process says nothing: imports
 MORE_START = 1.5  # times that: with the imports that come later, and the picture of the curve
 STEP_SECONDS = 6.0  # an optimizer step of more is measured in pieces
+SLOW_START = 30.0  # seconds of a first step that is not yet taken for the pace of all
 ROUNDS = 8  # of the engine that are timed
 TAU = 1.7  # tokens of a round of a trained drafter's slowest rows, while tau is measured
 GATE = (4, 32)  # prompts and tokens that a package is tried with, twice
@@ -115,18 +116,16 @@ class _Pieces:
         rows = rows_of(few, target, self.text.samples, self.folder / "data", 4 + 2 * train.rows)
         job = self._job(few, rows)
         progress = TrainProgress()
-        write = self._written(job, progress)
+        write, read = self._written(job, progress), 0.0
+        if data.features == "offline":
+            read = self._captured(job) / (train.rows * train.seq_len)
+            job = replace(job, batch=_kept(job.batch))
         step = self._step(job, progress)
         if train.joint is not None:  # so far the drafter learned alone
             alone = train.joint.warmup
             progress.step = round(alone * train.steps)
             step = alone * step + (1.0 - alone) * self._step(job, progress)
         self.advance(1, "a step")
-        read = 0.0
-        if data.features == "offline":
-            captured = self._captured(job)
-            read = captured / (train.rows * train.seq_len)
-            step = max(step - train.accumulate * captured, 0.1 * step)
         saved = self._saved(job, progress)
         self.advance(1, "a checkpoint")
         with job.drafter.whole() as drafter:
@@ -233,8 +232,8 @@ class _Pieces:
             return (taken(rows, batches) + taken(rows, batches)) / 2
 
         one = taken(1, 1)
-        if compiles or one <= STEP_SECONDS:
-            one = taken(1, 1)
+        if compiles or one <= SLOW_START:
+            one = min(one, taken(1, 1))
         batches = train.accumulate
         if one * train.rows * batches <= STEP_SECONDS:
             taken(train.rows, batches)
@@ -328,6 +327,18 @@ class _Pieces:
             tau = reckoned(held, train.tau_tokens)
             gate = 2 * reckoned(held[: GATE[0]], GATE[1])
         return tau, gate
+
+
+def _kept(batch: Callable[[list[int]], TrainBatch]) -> Callable[[list[int]], TrainBatch]:
+    """Batches of so many rows, read once: as features that lie on disk."""
+    found: dict[int, TrainBatch] = {}
+
+    def kept(rows: list[int]) -> TrainBatch:
+        if len(rows) not in found:
+            found[len(rows)] = batch(rows)
+        return found[len(rows)]
+
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,14 @@ def vocab_map(rank: Tensor, size: int, always: Sequence[int], vocab_size: int) -
     return VocabMap(rank[:size].sort().values, vocab_size)
 
 
+def fewest(rank: Tensor, counts: TokenCounts, always: Sequence[int], coverage: float) -> int:
+    """How many of the ranked ids cover that share of what was counted, rounded up to eights; all
+    of `always` among them."""
+    enough = (coverage_curve(rank, counts) >= coverage).nonzero()
+    size = int(enough[0]) + 1 if enough.numel() else rank.numel()
+    return min(rank.numel(), max(-(-size // 8) * 8, len(always), 2))
+
+
 def coverage_curve(rank: Tensor, counts: TokenCounts) -> Tensor:
     """float64 [len(rank)]: entry k - 1 is C(k), the covered share with the first k ranked ids."""
     return cumulative(rank, counts.total_V)

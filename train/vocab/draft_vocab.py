@@ -20,7 +20,7 @@ from specctl.train.data.sources import Defects, read_samples
 from specctl.train.vocab.coverage import (
     always_kept,
     count_tokens,
-    coverage_curve,
+    fewest,
     ranking,
     vocab_map,
 )
@@ -54,9 +54,7 @@ def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | N
     always = always_kept(target)
     rank, size = ranking(counts, always), part.size
     if size == "auto":
-        enough = (coverage_curve(rank, heldout) >= part.min_coverage).nonzero()
-        fewest = int(enough[0]) + 1 if enough.numel() else rank.numel()
-        size = min(rank.numel(), max(-(-fewest // 8) * 8, len(always), 2))
+        size = fewest(rank, heldout, always, part.min_coverage)
     return vocab_map(rank, int(size), always, target.spec.vocab_size)
 
 

@@ -1,0 +1,132 @@
+"""derive_recipe(): a recipe for a target that none was made for, within a given time; and how it is
+kept, so that a run that goes on has the same one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl.api.failures import raises_user_errors
+from specctl.api.progress import Progress, as_reporter
+from specctl.api.recipe import RecipeLike, recipe_of
+from specctl.core.errors import FileError, RecipeError
+from specctl.core.files import write_json
+from specctl.recipes.load import with_fields
+from specctl.recipes.made_for import DEMONSTRATION, is_same, made_for, target_of
+from specctl.recipes.schema import Recipe
+from specctl.recipes.targets import resolve
+
+if TYPE_CHECKING:
+    from specctl.train.planning.derive import Derived
+
+DERIVED = "derived"  # the origin of a value that was found here
+RECORD = "derived.json"  # in the folder of a run
+UNITS = {"s": 1, "m": 60, "h": 3600}
+AMOUNTS = ("train.steps", "data.prompts")  # who sets one of these says how long the run is
+
+
+@raises_user_errors
+def derive_recipe(
+    target: str | Path | None = None,
+    recipe: RecipeLike = "eagle3",
+    *,
+    time: str | float = "40m",
+    processes: int = 1,
+    progress: Progress = None,
+    **settings: Any,
+) -> Derived:
+    """The recipe, its numbers found for `target`, the data and this machine: what fits into `time`
+    (seconds, or a text such as "40m"). `settings` are those of train(), and are kept as they are.
+    `result.recipe` is what train() takes; `result.choices` has each value with its reason."""
+    from specctl.train.planning.derive import derive
+
+    made = recipe_of(recipe, target, settings)
+    return derive(made, seconds_of(time), as_reporter(progress), processes)
+
+
+def seconds_of(time: str | float) -> float:
+    """Seconds of a time such as 40m, 1h30m, 90s."""
+    if isinstance(time, (int, float)) and not isinstance(time, bool) and 0 < time < 1e9:
+        return float(time)
+    found = re.findall(r"(\d+(?:\.\d+)?)([smh])", str(time))
+    seconds = sum(float(number) * UNITS[unit] for number, unit in found)
+    if "".join(number + unit for number, unit in found) != str(time) or seconds <= 0:
+        raise RecipeError(
+            "this is no time",
+            where="--time",
+            found=repr(time),
+            expected="a number with s, m or h",
+            do="--time 40m",
+        )
+    return seconds
+
+
+def is_foreign(recipe: Recipe, given: str) -> bool:
+    """Whether recipe `given` is a demonstration for another target, which is on this machine, and
+    nobody has said how long the run shall be."""
+    part = recipe.target
+    if part.inflate is not None or is_same(part.name, DEMONSTRATION):
+        return False
+    if target_of(given) != DEMONSTRATION or made_for(part.name, (recipe.drafter.family,)):
+        return False
+    if resolve(part.name, part.revision).repo is not None:
+        return False
+    return all(_is_shipped(recipe, field) for field in AMOUNTS)
+
+
+def _is_shipped(recipe: Recipe, field: str) -> bool:
+    from specctl.train.data.shipped import is_shipped
+
+    return is_shipped(recipe, field)
+
+
+def is_derivable(recipe: Recipe) -> bool:
+    """Whether time decides a recipe's numbers, and nothing else."""
+    from specctl.train.planning.derive import check_derivable
+
+    try:
+        check_derivable(recipe)
+    except RecipeError:
+        return False
+    return True
+
+
+def keep(derived: Derived, out: Path) -> None:
+    """Write OUT/derived.json, which the same command reads when the run goes on."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / RECORD, derived.to_json())
+
+
+def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
+    """The recipe with the choices that were kept in the folder of a run; None without any.
+    `seconds` as they are given now: others than those of the run are refused."""
+    path = out / RECORD
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        choices = {one["field"]: one["value"] for one in found["choices"]}
+        earlier = float(found["seconds"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileError(
+            f"{path} cannot be read",
+            found=str(error),
+            expected="the choices of a derived recipe",
+            do="choose another --out, or remove the folder yourself",
+        ) from error
+    if seconds is not None and seconds != earlier:
+        raise RecipeError(
+            f"the run in {out} was derived for another time",
+            where="--time",
+            found=f"{seconds:.0f} s",
+            expected=f"{earlier:.0f} s",
+            do=f"--time {earlier:.0f}s goes on with it; another --out begins anew",
+        )
+    free = {field: value for field, value in choices.items() if _is_shipped_or_new(recipe, field)}
+    return with_fields(recipe, free, DERIVED)
+
+
+def _is_shipped_or_new(recipe: Recipe, field: str) -> bool:
+    return field not in recipe.origin or _is_shipped(recipe, field)

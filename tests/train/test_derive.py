@@ -1,0 +1,263 @@
+"""A recipe derived for a target: what is chosen, from what, and what is left as it was given."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl.api.derive import derive_recipe, is_foreign, keep, kept, seconds_of
+from specctl.core.errors import RecipeError
+from specctl.core.files import Disk
+from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import Recipe
+from specctl.recipes.targets import resolve
+from specctl.recipes.written import recipe_text
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.train.planning import data_facts
+from specctl.train.planning import derive as deriving
+from specctl.train.planning.data_facts import DataFacts
+from specctl.train.planning.derive import EPOCHS, FILL, MOST_EPOCHS, Derived, derive
+from specctl.train.planning.pace import Pace
+
+PACE = Pace(once=5.0, answer=0.5, step=2.0, tau=1.0, save=0.1, read=0.001)
+# A million prompts of 20 tokens; answers of 40 tokens, where 48 are the most.
+FACTS = DataFacts(10**6, 20.0, 24, 40.0, 16, 0.5, 900, 0.95)
+SMALL = ("data.new_tokens=48", "data.prompt_tokens=24")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded target as somebody's own folder."""
+    folder = tmp_path_factory.mktemp("targets") / "other"
+    shutil.copytree(str(resolve("tiny").path), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "words.jsonl"
+    texts = (f"def function_{i}(value):\n    return value + {i}\n" for i in range(60))
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def known_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deriving, "calibrate", lambda *given, **more: PACE)
+
+
+@pytest.fixture
+def known_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Facts of data that are not looked at, for a target that is not loaded."""
+    monkeypatch.setattr(deriving, "look_at_data", lambda *given: FACTS)
+    monkeypatch.setattr(deriving, "stand_in", lambda *given: None)
+
+
+def prompts_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    facts = replace(FACTS, prompts=count)
+    monkeypatch.setattr(deriving, "look_at_data", lambda *given: facts)
+
+
+def recipe_of(other: Path, prompts: Path, *sets: str, name: str = "eagle3") -> Recipe:
+    flags = {"target.name": str(other), "data.source": str(prompts)}
+    return load_recipe(name, [*SMALL, *sets], flags=flags)
+
+
+def derived(recipe: Recipe, seconds: float = 600.0) -> Derived:
+    return derive(recipe, seconds, SilentReporter())
+
+
+def reasons(made: Derived) -> dict[str, str]:
+    return {choice.field: choice.reason for choice in made.choices}
+
+
+def spent(recipe: Recipe) -> float:
+    """Seconds of answers, of reading them and of steps, by the pace above."""
+    each = PACE.answer * 40 / 48 + PACE.read * 60
+    return recipe.data.prompts * each + recipe.train.steps * PACE.step
+
+
+@pytest.mark.usefixtures("known_data")
+def test_time_is_divided_between_answers_and_steps(other: Path, prompts: Path) -> None:
+    found = [derived(recipe_of(other, prompts), seconds).recipe for seconds in (600.0, 1200.0)]
+    for recipe, seconds in zip(found, (600.0, 1200.0), strict=True):
+        assert 0.85 * seconds < spent(recipe) < 0.95 * seconds
+        read = recipe.train.steps * recipe.train.rows * recipe.train.seq_len * FILL
+        assert read / (recipe.data.prompts * 60) == pytest.approx(EPOCHS, rel=0.1)
+    shorter, longer = found
+    assert longer.data.prompts / shorter.data.prompts == pytest.approx(2.0, rel=0.05)
+    assert longer.train.steps / shorter.train.steps == pytest.approx(2.0, rel=0.1)
+
+
+def test_sizes_are_those_of_the_target_and_its_data(other: Path, prompts: Path) -> None:
+    made = derived(recipe_of(other, prompts))
+    recipe, why = made.recipe, reasons(made)
+    assert recipe.drafter.options["intermediate"] is None
+    assert recipe.drafter.options["ttt_steps"] == 3  # the method stays
+    assert recipe.train.seq_len == 256
+    assert recipe.train.rows * recipe.train.seq_len == 4096
+    assert (recipe.vocab.size, recipe.vocab.min_coverage) == ("auto", 0.95)
+    assert "about " in why["vocab.min_coverage"]
+    assert "of 6,144 ids" in why["vocab.min_coverage"]
+    assert "in 16 tried" in why["data.prompts"]
+    assert recipe.data.features == "offline"
+    assert all(recipe.origin[field] == "derived" for field in why if "options" not in field)
+
+
+@pytest.mark.usefixtures("known_data")
+def test_what_was_set_by_hand_is_kept(other: Path, prompts: Path) -> None:
+    sets = ("train.steps=77", "train.rows=4", "vocab.size=512", "data.features=online")
+    made = derived(recipe_of(other, prompts, *sets))
+    recipe, why = made.recipe, reasons(made)
+    assert (recipe.train.steps, recipe.train.rows, recipe.vocab.size) == (77, 4, 512)
+    assert recipe.data.features == "online"
+    assert not {"train.steps", "train.rows", "vocab.size", "data.new_tokens"} & {*why}
+    assert recipe.data.new_tokens == 48
+
+
+@pytest.mark.usefixtures("known_data")
+def test_few_prompts_are_not_learned_by_heart(
+    other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts_of(monkeypatch, 2000)
+    made = derived(recipe_of(other, prompts), 7200.0)
+    recipe, why = made.recipe, reasons(made)
+    assert recipe.data.prompts == 2000
+    assert "all prompts that there are" in why["data.prompts"]
+    most = 2000 * 60 * MOST_EPOCHS / (FILL * recipe.train.rows * recipe.train.seq_len)
+    assert recipe.train.steps == int(most)
+    assert "give more prompts" in why["train.steps"]
+
+
+@pytest.mark.usefixtures("known_data")
+def test_a_time_that_is_too_short_names_one_that_is_not(other: Path, prompts: Path) -> None:
+    with pytest.raises(RecipeError, match="too short") as caught:
+        derived(recipe_of(other, prompts), 20.0)
+    enough = seconds_of(str(caught.value.do).removeprefix("--time "))
+    assert derived(recipe_of(other, prompts), enough).recipe.train.steps >= deriving.LEAST_STEPS
+
+
+@pytest.mark.usefixtures("known_data")
+def test_features_stay_with_the_target_where_the_disk_is_full(
+    other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(Disk):
+        def free(self, folder: Path) -> int:
+            return 1_000_000
+
+    monkeypatch.setattr(deriving, "Disk", Full)
+    made = derived(recipe_of(other, prompts))
+    assert made.recipe.data.features == "online"
+    assert "0.0 GB are free" in reasons(made)["data.features"]
+
+
+@pytest.mark.usefixtures("known_data")
+def test_a_family_without_features_has_none_on_disk(other: Path, prompts: Path) -> None:
+    made = derived(recipe_of(other, prompts, name="distill"))
+    assert "data.features" not in reasons(made)
+    assert made.recipe.drafter.options["layers"] == 2
+
+
+def test_answers_that_end_at_once_are_refused(
+    other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent:
+        def __init__(self, *given: Any) -> None: ...
+
+        def write(self, jobs: Any, done: Any) -> None:
+            for job in jobs:
+                done(job, [0], "eos")
+
+    monkeypatch.setattr(data_facts, "EngineWriter", Silent)
+    with pytest.raises(RecipeError, match="ends its answers at once") as caught:
+        derived(recipe_of(other, prompts))
+    assert "16 answers of 1.0 tokens" in str(caught.value.found)
+
+
+def test_answers_of_the_data_are_learned_as_they_are(other: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    pair = {"text": "def f(x):\n    return x + 1\n" * 6}
+    file.write_text("".join(json.dumps(pair | {"n": i}) + "\n" for i in range(50)))
+    made = derived(recipe_of(other, file, "data.regenerate=false"))
+    assert "data.prompts" not in reasons(made)
+    assert made.recipe.train.steps >= deriving.LEAST_STEPS
+
+
+@pytest.mark.parametrize("name", ["mlp-speculator", "medusa-2", "distill-on-policy"])
+def test_what_time_does_not_decide_is_refused(other: Path, prompts: Path, name: str) -> None:
+    with pytest.raises(RecipeError, match="is not derived by time"):
+        derived(recipe_of(other, prompts, name=name))
+
+
+def test_no_prompt_at_all_is_an_error_of_the_data(other: Path, tmp_path: Path) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text(json.dumps({"text": "x"}) + "\n")
+    with pytest.raises(RecipeError, match="no prompt of the data can be answered"):
+        derived(recipe_of(other, file))
+
+
+@pytest.mark.usefixtures("known_data")
+def test_a_run_that_goes_on_has_the_same_recipe(other: Path, prompts: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(other, prompts)
+    made = derived(recipe)
+    assert kept(recipe, tmp_path / "run", None) is None
+    keep(made, tmp_path / "run")
+    assert kept(recipe, tmp_path / "run", None) == made.recipe
+    assert kept(recipe, tmp_path / "run", 600.0) == made.recipe
+    with pytest.raises(RecipeError, match="derived for another time") as caught:
+        kept(recipe, tmp_path / "run", 1200.0)
+    assert "--time 600s" in str(caught.value.do)
+    changed = kept(recipe_of(other, prompts, "train.steps=9"), tmp_path / "run", None)
+    assert changed is not None
+    assert changed.train.steps == 9
+    (tmp_path / "run" / "derived.json").write_text("{")
+    with pytest.raises(Exception, match=r"derived\.json cannot be read"):
+        kept(recipe, tmp_path / "run", None)
+
+
+@pytest.mark.usefixtures("known_data")
+def test_the_file_of_a_recipe_reads_back_as_the_recipe(
+    other: Path, prompts: Path, tmp_path: Path
+) -> None:
+    made = derived(recipe_of(other, prompts))
+    file = tmp_path / "mine.yaml"
+    file.write_text(recipe_text(made.recipe, reasons(made), "For a test.\nOf two lines."))
+    read = load_recipe(file)
+    assert read.to_json() == made.recipe.to_json()
+    text = file.read_text()
+    assert text.startswith("# For a test.\n# Of two lines.\n")
+    for reason in reasons(made).values():
+        assert reason in text
+
+
+@pytest.mark.usefixtures("known_data")
+def test_derive_recipe_takes_settings_as_train_does(other: Path, prompts: Path) -> None:
+    made = derive_recipe(other, "eagle3", time="10m", data=prompts, steps=50, new_tokens=48)
+    assert made.recipe.train.steps == 50
+    assert made.seconds == 600.0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("40m", 2400), ("1h30m", 5400), ("90s", 90), (7, 7)])
+def test_times(text: str | float, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "40", "4x", "40m!", "0m", -3, "m40"])
+def test_what_is_no_time(text: str | float) -> None:
+    with pytest.raises(RecipeError, match="no time"):
+        seconds_of(text)
+
+
+def test_only_a_demonstration_for_another_target_here_is_foreign(
+    other: Path, prompts: Path
+) -> None:
+    assert is_foreign(recipe_of(other, prompts), "eagle3")
+    assert not is_foreign(load_recipe("eagle3"), "eagle3")
+    assert not is_foreign(recipe_of(other, prompts, "train.steps=5"), "eagle3")
+    assert not is_foreign(load_recipe("eagle3", target="llama3-8b"), "eagle3")
+    assert not is_foreign(load_recipe("llama3-8b-eagle3", target=str(other)), "llama3-8b-eagle3")
