@@ -30,7 +30,8 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import HeldoutPrompt, heldout_prompts
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
-from specctl.train.data.sources import Defects, check_source, read_samples
+from specctl.train.data.self_source import uses_self
+from specctl.train.data.sources import Defects, check_source, read_samples, unwritten
 from specctl.train.vocab.candidates import Material, TrimSettings
 from specctl.train.vocab.chains import write_answers
 from specctl.train.vocab.coverage import total_counts
@@ -176,6 +177,8 @@ def trim_settings(
         wanted, part.min_coverage, max_new_tokens, temperature,
         search=part.search, trials=part.trials,
     )  # fmt: skip
+    if uses_self(_names(data)):
+        raise unwritten("--data")
     check_source(_names(data), "auto")
     return settings, chosen
 

@@ -85,7 +85,8 @@ class DataPart(Section):
 
     source: SourceName | tuple[SourceName, ...] = Field(
         default="corpus",
-        description="'corpus', a path, or a hub data set; or a list of them, which are all read",
+        description="'corpus', 'self' (questions that the target writes itself), a path, or a hub "
+        "data set; or a list of them, which are all read",
     )
     format: Literal["auto", "text", "jsonl", "csv", "parquet", "hub"] = "auto"
     split: str = Field(

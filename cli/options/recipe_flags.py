@@ -53,7 +53,8 @@ class RecipeFlags:
         typer.Option(
             "--data",
             metavar="SOURCE",
-            help="File, folder or hub data set (repeatable, all are read); else the recipe's.",
+            help="File, folder or hub data set, or self: questions that the target writes "
+            "(repeatable, all are read); else the recipe's.",
         ),
     ] = None
     adapter: Annotated[

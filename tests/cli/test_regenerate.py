@@ -13,6 +13,9 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.target import served
 from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import prepare
+from specctl.train.pretrain.data import EOS, train_tokenizer
+from specctl_testing.models import build_model
+from specctl_testing.runtime.chat_targets import TEMPLATE
 from specctl_testing.train.fake_endpoint import FakeEndpoint
 
 CHAT = [
@@ -72,6 +75,34 @@ def test_a_server_writes_them_and_no_layer_is_loaded(
     assert said == ["What is a list?", "yes", "And a tuple?", "yes"]
     assert sum(line["loss_mask"]) == 2 * (len(word) + 1)
     assert len(fake.asked) == 2
+
+
+def test_a_chat_target_writes_questions_and_answers(run: Any, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([f"hello world, how are you {i}?\n" for i in range(40)], 300, 256)
+    tokenizer.chat_template = TEMPLATE
+    ends = tokenizer.convert_tokens_to_ids(["<|end|>", EOS])
+    model = build_model(num_layers=2, vocab=len(tokenizer), eos_token_id=ends, bos_token_id=0)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    words = ["regenerate", "--target", tmp_path / "target", "--data", "self", "--prompts", "3"]
+    words += ["--max-new-tokens", "5", "--out", tmp_path / "out", "--set", "train.seq_len=128"]
+    ran = run(*words)
+    assert ran.code == 0, ran.err
+    assert "self: 3 questions written by the target" in ran.err
+    questions = (tmp_path / "out" / "data" / "self-prompts.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["messages"][0] for line in questions]
+    assert [line["messages"][0] for line in lines_of(tmp_path / "out")] == asked
+    assert "written by the target" not in run(*words).err
+
+
+def test_self_is_refused_where_no_target_writes(run: Any, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "out")
+    ran = run("regenerate", "--data", "self", "--endpoint", "http://127.0.0.1:9", *out)
+    assert (ran.code, "its layers are elsewhere" in ran.err) == (Exit.RECIPE, True)
+    ran = run("regenerate", "--data", "self", *out)  # the embedded target is no chat model
+    assert (ran.code, "has no questions to write" in ran.err) == (Exit.RECIPE, True)
+    ran = run("vocab-trim", "--draft", tmp_path, "--target", "tiny", "--data", "self", *out)
+    assert (ran.code, "no target writes questions here" in ran.err) == (Exit.RECIPE, True)
 
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, tiny_target: Target) -> None:

@@ -35,6 +35,8 @@ from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, without
 from specctl.train.data.regenerate import regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
+from specctl.train.data.self_prompts import write_self_prompts
+from specctl.train.data.self_source import check_self, others_of, uses_self, with_file
 from specctl.train.data.shipped import check_corpus, check_own_answers
 from specctl.train.data.sources import Defects, read_samples
 from specctl.train.distributed.ranks import Ranks
@@ -69,15 +71,17 @@ def prepare(
     if data.regenerate and data.limit_tokens is not None:
         console.warn("data.limit_tokens is ignored while the target writes the answers")
     check_corpus(recipe, target)
-    samples, source_digest = _select(data, target, defects)
-    check_own_answers(recipe, samples)
-    defects.tell_reading(console)
+    check_self(data, target)
     manifest = None
     with ranks.together():  # nobody writes before all have looked
         manifest = read_manifest(folder)
         day = _day(data, target, out)
     if ranks.is_main:
         _keep_day(day, folder)
+    data = with_questions(recipe, target, folder, day, console, ranks)
+    samples, source_digest = _select(data, target, defects)
+    check_own_answers(recipe, samples)
+    defects.tell_reading(console)
     settings = _settings(recipe, target, source_digest, day)
     digest = digest_of(settings)
     if manifest is not None and manifest.digest == digest:
@@ -169,9 +173,28 @@ def _say_kinds(samples: Sequence[Sample], console: Reporter) -> None:
         console.warn(f"data: {count:,} x {kind} left out: a drafter reads text alone")
 
 
+def with_questions(
+    recipe: Recipe, target: Target, folder: Path, day: str | None, console: Reporter, ranks: Ranks
+) -> DataPart:
+    """The recipe's data with a file in the place of the source `self`: as many questions of the
+    target as the other sources lack, which are read and checked before. The first rank writes."""
+    data, num_others = recipe.data, 0
+    if not uses_self(data.source):
+        return data
+    others = others_of(data)
+    if others is not None:
+        num_others = len(_select(others, target, Defects())[0])
+    with ranks.together():
+        if ranks.is_main:
+            plan = answer_plan(recipe, target, day)
+            write_self_prompts(target, data.prompts - num_others, plan, folder, console)
+    return with_file(data, folder)
+
+
 def rows_digest(recipe: Recipe, target: Target, out: Path) -> str:
     """The digest of the rows that `prepare` would return; nothing is written."""
-    _, source_digest = _select(recipe.data, target, Defects())
+    data = with_file(recipe.data, out / "data")
+    _, source_digest = _select(data, target, Defects())
     return digest_of(_settings(recipe, target, source_digest, _day(recipe.data, target, out)))
 
 
@@ -260,12 +283,13 @@ def write_answers_alone(
 ) -> list[WrittenAnswer]:
     """The answers that `prepare` would make rows of, kept in OUT/data, without the rows."""
     check_context(recipe, target.spec)
-    defects = Defects()
-    samples, _ = _select(recipe.data, target, defects)
-    defects.tell_reading(console)
-    folder = out / "data"
+    check_self(recipe.data, target)
+    defects, folder = Defects(), out / "data"
     day = _day(recipe.data, target, out)
     _keep_day(day, folder)
+    data = with_questions(recipe, target, folder, day, console, Ranks())
+    samples, _ = _select(data, target, defects)
+    defects.tell_reading(console)
     _say_kinds(samples, console)
     answers = answer_prompts(recipe, target, samples, folder, defects, console, day=day)
     defects.tell(console)

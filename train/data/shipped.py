@@ -9,7 +9,8 @@ from specctl.recipes.files import base_names, recipe_names
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.data.records import Sample
-from specctl.train.data.sources import CORPUS, is_corpus
+from specctl.train.data.self_source import refusal, refusal_of
+from specctl.train.data.sources import CORPUS, SELF, is_corpus
 
 
 def check_corpus(recipe: Recipe, target: Target) -> None:
@@ -18,14 +19,16 @@ def check_corpus(recipe: Recipe, target: Target) -> None:
     is_own = is_shipped(recipe, "data.source")
     if not (is_own and target.is_chat and is_corpus(recipe.data.source)):
         return
+    can_write = refusal(recipe.data) is None and refusal_of(target) is None
+    by_target = f"--data {SELF}, questions that the target writes itself; " if can_write else ""
     raise RecipeError(
         f"{recipe.name} would train the drafter of a chat model on Python files",
         where="data.source",
         found=f"{CORPUS}, set by {recipe.origin['data.source']}: files of this machine, for "
         "demonstrations",
         expected="questions as the users of this model ask them",
-        do=f"--data prompts.jsonl, a file of messages or prompts; --data {CORPUS} trains on the "
-        "files all the same",
+        do=f"--data prompts.jsonl, a file of messages or prompts; {by_target}--data {CORPUS} "
+        "trains on the files all the same",
     )
 
 

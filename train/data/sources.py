@@ -1,4 +1,5 @@
-"""Where training text comes from: this machine's sources, files, folders, tables, hub data sets.
+"""Where training text comes from: this machine's sources, files, folders, tables, hub data sets,
+and the target itself (`self_prompts.py` writes what is then read as a file).
 
 A source yields `Sample`s, either raw text or a conversation. A record that cannot be used is noted
 in `Defects` with its file and line and left out; if none can be used, that is an error. Of several
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specctl.core.errors import FileError, SpecctlError, nearest
+from specctl.core.errors import FileError, RecipeError, SpecctlError, nearest
 from specctl.train.data.defects import Defects
 from specctl.train.data.hub_sets import hub_rows, saved_rows
 from specctl.train.data.json_records import Read, holds_splits, json_records
@@ -36,6 +37,7 @@ __all__ = ["DataSource", "Defects", "check_source", "find_source", "read_samples
 TEXT, JSONL, PARQUET, CSV, ARROW = "text", "jsonl", "parquet", "csv", "arrow"  # of a file
 RECORDS = "records"  # a folder of record files, each read by its own suffix
 CORPUS, HUB, SAVED = "corpus", "hub", "saved"  # saved: what `datasets` wrote with save_to_disk
+SELF = "self"  # questions that the target writes; a file of that name is ./self
 SUFFIXES = {
     JSONL: (".jsonl", ".json", ".ndjson", ".jsonlines"),
     PARQUET: (".parquet",),
@@ -68,15 +70,18 @@ class DataSource:
     @property
     def bytes(self) -> int | None:
         """On this disk; None of what is not here."""
-        if self.kind in (CORPUS, HUB):
+        if self.kind in (CORPUS, HUB, SELF):
             return None
         return sum(file.stat().st_size for file, _ in self.files)
 
     @property
     def what(self) -> str:
         """In words: files and split."""
-        if self.kind in (CORPUS, HUB):
-            return "text of this machine" if self.kind == CORPUS else f"split {self.split}"
+        if self.kind in (CORPUS, SELF):
+            is_text = self.kind == CORPUS
+            return "text of this machine" if is_text else "questions that the target writes itself"
+        if self.kind == HUB:
+            return f"split {self.split}"
         count = len(self.files)
         files = "1 file" if count == 1 else f"{count:,} files"
         return files if self.split is None else f"split {self.split}, {files}"
@@ -136,6 +141,8 @@ def _read(
         defects.remark(remark)
     for reason, where in source.left:
         defects.note(reason, where, is_file=True)
+    if source.kind == SELF:
+        raise unwritten("data.source")
     if source.kind == CORPUS:
         yield from _corpus(source.name, seed)
     elif source.kind in (HUB, SAVED):
@@ -197,6 +204,8 @@ def find_source(name: str, format: str, split: str) -> DataSource:
     path = Path(name).expanduser()
     if is_corpus(name):
         return DataSource(name, CORPUS, path)
+    if name == SELF:
+        return DataSource(name, SELF, path)
     if format == HUB:
         return _of_hub(name, path, split)
     if path.is_dir():
@@ -357,8 +366,20 @@ def _no_such_path(source: str, path: Path) -> FileError:
         "the data source does not exist",
         where="data.source",
         found=source + close,
-        expected="'corpus', a file or folder, or a hub data set such as owner/name",
+        expected="'corpus', 'self', a file or folder, or a hub data set such as owner/name",
         do="correct data.source",
+    )
+
+
+def unwritten(where: str) -> RecipeError:
+    """The error where questions of the target would be read and nothing writes them."""
+    return RecipeError(
+        "no target writes questions here",
+        where=where,
+        found=SELF,
+        expected="data that are there",
+        do=f"specctl regenerate --data {SELF} writes questions and answers to a file; ./{SELF} is "
+        "a file or folder of that name",
     )
 
 

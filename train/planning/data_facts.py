@@ -7,8 +7,10 @@ decides how many it can write in a given time, and only answering shows it.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 from specctl.core.errors import RecipeError
@@ -16,11 +18,19 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.answers import OVER, AnswerJob, PromptCut, sampling_of
-from specctl.train.data.prepare import answer_plan, encode_documents, field_choices
+from specctl.train.data.prepare import (
+    answer_plan,
+    encode_documents,
+    field_choices,
+    with_questions,
+)
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample
 from specctl.train.data.regenerate import EngineWriter
+from specctl.train.data.self_source import check_self, others_of, uses_self
 from specctl.train.data.sources import HUB, Defects, find_source, names_of, read_samples
+from specctl.train.distributed.ranks import Ranks
+from specctl.train.planning.work import QUESTION_TOKENS
 from specctl.train.vocab.coverage import always_kept, count_tokens, fewest, ranking
 
 LOOKED_AT = 1024  # prompts that are encoded
@@ -58,6 +68,8 @@ def look_at_data(
     """The facts of a recipe's data, with answers of `target`; without one (it is too large to be
     read for a plan, or not here) lengths are those that the recipe allows."""
     data = recipe.data
+    if uses_self(data.source):
+        return _beside_questions(recipe, target, coverage, reporter)
     count, samples = _some(data)
     if target is None or target.tokenizer is None:
         guessed = GUESSED * data.new_tokens
@@ -81,6 +93,28 @@ def look_at_data(
         coverage=coverage,
     )
     return facts if answers else replace(facts, answer_tokens=GUESSED * data.new_tokens)
+
+
+def _beside_questions(
+    recipe: Recipe, target: Target | None, coverage: float, reporter: Reporter
+) -> DataFacts:
+    """The facts of data that the target adds questions to, as many as are wanted: those of the
+    other sources, or of some questions that are written now and thrown away."""
+    others = others_of(recipe.data)
+    if others is not None:
+        other = recipe.model_copy(update={"data": others})
+        return replace(look_at_data(other, target, coverage, reporter), prompts=None)
+    if target is None:
+        ids = QUESTION_TOKENS
+        guessed = GUESSED * recipe.data.new_tokens
+        return DataFacts(None, ids, ids, guessed, 0, 0.0, 0, coverage)
+    check_self(recipe.data, target)
+    with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
+        few = recipe.data.model_copy(update={"prompts": TRIED})
+        small = recipe.model_copy(update={"data": few})
+        data = with_questions(small, target, Path(folder), None, reporter, Ranks())
+        written = recipe.model_copy(update={"data": data})
+        return replace(look_at_data(written, target, coverage, reporter), prompts=None)
 
 
 def _of_documents(

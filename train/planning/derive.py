@@ -9,17 +9,20 @@ the user has set is kept. Each choice has its reason.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import RecipeError
 from specctl.core.files import Disk
 from specctl.recipes.load import with_fields
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
+from specctl.runtime.target.target import Target
 from specctl.train.assemble import trainable_family
+from specctl.train.data.self_source import uses_self
 from specctl.train.data.shipped import is_shipped
+from specctl.train.data.sources import SELF, names_of
 from specctl.train.distributed.run_device import run_device
 from specctl.train.planning.calibration import calibrate
 from specctl.train.planning.capacity import lacking_memory
@@ -30,7 +33,7 @@ from specctl.train.planning.plan import CALIBRATED, build_shape, disk_needs
 from specctl.train.planning.stand_in import now, stand_in
 from specctl.train.planning.target_shape import TargetShape, target_shape
 from specctl.train.planning.weighing import Weighing
-from specctl.train.planning.work import Part
+from specctl.train.planning.work import QUESTION_TOKENS, Part
 
 USUAL_SECONDS = 40 * 60.0
 EPOCHS = 4.0  # times that a row is read, see docs/training.md
@@ -80,6 +83,7 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
     deriving = _Deriving(recipe, shape, cluster, [])
     deriving.sizes()
     target = stand_in(recipe, shape, run_device())
+    deriving.source(target)
     facts = look_at_data(deriving.recipe, target, COVERAGE, reporter)
     del target
     deriving.lengths(facts)
@@ -95,6 +99,8 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
             expected="a target that this machine reads within seconds",
             do="a recipe of your own: specctl recipes show llama3-8b-eagle3",
         )
+    share = facts.answer_tokens / deriving.recipe.data.new_tokens
+    pace = replace(pace, answer=share * pace.answer)  # it was measured on the longest answers
     deriving.amounts(facts, pace, seconds - (now() - began))
     parts = pace.parts(deriving.recipe, deriving.row_tokens(facts), CALIBRATED)
     return Derived(deriving.recipe, tuple(deriving.choices), tuple(parts), seconds)
@@ -153,6 +159,11 @@ class _Deriving:
         most = CPU_ANSWER if is_cpu else GPU_ANSWER
         place = "a CPU" if is_cpu else "a GPU"
         self.choose("data.new_tokens", most, f"of an answer at most, on {place}")
+
+    def source(self, target: Target | None) -> None:
+        """Questions of the target, where nobody brings data and it can write them."""
+        if target is not None and target.is_chat and self.recipe.data.endpoint is None:
+            self.choose("data.source", SELF, "no --data: the target writes the questions, too")
 
     def lengths(self, facts: DataFacts) -> None:
         """Tokens of a row."""
@@ -242,6 +253,7 @@ class _Deriving:
         """Answers and steps: the time that measuring and saving leave, divided so that every row is
         read `EPOCHS` times."""
         data, train = self.recipe.data, self.recipe.train
+        _check_enough(facts, data)
         saves = max(1, round(seconds / SAVE_SECONDS))
         fixed = pace.once + (MEASURES + 1) * pace.tau + saves * pace.save
         left = SPENT * seconds - fixed
@@ -261,7 +273,7 @@ class _Deriving:
         reason = f"{minutes(steps * pace.step)} at {pace.step:.2g} s a step; "
         reason += f"every row is read {epochs:.1f} times"
         if steps == most:
-            reason += ", and more would only learn them by heart: give more prompts"
+            reason += ", and more would only learn them by heart: give more prompts, or --data self"
         self.choose("train.steps", steps, reason)
         steps = self.recipe.train.steps
         self.choose("train.tau_every", max(1, -(-steps // MEASURES)), f"{MEASURES} times")
@@ -294,11 +306,24 @@ class _Deriving:
         )
 
 
+def _check_enough(facts: DataFacts, data: DataPart) -> None:
+    if facts.prompts is None or facts.prompts >= LEAST_ANSWERS or not data.regenerate:
+        return
+    raise RecipeError(
+        "the data hold too few prompts for a drafter to learn from",
+        where="data.source",
+        found=f"{facts.prompts} in {', '.join(names_of(data.source))}",
+        expected=f"at least {LEAST_ANSWERS}, better a thousand",
+        do="more of them; or let a chat model write some: add --data self",
+    )
+
+
 def answer_seconds(facts: DataFacts, pace: Pace, recipe: Recipe) -> float:
-    """Of a prompt: its answer is written, and read once where features are kept."""
+    """Of a prompt: it is written where the target writes it, its answer is written, and both are
+    read once where features are kept."""
     data = recipe.data
-    share = min(1.0, facts.answer_tokens / data.new_tokens)
-    written = share * pace.answer if data.regenerate and data.endpoint is None else 0.0
+    questions = QUESTION_TOKENS / facts.answer_tokens if uses_self(data.source) else 0.0
+    written = (1 + questions) * pace.answer if data.regenerate and data.endpoint is None else 0.0
     return written + (pace.read * facts.document_tokens if data.features == "offline" else 0.0)
 
 

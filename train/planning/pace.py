@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 
 from specctl.core.printable import counted
 from specctl.recipes.schema import Recipe
-from specctl.train.planning.work import ANSWERS, Part, num_measures, num_saves
+from specctl.train.planning.work import (
+    ANSWERS,
+    QUESTION_TOKENS,
+    QUESTIONS,
+    Part,
+    num_measures,
+    num_questions,
+    num_saves,
+)
 from specctl.train.selective import reference_stage
 
 
@@ -45,6 +53,9 @@ class Pace:
         data = recipe.data
         prompts = data.prompts if data.regenerate and data.endpoint is None else 0
         yield "start, text, package", "once", self.once
+        questions = num_questions(data)
+        each = self.answer * QUESTION_TOKENS / (data.prompt_tokens + data.new_tokens)
+        yield QUESTIONS, counted(questions, "question"), questions * each
         yield ANSWERS, counted(prompts, "prompt"), prompts * self.answer
         if data.features == "offline":
             read = self.read * row_tokens

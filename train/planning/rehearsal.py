@@ -23,7 +23,7 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.train.data.rows import read_manifest
 from specctl.train.planning.pace import Pace
-from specctl.train.planning.work import ANSWERS
+from specctl.train.planning.work import ANSWERS, QUESTIONS
 
 PROMPTS, STEPS = 64, 5  # one shard of answers; the first step is slower and is left out
 TRAIN = "train"
@@ -99,7 +99,7 @@ def summary(recipe: Recipe, out: Path, watch: Stopwatch, whole: float, gpu: int)
     manifest = read_manifest(out / "data")
     assert manifest is not None, "a finished run has its data"
     return Rehearsal(
-        once=whole - answers - training,
+        once=whole - watch.spent(QUESTIONS) - answers - training,
         answer=answers / recipe.data.prompts,
         step=step,
         tau=watch.measured - watch.steps[-1],

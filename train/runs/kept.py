@@ -7,7 +7,10 @@ from pathlib import Path
 from specctl.core.printable import counted
 from specctl.train.saving.integrity import saved_steps
 
-ANSWERS = "data/answers-*/answers-*.bin"  # the journal of what a target has written
+WRITTEN = {  # the journals of what a target has written
+    "data/questions-*/answers-*.bin": "written questions",
+    "data/answers-*/answers-*.bin": "written answers",
+}
 MOST = 4  # folders that are named
 
 
@@ -31,8 +34,9 @@ def _folders(out: Path) -> list[Path]:
 def _parts(folder: Path) -> list[str]:
     """What one folder holds."""
     parts: list[str] = []
-    if any(file.stat().st_size for file in folder.glob(ANSWERS)):
-        parts.append("written answers")
+    for pattern, what in WRITTEN.items():
+        if any(file.stat().st_size for file in folder.glob(pattern)):
+            parts.append(what)
     if (folder / "data" / "manifest.json").is_file():
         parts.append("training rows")
     if (folder / "prune.json").is_file():

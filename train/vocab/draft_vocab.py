@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
@@ -16,6 +17,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import field_choices
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
+from specctl.train.data.self_source import with_file
 from specctl.train.data.sources import Defects, read_samples
 from specctl.train.vocab.coverage import (
     always_kept,
@@ -49,7 +51,9 @@ def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | N
             do="train with vocab.search=exhaustive, then: specctl vocab-trim --search tpe",
             where="vocab.search",
         )
-    evidence = Evidence(target, data=data, samples=partial(recipe_samples, recipe.data))
+    evidence = Evidence(
+        target, data=data, samples=partial(recipe_samples, recipe.data, data.folder)
+    )
     counts, heldout = count_tokens(chosen.count(evidence), target.spec.vocab_size)
     always = always_kept(target)
     rank, size = ranking(counts, always), part.size
@@ -58,7 +62,8 @@ def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | N
     return vocab_map(rank, int(size), always, target.spec.vocab_size)
 
 
-def recipe_samples(part: DataPart) -> Iterable[Sample]:
-    """The text of the recipe's source."""
+def recipe_samples(part: DataPart, folder: Path) -> Iterable[Sample]:
+    """The text of the recipe's source; `folder` holds what the target wrote of it."""
+    part = with_file(part, folder)
     choices = field_choices(part)
     return read_samples(part.source, part.format, part.split, part.seed, Defects(), choices)
