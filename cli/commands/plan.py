@@ -27,6 +27,7 @@ from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.launch import use_device
 from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
+from specctl.cli.options.deriving import DERIVED, Deriving
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import PlanFlags
 from specctl.cli.options.target_choice import TargetChoice
@@ -113,8 +114,12 @@ def plan(
             check_rows(each.train.rows, each.train.groups(cluster.processes))
     check_out(run.folder(loaded))
     check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
-    check_made_for(loaded, run.recipe, console.warn)
-    result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster)
+    pace = None
+    if cluster is None and not rehearse:
+        loaded, pace = Deriving(run.recipe, run.time).of_plan(console, loaded, run.folder(loaded))
+    if loaded.origin["train.steps"] != DERIVED:
+        check_made_for(loaded, run.recipe, console.warn)
+    result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster, pace)
     words = [*run.words(), *(["--offline"] if offline else [])]
     if gpus > 1 and nodes in (None, 1) and gpus <= PER_NODE:
         words += ["--gpus", str(gpus)]
@@ -154,9 +159,10 @@ def show_plans(
     out: Path,
     is_rehearsed: bool = False,
     cluster: Cluster | None = None,
+    pace: Pace | None = None,
 ) -> dict[str, Any]:
     """The plan of a run, or of each stage of a pipeline; returns them for --json, or raises once
-    they are shown if they do not fit here."""
+    they are shown if they do not fit here. `pace`: where it has been measured already."""
     from specctl.train.assemble import trainable_family
     from specctl.train.runs.stages import plans
 
@@ -166,7 +172,8 @@ def show_plans(
         made = [(recipe, _rehearsed(console, recipe))]
     else:
         processes = 1 if cluster is None else cluster.processes
-        made = plans(recipe, out, cluster, calibration(console, processes))
+        measured = calibration(console, processes) if pace is None else lambda *_: pace
+        made = plans(recipe, out, cluster, measured)
     return shown(console, recipe, made, out)
 
 

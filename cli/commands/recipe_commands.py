@@ -95,3 +95,28 @@ def _without(words: Sequence[str], *flags: str) -> list[str]:
         if flag in left:
             del left[left.index(flag) : left.index(flag) + 2]
     return left
+
+
+def new_file(path: Path, force: bool, command: str) -> Path:
+    """The path with the ending .yaml; FileError where a file is there, unless it is replaced."""
+    from specctl.core.errors import FileError
+
+    if path.suffix not in (".yaml", ".yml"):
+        path = path.with_name(path.name + ".yaml")
+    if path.exists() and not force:
+        raise FileError(
+            f"{path} exists already",
+            where=str(path),
+            found="a file",
+            expected="a new path",
+            do=f"{command} --force   (replaces it)",
+        )
+    return path
+
+
+def write_recipe(path: Path, text: str, force: bool, command: str) -> Path:
+    """Write the file of a recipe, whose name ends in .yaml; one that is there only with --force."""
+    path = new_file(path, force, command)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

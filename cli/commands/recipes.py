@@ -1,4 +1,4 @@
-"""`specctl recipes`: list, show, copy and check recipes. No torch."""
+"""`specctl recipes`: list, show, copy, derive and check recipes. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import typer
 from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
-from specctl.cli.commands.recipe_commands import planned, trains, uses
+from specctl.cli.commands.recipe_commands import planned, trains, uses, write_recipe
+from specctl.cli.commands.recipes_write import write
 from specctl.cli.options.flags import Sets
 from specctl.cli.options.names import complete_family, complete_recipe, complete_target
 
@@ -159,24 +160,12 @@ def cp(
 
       specctl recipes cp eagle3 my-eagle3.yaml
     """
-    from specctl.core.errors import FileError
     from specctl.recipes.lineage import lineage
     from specctl.recipes.whole import whole_text
 
     text = whole_text(lineage(name))
     path = dest / f"{Path(name).stem}.yaml" if dest.is_dir() else dest
-    if path.suffix not in (".yaml", ".yml"):
-        path = path.with_name(path.name + ".yaml")
-    if path.exists() and not force:
-        raise FileError(
-            f"{path} exists already",
-            where=str(path),
-            found="a file",
-            expected="a new path",
-            do=f"specctl recipes cp {name} {path} --force   (replaces it)",
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path = write_recipe(path, text, force, f"specctl recipes cp {name} {path}")
     console.out(str(path))
     console.done({"path": str(path)}, next=[command_line("recipes", "validate", path)])
 
@@ -269,5 +258,7 @@ def _shown(value: object) -> str:
 
 
 app = command_group(
-    "recipes", "List, show, copy and check recipes.", (ls, show, cp, validate, rules, schema)
+    "recipes",
+    "List, show, copy, derive and check recipes.",
+    (ls, show, cp, write, validate, rules, schema),
 )

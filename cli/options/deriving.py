@@ -25,6 +25,7 @@ from specctl.train.saving.run_file import RECORD, recorded
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.train.planning.derive import Derived
+    from specctl.train.planning.pace import Pace
 
 __all__ = ["DERIVED", "Deriving", "show"]
 
@@ -40,16 +41,29 @@ class Deriving:
     time: str | None
     processes: int = 1
 
-    def recipe(self, console: Console, recipe: Recipe, out: Path, is_kept: bool) -> Recipe:
-        """The recipe itself, or the one that is derived from it: as the run in `out` has it, else
-        found now. `is_kept`: for a run in that folder, which will find it there."""
-        seconds = None if self.time is None else seconds_of(self.time)
-        found = kept(recipe, out, seconds)
-        if found is not None:
-            console.say(f"recipe derived before, in {out}")
-            return found
-        if is_launched() or not self._is_wanted(recipe, out):
+    def of_run(self, console: Console, recipe: Recipe, out: Path) -> Recipe:
+        """The recipe of a run in `out`: derived before, derived now and kept there, or as it is."""
+        found = self._kept(console, recipe, out)
+        if found is not None or is_launched():
+            return found or recipe
+        derived = self.now(console, recipe, out)
+        if derived is None:
             return recipe
+        keep(derived, out)
+        return derived.recipe
+
+    def of_plan(self, console: Console, recipe: Recipe, out: Path) -> tuple[Recipe, Pace | None]:
+        """The same where nothing is to be written, with the pace that was measured for it."""
+        found = self._kept(console, recipe, out)
+        if found is not None:
+            return found, None
+        derived = self.now(console, recipe, out)
+        return (recipe, None) if derived is None else (derived.recipe, derived.pace)
+
+    def now(self, console: Console, recipe: Recipe, out: Path) -> Derived | None:
+        """The recipe derived and shown; None where that is not wanted."""
+        if not self._is_wanted(recipe, out):
+            return None
         check_run(recipe, out)
         time = self.time or USUAL
         console.say(f"deriving {recipe.name} for {recipe.target.name}, to be done in {time}")
@@ -57,9 +71,13 @@ class Deriving:
             recipe=recipe, time=time, processes=self.processes, progress=console
         )
         show(console, derived)
-        if is_kept:
-            keep(derived, out)
-        return derived.recipe
+        return derived
+
+    def _kept(self, console: Console, recipe: Recipe, out: Path) -> Recipe | None:
+        found = kept(recipe, out, None if self.time is None else seconds_of(self.time))
+        if found is not None:
+            console.say(f"recipe: as it was derived for the run in {out}")
+        return found
 
     def _is_wanted(self, recipe: Recipe, out: Path) -> bool:
         begun = recorded(out / RECORD) is not None

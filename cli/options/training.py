@@ -57,13 +57,16 @@ def run_training(
     if is_launched():
         watch_front()
     deriving = Deriving(flags.recipe, flags.time, max(flags.gpus, flags.processes))
-    if "recipe" not in (flags.allow or ()):
-        recipe = deriving.recipe(console, recipe, out, not flags.dry_run)
+    pace = None
+    if "recipe" not in (flags.allow or ()) and flags.dry_run:
+        recipe, pace = deriving.of_plan(console, recipe, out)
+    elif "recipe" not in (flags.allow or ()):
+        recipe = deriving.of_run(console, recipe, out)
     processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
     allow = [name for name in flags.allow or () if name not in BEFORE]
     if flags.dry_run:
         check_run(recipe, out)
-        console.done(show_plans(console, recipe, out), next=[without_dry_run()])
+        console.done(show_plans(console, recipe, out, pace=pace), next=[without_dry_run()])
         return
     if not is_launched():
         check_run(recipe, out)
@@ -138,6 +141,7 @@ def finish(console: Console, result: TrainResult, more: Mapping[str, Any] | None
     made = TargetChoice(str(result.target))  # what the run made of its target is whole by itself
     target = made if result.run.target is not None else TargetChoice.of_recipe(result.recipe.target)
     following = [
+        command_line("bench", package, *target.words()),
         command_line("verify", package, *target.words(but=("dtype",)), "--level", "lossless"),
         with_text("generate", *target.words(), "--draft", package, "--compare"),
     ]

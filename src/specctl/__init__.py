@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specctl.api.bench import bench
+    from specctl.api.derive import derive_recipe
     from specctl.api.drafting import load_drafter
     from specctl.api.export import export
     from specctl.api.generate import generate
@@ -36,6 +37,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "bench": "specctl.api.bench",
+    "derive_recipe": "specctl.api.derive",
     "distill": "specctl.api.train",
     "export": "specctl.api.export",
     "generate": "specctl.api.generate",
@@ -54,6 +56,7 @@ __all__ = [
     "SpecctlError",
     "__version__",
     "bench",
+    "derive_recipe",
     "distill",
     "export",
     "generate",

@@ -63,11 +63,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The recipe, what was chosen, the parts of its run, and the seconds that it was chosen for."""
+    """The recipe, what was chosen for it, the parts of its run, the pace that was measured, and the
+    seconds that there are."""
 
     recipe: Recipe
     choices: tuple[Choice, ...]
     parts: tuple[Part, ...]
+    pace: Pace
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
     pace = replace(pace, answer=share * pace.answer)  # it was measured on the longest answers
     deriving.amounts(facts, pace, seconds - (now() - began))
     parts = pace.parts(deriving.recipe, deriving.row_tokens(facts), CALIBRATED)
-    return Derived(deriving.recipe, tuple(deriving.choices), tuple(parts), seconds)
+    return Derived(deriving.recipe, tuple(deriving.choices), tuple(parts), pace, seconds)
 
 
 def check_derivable(recipe: Recipe) -> None:

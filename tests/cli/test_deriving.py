@@ -1,0 +1,124 @@
+"""`--time`: a recipe is derived, shown, kept with the run, and written as a file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specctl.core.errors import Exit
+from specctl.recipes.targets import resolve
+from specctl.train.planning import derive as deriving
+from specctl.train.planning.data_facts import DataFacts
+from specctl.train.planning.pace import Pace
+from specctl_testing.cli.ran import Run
+
+# Sizes are set by hand so that the run itself takes seconds.
+PACE = Pace(once=1.0, answer=0.5, step=0.5, tau=0.1, save=0.1)
+FACTS = DataFacts(60, 8.0, 8, 8.0, 16, 0.5, 900, 0.95)
+SMALL = (
+    "data.new_tokens=8", "data.prompt_tokens=8", "train.rows=2", "train.seq_len=32",
+    "train.tau_prompts=2", "train.tau_tokens=6", "vocab.size=64", "data.features=online",
+)  # fmt: skip
+
+
+@pytest.fixture
+def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """--target, --data and small sizes, for a target whose pace and data are known."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(deriving, "calibrate", lambda *given, **more: PACE)
+    monkeypatch.setattr(deriving, "look_at_data", lambda *given: FACTS)
+    monkeypatch.setattr(deriving, "stand_in", lambda *given: None)
+    shutil.copytree(str(resolve("tiny").path), tmp_path / "other")
+    texts = (f"def function_{i}(value):\n    return value + {i}\n" for i in range(60))
+    file = tmp_path / "words.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sets = [word for one in SMALL for word in ("--set", one)]
+    return ["--target", "other", "--data", file, *sets]
+
+
+def test_a_run_in_a_given_time_is_begun_and_goes_on(run: Run, flags: list[Any]) -> None:
+    words = ("train-draft", "--recipe", "eagle3", *flags, "--out", "run")
+    ran = run(*words, "--time", "70s")
+    assert ran.code == 0, ran.err
+    assert "deriving eagle3 for other, to be done in 70s" in ran.err
+    assert "every row is read" in ran.out
+    assert "was made for the target tiny" not in ran.err
+    kept = json.loads(Path("run/derived.json").read_text())
+    assert kept["seconds"] == 70.0
+    recorded = yaml.safe_load(Path("run/run.yaml").read_text())
+    assert recorded["origin"]["train.steps"] == "derived"
+    assert recorded["recipe"]["train"]["steps"] == 65
+    assert Path("run/package/manifest.json").is_file()
+    again = run(*words, "--time", "70s")
+    assert again.code == 0, again.err
+    assert "recipe: as it was derived for the run in run" in again.err
+    assert "left as it is" in again.err
+    assert run(*words).code == 0
+    other = run(*words, "--time", "2h")
+    assert other.code == Exit.RECIPE
+    assert "--time 70s goes on with it" in other.err
+
+
+def test_a_demonstration_for_another_target_is_derived_unless_its_length_is_given(
+    run: Run, flags: list[Any]
+) -> None:
+    words = ("train-draft", "--recipe", "eagle3", *flags, "--out", "run", "--dry-run")
+    ran = run(*words)
+    assert ran.code == 0, ran.err
+    assert "to be done in 40m" in ran.err
+    assert not Path("run").exists()
+    for given in (("--steps", "9"), ("--allow", "recipe")):
+        ran = run(*words, *given)
+        assert ran.code == 0, ran.err
+        assert "deriving" not in ran.err
+    plan = run("plan", "--recipe", "eagle3", *flags, "--time", "20m", "--json")
+    assert plan.code == 0, plan.err
+    answer = json.loads(plan.out)["result"]
+    assert answer["origin"]["train.steps"] == "derived"
+    assert "0.5 s a step" in answer["plan"]["basis"]
+
+
+def test_a_recipe_is_written_with_its_reasons_and_trains(run: Run, flags: list[Any]) -> None:
+    words = ("recipes", "write", "mine.yaml", "--recipe", "eagle3", *flags, "--time", "10m")
+    ran = run(*words)
+    assert ran.code == 0, ran.err
+    text = Path("mine.yaml").read_text()
+    assert text.startswith("# specctl train-draft --recipe mine.yaml\n# Derived from recipe eagle3")
+    assert "every row is read" in text
+    shown = run("recipes", "show", "mine.yaml")
+    assert "every row is read" in shown.out
+    assert run("recipes", "validate", "mine.yaml").code == 0
+    twice = run(*words)
+    assert twice.code == Exit.FILE
+    assert "--force" in twice.err
+    plan = run("train-draft", "--recipe", "mine.yaml", "--steps", "3", "--dry-run", "--out", "run")
+    assert plan.code == 0, plan.err
+    assert "deriving" not in plan.err
+
+
+def test_a_time_is_refused_for_a_run_that_was_not_derived(run: Run, flags: list[Any]) -> None:
+    Path("run").mkdir()
+    record = {"recipe": {"name": "eagle3"}, "origin": {}}
+    Path("run/run.yaml").write_text(yaml.safe_dump(record))
+    words = ("train-draft", "--recipe", "eagle3", *flags, "--out", "run", "--time", "10m")
+    ran = run(*words)
+    assert ran.code == Exit.FILE
+    assert "holds a run whose recipe was not derived" in ran.err
+    assert run(*words[:-1], "soon").code == Exit.RECIPE
+
+
+def test_too_few_prompts_are_refused_with_a_way_out(
+    run: Run, flags: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = DataFacts(3, 8.0, 8, 8.0, 3, 0.5, 900, 0.95)
+    monkeypatch.setattr(deriving, "look_at_data", lambda *given: few)
+    ran = run("train-draft", "--recipe", "eagle3", *flags, "--time", "10m", "--out", "run")
+    assert ran.code == Exit.RECIPE
+    assert "3 in" in ran.err
+    assert "--data self" in ran.err
+    assert not Path("run").exists()
