@@ -39,6 +39,7 @@ from specctl.train.data.self_prompts import write_self_prompts
 from specctl.train.data.self_source import check_self, others_of, uses_self, with_file
 from specctl.train.data.shipped import check_corpus, check_own_answers
 from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.writing_target import writing_target, written_in
 from specctl.train.distributed.ranks import Ranks
 
 DAY = "date.json"  # in OUT/data: the day that the chat template writes
@@ -186,8 +187,8 @@ def with_questions(
         num_others = len(_select(others, target, Defects())[0])
     with ranks.together():
         if ranks.is_main:
-            plan = answer_plan(recipe, target, day)
-            write_self_prompts(target, data.prompts - num_others, plan, folder, console)
+            plan, writer = answer_plan(recipe, target, day), writing_target(recipe, target)
+            write_self_prompts(writer, data.prompts - num_others, plan, folder, console)
     return with_file(data, folder)
 
 
@@ -263,7 +264,7 @@ def _settings(
         used = {"seed", "prompts", "prompt_tokens", "new_tokens", "temperature", "greedy_share"}
         used |= {name for name in LATER if getattr(data, name) != getattr(DataPart(), name)}
         used |= {"text_tokens"} if data.text_tokens else set()
-        here = str(target.dtype) if data.endpoint is None else EndpointWriter.name
+        here = written_in(recipe, target) if data.endpoint is None else EndpointWriter.name
         writer = [target.fingerprint, target.inflated, here]
     return {
         "format": FORMAT,
@@ -342,6 +343,8 @@ def answer_prompts(
     if data.endpoint is not None:
         where = EndpointSettings.of(data.endpoint, data.endpoint_model, data.endpoint_requests)
         writer = EndpointWriter(target, where, console, ranks.size)
+    if writer is None:
+        target = writing_target(recipe, target)
     answers = regenerate(target, prompts, plan, folder, console=console, writer=writer, ranks=ranks)
     if len(answers) < len(prompts):
         defects.note("prompt without an answer", "data.endpoint", len(prompts) - len(answers))

@@ -22,6 +22,7 @@ from specctl.core.files import digest_of
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
+from specctl.runtime.target.device import PACKED
 from specctl.runtime.target.target import Target
 from specctl.train.data.answers import (
     OVER,
@@ -95,11 +96,15 @@ def answers_digest(
             "target": target.fingerprint,
             "template": target.template_digest,
             "inflated": target.inflated,
-            "writer": str(target.dtype) if is_here else writer,
+            "writer": _precision(target) if is_here else writer,
             "plan": {**asdict(plan), "date": None},
             "prompts": digest_of({"all": [[prompt_key(p).hex(), p.domain] for p in prompts]}),
         }
     )
+
+
+def _precision(target: Target) -> str:
+    return PACKED if target.dtype_name == PACKED else str(target.dtype)
 
 
 def regenerate(

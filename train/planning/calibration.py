@@ -28,6 +28,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, measuring_prompts, measuring_rows
 from specctl.train.data.regenerate import slots_for
 from specctl.train.data.rows import TokenData
+from specctl.train.data.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.run_device import run_device
 from specctl.train.job import RunInputs, make_job
@@ -271,15 +272,18 @@ class _Pieces:
         longest = min(data.prompt_tokens + data.new_tokens, target.spec.max_positions)
         slots = min(slots_for(target, longest), data.prompts)
         ids = token_stream(target, self.text.samples, slots * longest, target.spec.vocab_size)
+        writer = writing_target(self.recipe, target)
         middle = min(data.prompt_tokens + data.new_tokens // 2, longest - ROUNDS - 4)
-        read = self._rounds(ids, slots, max(1, middle))
+        read = self._rounds(writer, ids, slots, max(1, middle))
         waves = -(-data.prompts // slots) if data.prompts < 8 * slots else data.prompts / slots
         prefill = read.prefill * data.prompt_tokens / max(1, middle)
         return prefill / slots + waves * data.new_tokens * read.round / data.prompts
 
-    def _rounds(self, ids: Sequence[int], slots: int, length: int) -> _EngineSeconds:
+    def _rounds(
+        self, writer: Target, ids: Sequence[int], slots: int, length: int
+    ) -> _EngineSeconds:
         data = self.recipe.data
-        engine = Engine(self.target, num_slots=slots)
+        engine = Engine(writer, num_slots=slots)
         engine.open(length + ROUNDS + 4)
         greedy = round(data.greedy_share * slots)
         for index in range(slots):

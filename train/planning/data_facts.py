@@ -29,6 +29,7 @@ from specctl.train.data.records import Sample
 from specctl.train.data.regenerate import EngineWriter
 from specctl.train.data.self_source import check_self, others_of, uses_self
 from specctl.train.data.sources import HUB, Defects, find_source, names_of, read_samples
+from specctl.train.data.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.planning.work import QUESTION_TOKENS
 from specctl.train.vocab.coverage import always_kept, count_tokens, fewest, ranking
@@ -185,7 +186,7 @@ def _tried(
     data = recipe.data
     if not data.regenerate or data.endpoint is not None or not target.can_run:
         return []
-    plan = answer_plan(recipe, target, prompts=len(cuts))
+    plan, target = answer_plan(recipe, target, prompts=len(cuts)), writing_target(recipe, target)
     longest = max(len(cut.ids) for cut in cuts) + plan.new_tokens
     writer = EngineWriter(target, longest, len(cuts))
     jobs = (AnswerJob(i, 0, cut.ids, sampling_of(i, plan)) for i, cut in enumerate(cuts))

@@ -1,0 +1,76 @@
+"""A target whose file is packed writes answers as it is packed, and is read widened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import Recipe
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
+from specctl.train.data import prepare as preparing
+from specctl.train.data import writing_target as writing
+from specctl.train.data.prepare import prepare
+from specctl.train.data.writing_target import writes_packed, writing_target, written_in
+
+SMALL = ["data.prompts=3", "data.prompt_tokens=8", "data.new_tokens=4", "data.text_tokens=0",
+         "train.seq_len=32"]  # fmt: skip
+
+
+@pytest.fixture
+def packed(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A second copy of the embedded target, which stands for the file as it is packed."""
+    copy = replace(tiny_target, name="as packed")
+    monkeypatch.setattr(writing, "_is_packed", lambda *given: True)
+    monkeypatch.setattr(writing, "load_part", lambda part, **more: copy)
+    return copy
+
+
+def recipe_of(*sets: str) -> Recipe:
+    return load_recipe("eagle3", [*SMALL, *sets])
+
+
+def test_a_packed_file_writes_as_it_is_packed(tiny_target: Target, packed: Target) -> None:
+    assert writing_target(recipe_of(), tiny_target) is packed
+    assert written_in(recipe_of(), tiny_target) == "gguf"
+
+
+def test_a_target_of_other_weights_does_not_write(
+    tiny_target: Target, packed: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(packed, fingerprint="0" * 64)
+    monkeypatch.setattr(writing, "load_part", lambda part, **more: other)
+    assert writing_target(recipe_of(), tiny_target) is tiny_target
+
+
+@pytest.mark.parametrize("given", ["target.dtype=float32", "target.inflate=100m"])
+def test_what_was_set_by_hand_writes(tiny_target: Target, packed: Target, given: str) -> None:
+    assert not writes_packed(recipe_of(given), tiny_target)
+    assert writing_target(recipe_of(given), tiny_target) is tiny_target
+
+
+def test_a_folder_is_not_packed(tiny_target: Target) -> None:
+    assert not writes_packed(recipe_of(), tiny_target)
+    assert written_in(recipe_of(), tiny_target) == "torch.float32"
+
+
+def test_answers_are_those_of_the_packed_target(
+    tiny_target: Target, packed: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    regenerate: Callable[..., Any] = preparing.regenerate
+
+    def seen(target: Target, *given: Any, **more: Any) -> Any:
+        asked.append(target.name)
+        return regenerate(target, *given, **more)
+
+    monkeypatch.setattr(preparing, "regenerate", seen)
+    prepare(recipe_of(), tiny_target, tmp_path, SilentReporter())
+    assert asked == ["as packed"]
+    prepare(recipe_of(), tiny_target, tmp_path, SilentReporter())
+    assert asked == ["as packed"]  # the rows are there
