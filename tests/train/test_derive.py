@@ -157,10 +157,12 @@ def test_features_stay_with_the_target_where_the_disk_is_full(
 
 
 @pytest.mark.usefixtures("known_data")
-def test_a_family_without_features_has_none_on_disk(other: Path, prompts: Path) -> None:
+def test_a_model_that_learns_logits_has_the_last_state_on_disk(other: Path, prompts: Path) -> None:
     made = derived(recipe_of(other, prompts, name="distill"))
-    assert "data.features" not in reasons(made)
+    assert made.recipe.data.features == "offline"
     assert made.recipe.drafter.options["layers"] == 2
+    ce = derived(recipe_of(other, prompts, "drafter.options.loss=ce", name="distill"))
+    assert "data.features" not in reasons(ce)
 
 
 def test_answers_that_end_at_once_are_refused(

@@ -88,6 +88,7 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
     deriving.source(target)
     facts = look_at_data(deriving.recipe, target, COVERAGE, reporter)
     del target
+    _check_enough(facts, deriving.recipe.data)
     deriving.lengths(facts)
     deriving.vocabulary(facts)
     deriving.rows()
@@ -216,8 +217,9 @@ class _Deriving:
     def features(self, facts: DataFacts) -> None:
         """Features of the target on disk where they fit: then it reads every row once."""
         recipe = self.recipe
-        needs = build_shape(trainable_family(recipe), self._without_auto(facts), self.shape.spec)
-        if not needs.needs().taps or not self.is_free("data.features"):
+        drafter = build_shape(trainable_family(recipe), self._without_auto(facts), self.shape.spec)
+        needs = drafter.needs()
+        if not (needs.taps or needs.teacher) or not self.is_free("data.features"):
             return
         fields = {"data.features": "offline", "data.prompts": CALIBRATED_PROMPTS}
         kept = with_fields(recipe, fields, DERIVED)
@@ -249,13 +251,14 @@ class _Deriving:
 
     def row_tokens(self, facts: DataFacts) -> int:
         """Tokens of all rows."""
-        return round(self.recipe.data.prompts * facts.document_tokens)
+        data = self.recipe.data
+        count = data.prompts if data.regenerate else facts.prompts or data.prompts
+        return round(count * facts.document_tokens)
 
     def amounts(self, facts: DataFacts, pace: Pace, seconds: float) -> None:
         """Answers and steps: the time that measuring and saving leave, divided so that every row is
         read `EPOCHS` times."""
         data, train = self.recipe.data, self.recipe.train
-        _check_enough(facts, data)
         saves = max(1, round(seconds / SAVE_SECONDS))
         fixed = pace.once + (MEASURES + 1) * pace.tau + saves * pace.save
         left = SPENT * seconds - fixed
