@@ -47,6 +47,8 @@ from specctl.train.joint.joint import JointModel
 from specctl.train.joint.joint_target import FOLDER, log_change, save_joint_target, say_change
 from specctl.train.loop import Job, TrainProgress, measure, restore, train
 from specctl.train.lora import ADAPTER, merge, save_adapter, unnameable
+from specctl.train.metrics import read_log
+from specctl.train.overfitting import overfitting
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
 from specctl.train.planning.plan import RunPlan, build_shape, disk_needs, plan
 from specctl.train.plot import save_learning_curve
@@ -162,6 +164,8 @@ def train_draft(
         progress = _continue(job, snapshot, allow)
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
+        if (learned := overfitting(list(read_log(out / "metrics.jsonl")))) is not None:
+            talker.warn(learned)
         best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
         result = RunResult(
             out=out,
