@@ -164,8 +164,6 @@ def train_draft(
         progress = _continue(job, snapshot, allow)
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
-        if (learned := overfitting(list(read_log(out / "metrics.jsonl")))) is not None:
-            talker.warn(learned)
         best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
         result = RunResult(
             out=out,
@@ -194,8 +192,10 @@ def _save_results(
 ) -> None:
     """Write the results of a run: its curve, its additions, the changed target, the package,
     and last the mark that it is finished."""
-    out, target = result.out, inputs.target
-    save_learning_curve(out / "metrics.jsonl", out / "curve.png")
+    out, target, log = result.out, inputs.target, result.out / "metrics.jsonl"
+    save_learning_curve(log, out / "curve.png")
+    if log.exists() and (learned := overfitting(list(read_log(log)))) is not None:
+        job.reporter.warn(learned)
     adapted = drafter.module
     if recipe.train.lora is not None and adapted is not None:
         if recipe.train.lora.keep:
