@@ -100,7 +100,8 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
             where="--time",
             found=f"{recipe.target.name}, {shape.parameters / 1e9:.1f}B parameters",
             expected="a target that this machine reads within seconds",
-            do="a recipe of your own: specctl recipes show llama3-8b-eagle3",
+            do="a recipe of your own (specctl recipes show llama3-8b-eagle3); --allow recipe takes "
+            f"the numbers of {recipe.name} as they are",
         )
     share = facts.answer_tokens / deriving.recipe.data.new_tokens
     pace = replace(pace, answer=share * pace.answer)  # it was measured on the longest answers
