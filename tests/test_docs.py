@@ -33,6 +33,7 @@ PROVEN_ELSEWHERE = {
     "specctl quickstart": "make quickstart",
     "specctl plan --recipe eagle3 --target tiny --rehearse": "tests/cli/test_rehearse.py, small",
     "specctl pretrain": "made recipes/tiny; tests/train/test_pretrain.py runs it small",
+    "specctl recipes write": "tests/cli/test_deriving.py, of a known pace",
     "specctl regenerate --target qwen3-8b": "tests/cli/test_regenerate.py, small",
     "specctl train-stop": "tests/train/test_stop_rules.py, small",
     "specctl train-draft": "tests/cli/test_commands.py, small",

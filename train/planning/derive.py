@@ -19,7 +19,7 @@ from specctl.recipes.load import with_fields
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import trainable_family
+from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.self_source import uses_self
 from specctl.train.data.shipped import is_shipped
 from specctl.train.data.sources import SELF, names_of
@@ -53,7 +53,7 @@ CALIBRATED_PROMPTS, CALIBRATED_STEPS = 1000, 300  # of the recipe whose pieces a
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DerivedChoice:
     """A value of a field of the recipe, and why."""
 
     field: str
@@ -67,7 +67,7 @@ class Derived:
     seconds that there are."""
 
     recipe: Recipe
-    choices: tuple[Choice, ...]
+    choices: tuple[DerivedChoice, ...]
     parts: tuple[Part, ...]
     pace: Pace
     seconds: float
@@ -85,6 +85,8 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
     deriving = _Deriving(recipe, shape, cluster, [])
     deriving.sizes()
     target = stand_in(recipe, shape, run_device())
+    if target is not None:
+        check_answers(deriving.recipe, target)
     deriving.source(target)
     facts = look_at_data(deriving.recipe, target, COVERAGE, reporter)
     del target
@@ -138,13 +140,13 @@ class _Deriving:
     recipe: Recipe
     shape: TargetShape
     cluster: Cluster
-    choices: list[Choice]
+    choices: list[DerivedChoice]
 
     def choose(self, field: str, value: Any, reason: str) -> None:
         """Set a field that the user has not set."""
         if self.is_free(field):
             self.recipe = with_fields(self.recipe, {field: value}, DERIVED)
-            self.choices.append(Choice(field, value, reason))
+            self.choices.append(DerivedChoice(field, value, reason))
 
     def is_free(self, field: str) -> bool:
         """Whether neither the user nor an earlier choice has set a field."""
@@ -212,7 +214,7 @@ class _Deriving:
             return False
         self.choices = [choice for choice in self.choices if choice.field != field]
         self.recipe = with_fields(self.recipe, {field: value}, DERIVED)
-        self.choices.append(Choice(field, value, reason))
+        self.choices.append(DerivedChoice(field, value, reason))
         return True
 
     def features(self, facts: DataFacts) -> None:
