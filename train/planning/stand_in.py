@@ -151,6 +151,7 @@ def rows_of(
     kept = size if isinstance(size, int) else target.spec.vocab_size
     stream = token_stream(target, samples, rows * seq_len, min(kept, target.spec.vocab_size))
     answer = min(seq_len, data.prompt_tokens + data.new_tokens)
+    answer = seq_len // (seq_len // answer)  # rows of the run are full, too: short ones fill gaps
     answers = data.prompts * answer if data.regenerate else 0
     text = data.text_tokens if data.regenerate else 1
     documents, place, told = list[Document](), 0, 0
