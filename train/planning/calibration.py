@@ -31,6 +31,7 @@ from specctl.train.data.rows import TokenData
 from specctl.train.data.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.run_device import run_device
+from specctl.train.features.capture import has_plain_head, head_logits
 from specctl.train.job import RunInputs, make_job
 from specctl.train.loop import Job, TrainProgress, save, take_step
 from specctl.train.planning.pace import Pace
@@ -126,6 +127,8 @@ class _Pieces:
             alone = train.joint.warmup
             progress.step = round(alone * train.steps)
             step = alone * step + (1.0 - alone) * self._step(job, progress)
+        if data.features == "offline":
+            step += train.accumulate * self._teacher(job)
         self.advance(1, "a step")
         saved = self._saved(job, progress)
         self.advance(1, "a checkpoint")
@@ -256,6 +259,19 @@ class _Pieces:
             return 0.0
         job.batch(rows)
         return self._timed(lambda: job.batch(rows))
+
+    def _teacher(self, job: Job) -> float:
+        """Seconds in which the logits of a batch are made again from the states on disk."""
+        needs, lm, train = job.drafter.needs(), self.target.lm, self.recipe.train
+        is_state = (
+            needs.teacher and not needs.teacher_rows and self.recipe.data.teacher_topk is None
+        )
+        if not is_state or not has_plain_head(lm):
+            return 0.0
+        shape = (train.rows, train.seq_len, self.target.spec.hidden_size)
+        state_BSD = torch.randn(shape, dtype=self.target.dtype, device=self.target.device)
+        head_logits(lm, state_BSD)
+        return self._timed(lambda: head_logits(lm, state_BSD))
 
     def _saved(self, job: Job, progress: TrainProgress) -> float:
         """Seconds of a checkpoint; one that is too large to try takes as long by the byte."""
