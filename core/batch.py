@@ -22,11 +22,15 @@ Select = Callable[[Tensor], Tensor]
 @dataclass(frozen=True, slots=True)
 class HeadRows:
     """Target logits [R, V] that are computed when rows of them are asked for: the target's last
-    states and its head. At a large vocabulary they are a hundred times smaller than the logits."""
+    states and its head. At a large vocabulary they are a hundred times smaller than the logits.
+    `log_z_R`, `best_R`: log-normalisers at temperature 1 and most probable ids, where features on
+    disk hold them; of rows that no loss may ask for they are zeros."""
 
     state_RD: Tensor
     weight_VD: Tensor
     bias_V: Tensor | None = None
+    log_z_R: Tensor | None = None
+    best_R: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:

@@ -35,8 +35,9 @@ from specctl.core.vocab import VocabMap
 class Needs:
     """What a drafter wants from the target: taps at every fed token, its top-k ids (`topk_logp`:
     their log-probabilities at temperature 1, too), teacher logits while training, and whether it
-    borrows the embedding and the LM head. `teacher_rows`: its one loss asks for teacher logits row
-    by row, so they need not exist all at once. `copied`: those taps that serve only to keep a copy
+    borrows the embedding and the LM head. `teacher_rows`: teacher logits are computed row by row,
+    so they need not exist all at once. `teacher_log_z`: features on disk hold the log-normaliser
+    and the most probable id of these rows, too. `copied`: those taps that serve only to keep a copy
     of what the target caches in these layers; a state that is given the target's cache
     (`Space.target_kv`) does without."""
 
@@ -46,6 +47,7 @@ class Needs:
     teacher: bool = False
     borrow: bool = False
     teacher_rows: bool = False
+    teacher_log_z: bool = False
     copied: tuple[int, ...] = ()
 
     def without_copy(self) -> Needs:

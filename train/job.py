@@ -40,7 +40,7 @@ from specctl.train.distributed.in_step import InStepLM
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sequence import row_part
 from specctl.train.distributed.sharding import Sharded, sharded_layers
-from specctl.train.features.capture import capture
+from specctl.train.features.capture import capture, training_needs
 from specctl.train.features.offline import BatchOf, Features, feature_source
 from specctl.train.features.overlap import Overlapped, check_overlap
 from specctl.train.features.reading import reading_target
@@ -78,9 +78,8 @@ def make_job(
     target, data, out = inputs.target, inputs.data, checkpoints.folder.parent
     check_rows(recipe.train.rows, settings.groups(ranks.size))
     drafter = _initial_drafter(recipe, inputs, ranks, reporter)
-    part, needs = row_part(recipe, drafter, ranks), drafter.needs()
-    if part is not None:
-        needs = replace(needs, teacher_rows=needs.teacher)  # logits of whole rows are too many
+    part = row_part(recipe, drafter, ranks)
+    needs = training_needs(drafter, part is not None)
     selection = selection_of(settings, drafter, reference)
     held = measuring_rows(recipe.data, data, target.can_run)
     num_rows = data.num_rows - len(held)

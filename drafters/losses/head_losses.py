@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.batch import HeadRows, LossOut, TrainBatch
 from specctl.core.plugins import plugins
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, teacher_of, teacher_rows
@@ -188,7 +188,7 @@ def head_loss(
     rows, cut or not, selected or not.
     """
     if teacher is None and aim.teacher_RV is not None:
-        teacher = TeacherLogits(aim.teacher_RV, options.temperature)
+        teacher = TeacherLogits.known(aim.teacher_RV, options.temperature)
     compare = Comparison.of(options, teacher, vocab)
     size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
     number = torch.full((), float(aim.row_Q.numel()), device=state_RD.device)
@@ -220,7 +220,7 @@ def accepted(
 ) -> Tensor:
     """[Q]: the chance that what is drafted from each row of `aim` passes, without a gradient."""
     if teacher is None and aim.teacher_RV is not None:
-        teacher = TeacherLogits(aim.teacher_RV, options.temperature)
+        teacher = TeacherLogits.known(aim.teacher_RV, options.temperature)
     compare = Comparison.of(options, teacher, vocab)
     size = options.chunk or fitting_chunk(_width(teacher, vocab), state_RD.device)
     return over_slices(state_RD, head, _slices(aim, size), compare.chances)[0]
@@ -249,8 +249,14 @@ def teacher_logits(
     if teacher is None:
         return None
     size = options.chunk or fitting_chunk(teacher.shape[-1], teacher.device)
-    found = TeacherLogits.of(teacher, teacher_rows(batch), options.temperature, size)
-    return found if vocab is None else _picked(found, options, vocab)
+    rows = teacher_rows(batch)
+    found = TeacherLogits.of(teacher, rows, options.temperature, size)
+    if vocab is None:
+        return found
+    if isinstance(teacher, HeadRows) and batch.part is None:
+        size = options.chunk or fitting_chunk(vocab.size, teacher.device)
+        return found.made(vocab.ids_K, rows, size)
+    return _picked(found, options, vocab)
 
 
 def _picked(teacher: Teacher, options: LossOptions, vocab: VocabMap) -> Teacher:

@@ -36,12 +36,22 @@ class TeacherLogits:
     logits_RK: Tensor | HeadRows | None = None
 
     @classmethod
+    def known(cls, logits_RV: Tensor | HeadRows, temperature: float) -> TeacherLogits:
+        """With what was kept of the rows beside their states."""
+        if isinstance(logits_RV, Tensor) or temperature != 1.0:
+            return cls(logits_RV, temperature)
+        return cls(logits_RV, temperature, logits_RV.log_z_R, logits_RV.best_R)
+
+    @classmethod
     @torch.no_grad()
     def of(
         cls, logits_RV: Tensor | HeadRows, row_Q: Tensor, temperature: float, chunk: int
     ) -> TeacherLogits:
-        """Reads the whole vocabulary once per row of `row_Q`, `chunk` rows at a time."""
-        teacher = cls(logits_RV, temperature)
+        """Reads the whole vocabulary once per row of `row_Q`, `chunk` rows at a time, where that is
+        not known."""
+        teacher = cls.known(logits_RV, temperature)
+        if teacher.log_z_R is not None:
+            return teacher
         best_R = torch.zeros(len(logits_RV), dtype=torch.long, device=logits_RV.device)
         log_z_R: Tensor | None = None
         for rows in torch.split(row_Q, chunk):
@@ -59,6 +69,18 @@ class TeacherLogits:
         whole = self.logits_RV
         picked = whole[:, ids_K] if isinstance(whole, Tensor) else whole.over(ids_K)
         return replace(self, logits_RK=picked)
+
+    @torch.no_grad()
+    def made(self, ids_K: Tensor, row_Q: Tensor, chunk: int) -> TeacherLogits:
+        """This teacher with its rows over these draft ids made once, for several losses."""
+        assert isinstance(self.logits_RV, HeadRows)
+        few, out_RK = self.logits_RV.over(ids_K), None
+        for rows in torch.split(row_Q, chunk):
+            made_QK = few[rows]
+            if out_RK is None:
+                out_RK = made_QK.new_zeros(len(few), len(ids_K))
+            out_RK[rows] = made_QK
+        return replace(self, logits_RK=out_RK)
 
     @property
     def source(self) -> Tensor:

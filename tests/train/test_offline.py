@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.core.batch import TrainBatch
+from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
 from specctl.core.files import Disk
+from specctl.core.vocab import VocabMap
+from specctl.drafters import family as family_of
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
@@ -27,7 +29,7 @@ from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.features import shards as shards_module
-from specctl.train.features.capture import capture
+from specctl.train.features.capture import capture, training_needs
 from specctl.train.features.kept import Form, decode, encode, read_target
 from specctl.train.features.offline import feature_source
 from specctl.train.features.shards import MOST_OPEN, ShardLayout, Shards, kept_shards
@@ -167,15 +169,52 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["eagle3", "distill"])
+@pytest.mark.parametrize(
+    ("family", "size"), [("eagle3", "null"), ("eagle3", 40), ("distill", "null"), ("distill", 40)]
+)
 def test_a_run_on_kept_features_has_the_very_losses_of_one_with_the_target(
-    chat_target: Target, text: Path, tmp_path: Path, family: str
+    chat_target: Target, text: Path, tmp_path: Path, family: str, size: Any
 ) -> None:
-    online = run(chat_target, text, tmp_path / "online", family)
-    whole = {"data__features": "offline", "data__feature_dtype": "fp32"}
+    ids = {"vocab__size": size}
+    online = run(chat_target, text, tmp_path / "online", family, **ids)
+    whole = {"data__features": "offline", "data__feature_dtype": "fp32", **ids}
     assert run(chat_target, text, tmp_path / "offline", family, **whole) == online
     assert len(online) == 8
     assert kept_shards(tmp_path / "offline" / "features")
+
+
+def test_a_drafter_of_few_ids_reads_only_their_columns_of_kept_features(
+    target: Target, data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab = VocabMap(torch.arange(12), target.spec.vocab_size)
+    family = family_of("eagle3")
+    drafter = family.build(family.options(taps=(0, 2), ttt_steps=2), target.spec, vocab)
+    drafter.bind(target.borrowed())
+    needs, rows = training_needs(drafter), [3, 0, 5]
+    assert needs.teacher_log_z
+    kept = source(recipe_of(), target, data, tmp_path, needs)(rows)
+    online = capture(target, data.batch(rows), needs)
+    widths = set[int]()
+    product = HeadRows.__getitem__
+
+    def counted(self: HeadRows, row_Q: torch.Tensor) -> torch.Tensor:
+        widths.add(self.shape[1])
+        return product(self, row_Q)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadRows, "__getitem__", counted)
+        found = drafter.loss(kept)
+    assert widths == {12}, "the target's other ids are not computed again"
+    expected = drafter.loss(online)
+    torch.testing.assert_close(found.sum, expected.sum)
+    torch.testing.assert_close(found.metrics, expected.metrics)
+
+
+def test_a_drafter_of_most_ids_has_the_logits_of_a_whole_batch(target: Target) -> None:
+    family, size = family_of("eagle3"), target.spec.vocab_size
+    for kept in (None, VocabMap(torch.arange(size // 2), size)):
+        drafter = family.build(family.options(taps=(0, 2)), target.spec, kept)
+        assert not training_needs(drafter).teacher_rows
 
 
 # Largest relative difference of a loss within 8 steps; measured 2.2e-4, 2.1e-3 and 4.4e-3.

@@ -12,13 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import HeadRows, TrainBatch
-from specctl.core.drafter import Needs
+from specctl.core.drafter import Drafter, Needs
 from specctl.core.language_model import LanguageModel
 from specctl.core.sub_layers import SubLayers
 from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import linear
 from specctl.models.not_finite import is_bad, not_numbers
 from specctl.runtime.target.target import Target
+
+FEW = 1 / 4  # of the target's ids: a draft vocabulary for which only its own columns are made
+
+
+def training_needs(drafter: Drafter, is_stretch: bool = False) -> Needs:
+    """What a drafter needs while it learns. The target's logits of a whole batch do not exist at
+    once for one that drafts few of the ids, nor where a process computes a stretch of the rows."""
+    needs, size = drafter.needs(), drafter.spec.vocab_size
+    is_few = drafter.vocab is not None and drafter.vocab.size <= FEW * size
+    by_rows = needs.teacher and (needs.teacher_rows or is_few or is_stretch)
+    return replace(needs, teacher_rows=by_rows, teacher_log_z=by_rows and is_few)
 
 
 def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:

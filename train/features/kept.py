@@ -1,8 +1,9 @@
 """What the target says of a row, kept on disk: taps and its distribution of the next token.
 
 Per real token (padding is not kept): every tap that the drafter needs and, for a teacher, one of
-  state    the target's last state, from which its head makes the logits again (a plain head only);
-           thousands of numbers less per token than
+  state    the target's last state, from which its head makes the logits again (a plain head only),
+           with their log-normaliser and the most probable id for a drafter of few ids, which makes
+           no other columns; thousands of numbers less per token than
   logits   all of them, for heads with something after the product;
   topk     the K largest logits, and the mass of the others, which is spread evenly over them.
 Precision: fp32 keeps what was captured bit for bit; bf16; fp8 = float8_e4m3 with a scale per token.
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
+from specctl.drafters.losses.align import teacher_rows
+from specctl.drafters.losses.head_losses import fitting_chunk
+from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.recipes.schema import DataPart
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import has_plain_head, head_logits
@@ -28,13 +32,14 @@ from specctl.train.features.target_source import InProcess, TargetSource
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+KNOWN = ("log_z", "best")  # of a row's logits, kept as they are
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """What is kept of a token, and how. `width` D, `vocab` V; `itemsize` bytes of a captured
-    number."""
+    number; `has_log_z`: log-normaliser and most probable id beside the state."""
 
     taps: tuple[int, ...]
     teacher: str
@@ -43,6 +48,7 @@ class Form:
     width: int
     vocab: int
     itemsize: int
+    has_log_z: bool = False
 
     @classmethod
     def of(cls, data: DataPart, target: Target, needs: Needs) -> Form:
@@ -60,6 +66,7 @@ class Form:
             target.spec.hidden_size,
             target.spec.vocab_size,
             target.dtype.itemsize,
+            teacher == "state" and needs.teacher_log_z,
         )
 
     @property
@@ -68,7 +75,7 @@ class Form:
         each = {"fp32": self.itemsize, "bf16": min(2, self.itemsize), "fp8": 1}[self.dtype]
         scale = 4 if self.dtype == "fp8" else 0
         states = len(self.taps) + (self.teacher == "state")
-        total = states * (each * self.width + scale)
+        total = states * (each * self.width + scale) + 8 * self.has_log_z
         if self.teacher == "logits":
             total += each * self.vocab + scale
         if self.teacher == "topk":
@@ -85,15 +92,39 @@ def read_target(
     wanted = set(form.taps) | ({target.spec.num_layers} if form.teacher == "state" else set())
     needs = Needs(tuple(sorted(wanted)), teacher=form.teacher in ("logits", "topk"))
     found = source.read(batch, needs)
+    known = dict[str, Tensor]()
+    if form.has_log_z:
+        of = _head_rows(target, found.taps[target.spec.num_layers])
+        known = _known(with_log_z(of, teacher_rows(found)), batch.ids_BS.shape)
     rows: list[dict[str, Tensor]] = []
     for row, length in enumerate((batch.document_BS >= 0).sum(dim=1).tolist()):
         raw = {f"tap-{tap}": found.taps[tap][row, :length] for tap in form.taps}
         if form.teacher == "state":
             raw["state"] = found.taps[target.spec.num_layers][row, :length]
+        raw |= {name: each_BS[row, :length] for name, each_BS in known.items()}
         if found.teacher_BSV is not None:
             raw["logits"] = found.teacher_BSV[row, :length]
         rows.append(raw)
     return rows
+
+
+def with_log_z(rows: HeadRows, row_Q: Tensor) -> HeadRows:
+    """With the log-normalisers and most probable ids of these rows at temperature 1: the whole
+    vocabulary is read once."""
+    chunk = fitting_chunk(rows.shape[1], rows.device)
+    known = TeacherLogits.of(rows, row_Q, 1.0, chunk)
+    return replace(rows, log_z_R=known.log_z_R, best_R=known.best_R)
+
+
+def _known(rows: HeadRows, shape: torch.Size) -> dict[str, Tensor]:
+    assert rows.log_z_R is not None
+    assert rows.best_R is not None
+    return {"log_z": rows.log_z_R.float().view(shape), "best": rows.best_R.int().view(shape)}
+
+
+def _head_rows(target: Target, state_BSD: Tensor) -> HeadRows:
+    head = target.borrowed()
+    return HeadRows(state_BSD.flatten(0, 1), head.head_VD, head.head_bias_V)
 
 
 def encode(raw: Tensors, form: Form) -> dict[str, Tensor]:
@@ -105,6 +136,8 @@ def encode(raw: Tensors, form: Form) -> dict[str, Tensor]:
         elif name == "logits" and form.dtype != "fp32":
             shifted = values.float() - values.float().amax(-1, keepdim=True)
             stored |= _packed(name, shifted, form.dtype)
+        elif name in KNOWN:
+            stored[name] = values
         else:
             stored |= _packed(name, values, form.dtype)
     return {name: values.cpu().contiguous() for name, values in stored.items()}
@@ -149,22 +182,28 @@ def with_features(
 ) -> TrainBatch:
     """The batch with what was kept of its rows, in the target's dtype and on its device: what
     `capture` would have given it."""
-    laid = {name: _laid(batch, [row[name] for row in rows], target) for name in rows[0]}
+    dtypes = {"log_z": torch.float32, "best": torch.int64}
+    laid = {
+        name: _laid(batch, [row[name] for row in rows], target, dtypes.get(name, target.dtype))
+        for name in rows[0]
+    }
     taps = {tap: laid[f"tap-{tap}"] for tap in form.taps}
     made = replace(batch, taps=taps, teacher_BSV=laid.get("logits"))
     if form.teacher != "state":
         return made
     if needs.teacher_rows:
-        head = target.borrowed()
-        by_rows = HeadRows(laid["state"].flatten(0, 1), head.head_VD, head.head_bias_V)
+        by_rows = _head_rows(target, laid["state"])
+        if form.has_log_z:
+            known = laid["log_z"].flatten(), laid["best"].flatten()
+            by_rows = replace(by_rows, log_z_R=known[0], best_R=known[1])
         return replace(made, teacher_rows=by_rows)
     return replace(made, teacher_BSV=head_logits(target.lm, laid["state"]))
 
 
-def _laid(batch: TrainBatch, rows: Sequence[Tensor], target: Target) -> Tensor:
+def _laid(batch: TrainBatch, rows: Sequence[Tensor], target: Target, dtype: torch.dtype) -> Tensor:
     """[B, S, ...]: the tokens of each row at its beginning, zeros on padding."""
-    shape = (*batch.ids_BS.shape, rows[0].shape[-1])
-    laid = torch.zeros(shape, dtype=target.dtype, device=target.device)
+    shape = (*batch.ids_BS.shape, *rows[0].shape[1:])
+    laid = torch.zeros(shape, dtype=dtype, device=target.device)
     for place, values in zip(laid, rows, strict=True):
         place[: len(values)] = values.to(device=laid.device, dtype=laid.dtype)
     return laid

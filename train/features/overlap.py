@@ -80,7 +80,8 @@ def _tensors(batch: TrainBatch) -> Iterator[Tensor]:
     if batch.teacher_BSV is not None:
         yield batch.teacher_BSV
     if batch.teacher_rows is not None:
-        yield batch.teacher_rows.state_RD
+        rows = batch.teacher_rows
+        yield from (x for x in (rows.state_RD, rows.log_z_R, rows.best_R) if x is not None)
 
 
 def check_overlap(recipe: Recipe, drafter: Drafter) -> None:

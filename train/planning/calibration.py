@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,8 @@ from specctl.train.data.rows import TokenData
 from specctl.train.data.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.run_device import run_device
-from specctl.train.features.capture import has_plain_head, head_logits
+from specctl.train.features.capture import to_device, training_needs
+from specctl.train.features.kept import Form, Tensors, decode, encode, read_target, with_features
 from specctl.train.job import RunInputs, make_job
 from specctl.train.loop import Job, TrainProgress, save, take_step
 from specctl.train.planning.pace import Pace
@@ -120,15 +121,15 @@ class _Pieces:
         progress = TrainProgress()
         write, read = self._written(job, progress), 0.0
         if data.features == "offline":
-            read = self._captured(job) / (train.rows * train.seq_len)
-            job = replace(job, batch=_kept(job.batch))
+            features = self._features(job, rows)
+            job.batch(list(range(train.rows)))
+            read = self._timed(lambda: features.kept(train.rows)) / (train.rows * train.seq_len)
+            job = replace(job, batch=features.batch)
         step = self._step(job, progress)
         if train.joint is not None:  # so far the drafter learned alone
             alone = train.joint.warmup
             progress.step = round(alone * train.steps)
             step = alone * step + (1.0 - alone) * self._step(job, progress)
-        if data.features == "offline":
-            step += train.accumulate * self._teacher(job)
         self.advance(1, "a step")
         saved = self._saved(job, progress)
         self.advance(1, "a checkpoint")
@@ -181,7 +182,7 @@ class _Pieces:
         job = make_job(recipe, inputs, checkpoints, reference)
         if not self.is_elsewhere:
             return job
-        needs = job.drafter.needs()
+        needs = training_needs(job.drafter)
 
         def batch(rows: list[int]) -> TrainBatch:
             return states_from_elsewhere(target, data.batch(rows, target.device), needs)
@@ -252,26 +253,21 @@ class _Pieces:
         long = twice(rows, 2)
         return short + (train.rows * batches / rows - 1) * max(0.0, long - short)
 
-    def _captured(self, job: Job) -> float:
-        """Seconds in which the target reads a batch."""
-        rows = list(range(self.recipe.train.rows))
+    def _features(self, job: Job, data: TokenData) -> _Features:
+        needs, target = training_needs(job.drafter), self.target
         if self.is_elsewhere:
-            return 0.0
-        job.batch(rows)
-        return self._timed(lambda: job.batch(rows))
+            return _Features(lambda rows: (job.batch(rows), ()), lambda batch, kept: batch)
+        form = Form.of(self.recipe.data, target, needs)
 
-    def _teacher(self, job: Job) -> float:
-        """Seconds in which the logits of a batch are made again from the states on disk."""
-        needs, lm, train = job.drafter.needs(), self.target.lm, self.recipe.train
-        is_state = (
-            needs.teacher and not needs.teacher_rows and self.recipe.data.teacher_topk is None
-        )
-        if not is_state or not has_plain_head(lm):
-            return 0.0
-        shape = (train.rows, train.seq_len, self.target.spec.hidden_size)
-        state_BSD = torch.randn(shape, dtype=self.target.dtype, device=self.target.device)
-        head_logits(lm, state_BSD)
-        return self._timed(lambda: head_logits(lm, state_BSD))
+        def keep(rows: list[int]) -> tuple[TrainBatch, Sequence[Tensors]]:
+            batch = to_device(data.batch(rows), target.device)
+            return batch, [encode(raw, form) for raw in read_target(target, batch, form)]
+
+        def lay(batch: TrainBatch, kept: Sequence[Tensors]) -> TrainBatch:
+            raw = [decode(each, form) for each in kept]
+            return with_features(target, batch, raw, needs, form)
+
+        return _Features(keep, lay)
 
     def _saved(self, job: Job, progress: TrainProgress) -> float:
         """Seconds of a checkpoint; one that is too large to try takes as long by the byte."""
@@ -349,16 +345,22 @@ class _Pieces:
         return tau, gate
 
 
-def _kept(batch: Callable[[list[int]], TrainBatch]) -> Callable[[list[int]], TrainBatch]:
-    """Batches of so many rows, read once: as features that lie on disk."""
-    found: dict[int, TrainBatch] = {}
+@dataclass(frozen=True, slots=True)
+class _Features:
+    """Batches of so many rows whose features are kept, as those on disk are: read once, and laid
+    out whenever they are wanted. In memory, for a disk keeps what was just written there, too."""
 
-    def kept(rows: list[int]) -> TrainBatch:
-        if len(rows) not in found:
-            found[len(rows)] = batch(rows)
-        return found[len(rows)]
+    keep: Callable[[list[int]], tuple[TrainBatch, Sequence[Tensors]]]
+    lay: Callable[[TrainBatch, Sequence[Tensors]], TrainBatch]
+    there: dict[int, tuple[TrainBatch, Sequence[Tensors]]] = field(default_factory=dict)
 
-    return kept
+    def kept(self, count: int) -> tuple[TrainBatch, Sequence[Tensors]]:
+        if count not in self.there:
+            self.there[count] = self.keep(list(range(count)))
+        return self.there[count]
+
+    def batch(self, rows: list[int]) -> TrainBatch:
+        return self.lay(*self.kept(len(rows)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import Recipe, TrainPart
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.data.context import check_context
+from specctl.train.features.capture import training_needs
 from specctl.train.features.kept import Form
 from specctl.train.features.remote_shards import is_url
 from specctl.train.init.initial import TARGET, carries, completed
@@ -253,7 +254,7 @@ def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> d
     if train.joint is not None:
         found["changed target"] = shape.itemsize(recipe.target) * shape.parameters
     if data.features == "offline":
-        features = _feature_bytes(recipe, shape, drafter.needs()) * tokens
+        features = _feature_bytes(recipe, shape, training_needs(drafter)) * tokens
         if data.features_gb is not None:
             features = min(features, int(data.features_gb * 1e9))
         if data.features_at is None or (is_url(data.features_at) and data.features_gb):
@@ -268,7 +269,9 @@ def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
     teacher = ("topk" if topk else whole) if needs.teacher else "none"
     itemsize = shape.itemsize(recipe.target)
     dtype = recipe.data.feature_dtype
-    form = Form(needs.taps, teacher, topk, dtype, spec.hidden_size, spec.vocab_size, itemsize)
+    has_log_z = teacher == "state" and needs.teacher_log_z
+    widths = spec.hidden_size, spec.vocab_size
+    form = Form(needs.taps, teacher, topk, dtype, *widths, itemsize, has_log_z)
     return form.bytes_per_token
 
 

@@ -47,7 +47,7 @@ from specctl.runtime.target.device import DTYPES
 from specctl.runtime.target.served import ServedLM, StoredWeights
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options, trainable_family
-from specctl.train.features.capture import read
+from specctl.train.features.capture import read, training_needs
 from specctl.train.features.target_source import FromStates, Text, layers_for
 from specctl.train.init.initial import completed
 from specctl.train.lora import attach
@@ -159,9 +159,7 @@ def _asked(asked: _Known) -> StepBytes:
             for optimizer in optimizers.values():
                 optimizer.step()
 
-        needs = drafter.needs()
-        if train.sequence_parallel > 1:
-            needs = replace(needs, teacher_rows=needs.teacher)
+        needs = training_needs(drafter, train.sequence_parallel > 1)
         step = TracedStep(live, target, drafter, train.precision == "bf16", update, needs, known)
         update()  # the optimizer's state is made by its first step
         optimizer = live.now - after
@@ -263,7 +261,7 @@ class TracedStep:
         return found
 
     def _read(self, batch: TrainBatch) -> TrainBatch:
-        needs = self.needs or self.drafter.needs()
+        needs = self.needs or training_needs(self.drafter)
         if isinstance(self.target.lm, ServedLM):
             return FromStates(self.target, _NoStates(self.target)).made(batch, needs)
         with torch.no_grad():
