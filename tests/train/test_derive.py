@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specctl.api.derive import derive_recipe, is_foreign, keep, kept, seconds_of
 from specctl.core.errors import RecipeError
@@ -23,6 +24,7 @@ from specctl.train.planning import derive as deriving
 from specctl.train.planning.data_facts import DataFacts
 from specctl.train.planning.derive import EPOCHS, FILL, MOST_EPOCHS, Derived, derive
 from specctl.train.planning.pace import Pace
+from specctl.train.products import bf16_gain
 
 PACE = Pace(once=5.0, answer=0.5, step=2.0, tau=1.0, save=0.1, read=0.001)
 # A million prompts of 20 tokens; answers of 40 tokens, where 48 are the most.
@@ -49,6 +51,12 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def known_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deriving, "calibrate", lambda *given, **more: PACE)
+
+
+@pytest.fixture(autouse=True)
+def known_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose products of bfloat16 are not faster."""
+    monkeypatch.setattr(deriving, "bf16_gain", lambda device: 1.0)
 
 
 @pytest.fixture
@@ -263,3 +271,24 @@ def test_only_a_demonstration_for_another_target_here_is_foreign(
     assert not is_foreign(recipe_of(other, prompts, "train.steps=5"), "eagle3")
     assert not is_foreign(load_recipe("eagle3", target="llama3-8b"), "eagle3")
     assert not is_foreign(load_recipe("llama3-8b-eagle3", target=str(other)), "llama3-8b-eagle3")
+
+
+@pytest.mark.parametrize(("gain", "expected"), [(2.4, "bf16"), (1.2, "no"), (0.02, "no")])
+def test_products_are_made_in_bfloat16_where_that_is_much_faster(
+    other: Path,
+    prompts: Path,
+    known_data: None,
+    monkeypatch: pytest.MonkeyPatch,
+    gain: float,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(deriving, "bf16_gain", lambda device: gain)
+    made = derived(recipe_of(other, prompts))
+    assert made.recipe.train.precision == expected
+    assert ("2.4 times" in reasons(made).get("train.precision", "")) == (gain > 2)
+    fixed = derived(recipe_of(other, prompts, "train.precision=no"))
+    assert fixed.recipe.train.precision == "no"
+
+
+def test_the_gain_of_bfloat16_is_measured() -> None:
+    assert 0.0 < bf16_gain(torch.device("cpu")) < 100.0

@@ -34,6 +34,7 @@ from specctl.train.planning.stand_in import now, stand_in
 from specctl.train.planning.target_shape import TargetShape, target_shape
 from specctl.train.planning.weighing import Weighing
 from specctl.train.planning.work import QUESTION_TOKENS, Part
+from specctl.train.products import FAR, bf16_gain
 
 USUAL_SECONDS = 40 * 60.0
 EPOCHS = 4.0  # times that a row is read, see docs/training.md
@@ -95,6 +96,7 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
     deriving.vocabulary(facts)
     deriving.rows()
     deriving.features(facts)
+    deriving.precision()
     pace = calibrate(deriving.calibrated(facts), shape, processes, reporter=reporter)
     if pace is None:
         raise RecipeError(
@@ -236,6 +238,13 @@ class _Deriving:
             return
         reason = f"the target reads every row once; {size * 1e3 / 1e9:.2g} GB a thousand answers"
         self.choose("data.features", "offline", reason)
+
+    def precision(self) -> None:
+        """Products in bfloat16 where this machine makes them much faster."""
+        gain = bf16_gain(run_device())
+        if gain >= FAR:
+            reason = f"its products are {gain:.1f} times as fast here; weights are kept in float32"
+            self.choose("train.precision", "bf16", reason)
 
     def _without_auto(self, facts: DataFacts, recipe: Recipe | None = None) -> Recipe:
         """The recipe with the vocabulary that its data are expected to need."""
