@@ -190,9 +190,18 @@ def test_answers_of_the_data_are_learned_as_they_are(other: Path, tmp_path: Path
     assert made.recipe.train.steps >= deriving.LEAST_STEPS
 
 
-@pytest.mark.parametrize("name", ["mlp-speculator", "medusa-2", "distill-on-policy"])
-def test_what_time_does_not_decide_is_refused(other: Path, prompts: Path, name: str) -> None:
-    with pytest.raises(RecipeError, match="is not derived by time"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mlp-speculator", "has several stages"),
+        ("medusa-2", "also trains the target"),
+        ("distill-on-policy", "learns from text that the drafter writes"),
+    ],
+)
+def test_what_time_does_not_decide_is_refused(
+    other: Path, prompts: Path, name: str, why: str
+) -> None:
+    with pytest.raises(RecipeError, match=f"--time cannot derive a recipe that {why}"):
         derived(recipe_of(other, prompts, name=name))
 
 

@@ -117,19 +117,21 @@ def check_derivable(recipe: Recipe) -> None:
     changes the target."""
     trainable_family(recipe)
     for is_so, what in (
-        (bool(recipe.stages), "a recipe of several stages"),
-        (recipe.train.joint is not None, "a recipe that trains the target, too"),
-        (recipe.train.lora is not None, "a recipe that adapts a drafter"),
-        (recipe.data.on_policy > 0, "a recipe whose drafter writes its own text"),
-        (recipe.data.target_source != "inprocess", "a target whose states are elsewhere"),
+        (bool(recipe.stages), "has several stages"),
+        (recipe.train.joint is not None, "also trains the target"),
+        (recipe.train.lora is not None, "adapts a drafter that is trained already"),
+        (recipe.data.on_policy > 0, "learns from text that the drafter writes"),
+        (recipe.data.target_source != "inprocess", "reads the target's states from elsewhere"),
     ):
         if is_so:
             raise RecipeError(
-                f"{what} is not derived by time",
+                f"--time cannot derive a recipe that {what}",
                 where="--time",
                 found=recipe.name,
-                expected="a recipe of one stage, of a drafter that learns the target's answers",
-                do="--recipe eagle3 --time 40m; or leave --time out and set what differs by --set",
+                expected="a recipe of one stage, whose drafter learns the target's own answers and "
+                "whose target is loaded here",
+                do="--recipe eagle3 --time 40m; or leave --time out and change what differs by "
+                "--set",
             )
 
 
