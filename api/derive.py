@@ -16,6 +16,7 @@ from specctl.core.files import write_json
 from specctl.recipes.load import with_fields
 from specctl.recipes.made_for import DEMONSTRATION, is_same, made_for, target_of
 from specctl.recipes.schema import Recipe
+from specctl.recipes.section import flatten
 from specctl.recipes.targets import resolve
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
     path = out / RECORD
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        choices = {one["field"]: one["value"] for one in found["choices"]}
+        choices = {one["field"]: one for one in found["choices"]}
         earlier = float(found["seconds"])
     except FileNotFoundError:
         return None
@@ -124,9 +125,14 @@ def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
             expected=f"{earlier:.0f} s",
             do=f"--time {earlier:.0f}s goes on with it; another --out begins anew",
         )
-    free = {field: value for field, value in choices.items() if _is_shipped_or_new(recipe, field)}
+    free = {f: one["value"] for f, one in choices.items() if _is_theirs(recipe, one)}
     return with_fields(recipe, free, DERIVED)
 
 
-def _is_shipped_or_new(recipe: Recipe, field: str) -> bool:
-    return field not in recipe.origin or _is_shipped(recipe, field)
+def _is_theirs(recipe: Recipe, choice: dict[str, Any]) -> bool:
+    """Whether a choice that was kept holds for a recipe: nobody has set its field, or it is set to
+    what the choice adds to."""
+    field, replaces = choice["field"], choice.get("replaces")
+    if field not in recipe.origin or _is_shipped(recipe, field):
+        return True
+    return replaces is not None and replaces == dict(flatten(recipe.to_json()))[field]

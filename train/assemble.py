@@ -24,11 +24,11 @@ from specctl.runtime.policies import make_policy, policies_of
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.pack import num_held
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import is_corpus
 from specctl.train.metrics import MeasuredAcceptance, Totals, alphas, means, simulated_tau
 
-HELD_SHARE = 20  # one row in so many is kept for measuring when the data are the user's own
 Prompts = Sequence[Sequence[int]]
 BatchOf = Callable[[list[int]], TrainBatch]
 
@@ -142,7 +142,7 @@ def measuring_rows(part: DataPart, data: TokenData, can_run: bool = True) -> ran
     decodes = can_run and part.target_source == "inprocess"
     if (is_corpus(part.source) and decodes) or data.num_rows < 2:
         return range(0)
-    return range(data.num_rows - max(1, data.num_rows // HELD_SHARE), data.num_rows)
+    return range(data.num_rows - num_held(data.num_rows), data.num_rows)
 
 
 def measuring_prompts(recipe: Recipe, target: Target, data: TokenData) -> Prompts:

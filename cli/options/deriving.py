@@ -108,6 +108,8 @@ def show(console: Console, derived: Derived) -> None:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
     return (
         f"{value:,}" if isinstance(value, int) else "the target's" if value is None else str(value)
     )

@@ -112,13 +112,11 @@ def test_a_time_is_refused_for_a_run_that_was_not_derived(run: Run, flags: list[
     assert run(*words[:-1], "soon").code == Exit.RECIPE
 
 
-def test_too_few_prompts_are_refused_with_a_way_out(
-    run: Run, flags: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = DataFacts(3, 8.0, 8, 8.0, 3, 0.5, 900, 0.95)
-    monkeypatch.setattr(deriving, "look_at_data", lambda *given: few)
+def test_too_few_prompts_are_refused_with_a_way_out(run: Run, flags: list[Any]) -> None:
+    file = Path(flags[3])
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
     ran = run("train-draft", "--recipe", "eagle3", *flags, "--time", "10m", "--out", "run")
     assert ran.code == Exit.RECIPE
     assert "3 in" in ran.err
-    assert "--data self" in ran.err
+    assert "a chat model as the target" in ran.err
     assert not Path("run").exists()

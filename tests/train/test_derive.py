@@ -19,12 +19,16 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
 from specctl.recipes.written import recipe_text
 from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target
 from specctl.train.planning import data_facts
 from specctl.train.planning import derive as deriving
-from specctl.train.planning.data_facts import DataFacts
-from specctl.train.planning.derive import EPOCHS, FILL, MOST_EPOCHS, Derived, derive
+from specctl.train.planning.amounts import EPOCHS, FILL, LEAST_STEPS, MOST_EPOCHS
+from specctl.train.planning.data_facts import DataFacts, SomePrompts
+from specctl.train.planning.derive import Derived, derive
 from specctl.train.planning.pace import Pace
+from specctl.train.planning.work import QUESTION_TOKENS
 from specctl.train.products import bf16_gain
+from specctl_testing.runtime.chat_targets import spoken_with
 
 PACE = Pace(once=5.0, answer=0.5, step=2.0, tau=1.0, save=0.1, read=0.001)
 # A million prompts of 20 tokens; answers of 40 tokens, where 48 are the most.
@@ -62,12 +66,13 @@ def known_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def known_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts of data that are not looked at, for a target that is not loaded."""
-    monkeypatch.setattr(deriving, "look_at_data", lambda *given: FACTS)
+    facts_are(monkeypatch, FACTS)
     monkeypatch.setattr(deriving, "stand_in", lambda *given: None)
 
 
-def prompts_of(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    facts = replace(FACTS, prompts=count)
+def facts_are(monkeypatch: pytest.MonkeyPatch, facts: DataFacts) -> None:
+    some = SomePrompts(facts.prompts, ())
+    monkeypatch.setattr(deriving, "some_prompts", lambda data: some)
     monkeypatch.setattr(deriving, "look_at_data", lambda *given: facts)
 
 
@@ -132,7 +137,7 @@ def test_what_was_set_by_hand_is_kept(other: Path, prompts: Path) -> None:
 def test_few_prompts_are_not_learned_by_heart(
     other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts_of(monkeypatch, 2000)
+    facts_are(monkeypatch, replace(FACTS, prompts=2000))
     made = derived(recipe_of(other, prompts), 7200.0)
     recipe, why = made.recipe, reasons(made)
     assert recipe.data.prompts == 2000
@@ -142,12 +147,108 @@ def test_few_prompts_are_not_learned_by_heart(
     assert "give more prompts" in why["train.steps"]
 
 
+@pytest.fixture
+def chatty(chat_target: Target, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A chat model, whatever the recipe names; it writes the questions that the data lack."""
+    target = spoken_with(chat_target)
+    monkeypatch.setattr(deriving, "stand_in", lambda *given: target)
+    return target
+
+
+@pytest.mark.usefixtures("known_data", "chatty")
+def test_a_chat_model_writes_the_prompts_that_the_data_lack(
+    other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts_are(monkeypatch, replace(FACTS, prompts=200))
+    made = derived(recipe_of(other, prompts), 1200.0)
+    recipe, why = made.recipe, reasons(made)
+    assert recipe.data.source == (str(prompts), "self")
+    more = recipe.data.prompts - 200
+    assert more > 200
+    assert (
+        f"200 prompts are too few for 20 min: the target writes {more:,} more"
+        in (why["data.source"])
+    )
+    assert "every row is read 4.0 times" in why["train.steps"]
+    questions = more * PACE.answer * 40 / 48 * QUESTION_TOKENS / 40
+    assert 0.85 * 1200 < spent(recipe) + questions < 0.95 * 1200
+
+
+@pytest.mark.usefixtures("known_data", "chatty")
+def test_enough_prompts_and_a_number_of_your_own_stay_alone(
+    other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = derived(recipe_of(other, prompts), 600.0)
+    assert made.recipe.data.source == str(prompts)
+    facts_are(monkeypatch, replace(FACTS, prompts=200))
+    mine = derived(recipe_of(other, prompts, "data.prompts=200"), 1200.0)
+    assert mine.recipe.data.source == str(prompts)
+    assert "more would only learn them by heart" in reasons(mine)["train.steps"]
+
+
+@pytest.mark.usefixtures("chatty")
+def test_three_prompts_are_no_error_where_the_target_writes_the_others(
+    other: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "few.jsonl"
+    texts = ("What is a drafter?", "Name two rivers of Asia.", "Write a short poem on rain.")
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    made = derived(recipe_of(other, file), 1200.0)
+    assert made.recipe.data.source == (str(file), "self")
+    assert reasons(made)["data.source"].startswith("3 prompts are too few for 20 min")
+    assert "in 16 tried" in reasons(made)["data.prompts"]
+    keep(made, tmp_path / "run")
+    again = kept(recipe_of(other, file), tmp_path / "run", 1200.0)
+    assert again is not None
+    assert (again.to_json(), again.origin) == (made.recipe.to_json(), made.recipe.origin)
+    mine = kept(recipe_of(other, tmp_path / "b.jsonl"), tmp_path / "run", 1200.0)
+    assert mine is not None
+    assert mine.data.source == str(tmp_path / "b.jsonl")
+    with pytest.raises(RecipeError, match="too few prompts"):
+        derived(recipe_of(other, file, "data.prompts=3"), 1200.0)
+
+
 @pytest.mark.usefixtures("known_data")
 def test_a_time_that_is_too_short_names_one_that_is_not(other: Path, prompts: Path) -> None:
     with pytest.raises(RecipeError, match="too short") as caught:
         derived(recipe_of(other, prompts), 20.0)
     enough = seconds_of(str(caught.value.do).removeprefix("--time "))
-    assert derived(recipe_of(other, prompts), enough).recipe.train.steps >= deriving.LEAST_STEPS
+    assert derived(recipe_of(other, prompts), enough).recipe.train.steps >= LEAST_STEPS
+
+
+@pytest.mark.usefixtures("known_data")
+def test_a_calibration_ends_where_its_pieces_need_more_than_the_time(
+    other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def known_so_far(*given: Any, so_far: Any, **more: Any) -> Pace:
+        so_far(replace(PACE, once=0.0, answer=0.0, tau=0.0, save=0.0))
+        return PACE
+
+    monkeypatch.setattr(deriving, "calibrate", known_so_far)
+    with pytest.raises(RecipeError, match="too short") as caught:
+        derived(recipe_of(other, prompts), 80.0)
+    assert str(caught.value.expected).startswith("more than ")
+    assert caught.value.do == "--time 42m"
+    with pytest.raises(RecipeError, match="too short") as caught:
+        derived(recipe_of(other, prompts), 100.0)
+    assert str(caught.value.expected).startswith("at least ")
+
+
+@pytest.mark.usefixtures("known_data")
+def test_what_is_known_so_far_refuses_no_time_that_is_enough(
+    other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        derived(recipe_of(other, prompts), 20.0)
+    enough = seconds_of(str(caught.value.do).removeprefix("--time "))
+
+    def piece_by_piece(*given: Any, so_far: Any, **more: Any) -> Pace:
+        for known in (replace(PACE, once=0.0, tau=0.0, answer=0.0), replace(PACE, answer=0.0)):
+            so_far(known)
+        return PACE
+
+    monkeypatch.setattr(deriving, "calibrate", piece_by_piece)
+    assert derived(recipe_of(other, prompts), enough).recipe.train.steps >= LEAST_STEPS
 
 
 @pytest.mark.usefixtures("known_data")
@@ -195,18 +296,27 @@ def test_answers_of_the_data_are_learned_as_they_are(other: Path, tmp_path: Path
     file.write_text("".join(json.dumps(pair | {"n": i}) + "\n" for i in range(50)))
     made = derived(recipe_of(other, file, "data.regenerate=false"))
     assert "data.prompts" not in reasons(made)
-    assert made.recipe.train.steps >= deriving.LEAST_STEPS
+    assert made.recipe.train.steps >= LEAST_STEPS
 
 
-@pytest.mark.parametrize("name", ["mlp-speculator", "medusa-2", "distill-on-policy"])
-def test_what_time_does_not_decide_is_refused(other: Path, prompts: Path, name: str) -> None:
-    with pytest.raises(RecipeError, match="is not derived by time"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mlp-speculator", "has several stages"),
+        ("medusa-2", "also trains the target"),
+        ("distill-on-policy", "learns from text that the drafter writes"),
+    ],
+)
+def test_what_time_does_not_decide_is_refused(
+    other: Path, prompts: Path, name: str, why: str
+) -> None:
+    with pytest.raises(RecipeError, match=f"--time cannot derive a recipe that {why}"):
         derived(recipe_of(other, prompts, name=name))
 
 
 def test_no_prompt_at_all_is_an_error_of_the_data(other: Path, tmp_path: Path) -> None:
     file = tmp_path / "empty.jsonl"
-    file.write_text(json.dumps({"text": "x"}) + "\n")
+    file.write_text((json.dumps({"text": "x"}) + "\n") * 40)
     with pytest.raises(RecipeError, match="no prompt of the data can be answered"):
         derived(recipe_of(other, file))
 

@@ -271,6 +271,7 @@ def test_self_writes_what_other_sources_lack(chatty: Target, tmp_path: Path) -> 
     assert len(texts_of(tmp_path / "a" / "data" / FILE)) == 2
     asked = {a.prompt.dialogue.messages[0]["content"] for a in answers if a.prompt.dialogue}
     assert asked == {*(f"hello {i}" for i in range(4)), *texts_of(tmp_path / "a" / "data" / FILE)}
+    assert [a.prompt.is_question for a in answers].count(True) == 2
     few = recipe((str(file), "self"), prompts=3)
     assert len(write_answers_alone(few, chatty, tmp_path / "b", console)) == 3
     assert (tmp_path / "b" / "data" / FILE).read_text() == ""

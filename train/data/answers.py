@@ -94,11 +94,12 @@ class Dialogue:
 @dataclass(frozen=True, slots=True)
 class PromptCut:
     """A prompt made from a sample of the data: of a conversation, all before the first turn that is
-    answered."""
+    answered. `is_question`: the target wrote it itself."""
 
     ids: Sequence[int]
     domain: str
     dialogue: Dialogue | None = None
+    is_question: bool = False
 
     @property
     def num_turns(self) -> int:
@@ -158,7 +159,8 @@ class WrittenAnswer:
         mask = np.full(len(ids), train_on_prompt)
         for start, end in answers:
             mask[start:end] = True
-        return Document(np.array(ids, dtype=np.int32), mask, self.prompt.domain)
+        is_question = self.prompt.is_question
+        return Document(np.array(ids, dtype=np.int32), mask, self.prompt.domain, is_question)
 
 
 @dataclass(frozen=True, slots=True)

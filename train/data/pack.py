@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
+
+HELD_SHARE = 20  # one row in so many is kept for measuring
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -21,11 +23,13 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids, which of them are to be predicted, and the domain it is counted under."""
+    """Token ids, which of them are to be predicted, and the domain it is counted under.
+    `is_question`: its prompt is a question that the target wrote itself."""
 
     ids: Ints
     mask: Bools
     domain: str
+    is_question: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def _pieces(document: Document, seq_len: int) -> Iterator[Document]:
     for start in range(0, len(document.ids) if is_text else 1, seq_len):
         mask = document.mask[start : start + seq_len].copy()
         mask[:1] = False
-        yield Document(document.ids[start : start + seq_len], mask, document.domain)
+        yield replace(document, ids=document.ids[start : start + seq_len], mask=mask)
 
 
 def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
@@ -110,7 +114,26 @@ def pack(documents: Sequence[Document], seq_len: int, pad_id: int, seed: int) ->
     """The documents in shuffled rows; the same input gives the same rows."""
     plan = best_fit([len(d.ids) for d in documents], seq_len)
     Random(seed).shuffle(plan)
-    return laid_out(documents, plan, seq_len, pad_id)
+    return laid_out(documents, _users_last(plan, documents), seq_len, pad_id)
+
+
+def num_held(num_rows: int) -> int:
+    """Of so many rows, those at the end that are kept for measuring."""
+    return max(1, num_rows // HELD_SHARE)
+
+
+def _users_last(plan: list[list[int]], documents: Sequence[Document]) -> list[list[int]]:
+    """The rows, where the target wrote questions beside the user's: of those that are kept for
+    measuring the first half have a prompt of the user's, but at most a quarter of the rows that
+    have any."""
+    is_theirs = [any(not documents[index].is_question for index in row) for row in plan]
+    if all(is_theirs) or not any(is_theirs):
+        return plan
+    held, theirs = num_held(len(plan)), [row for row, is_so in enumerate(is_theirs) if is_so]
+    chosen = theirs[: max(1, min(-(-held // 2), len(theirs) // 4))]
+    others = [row for row in range(len(plan)) if row not in set(chosen)]
+    place = len(plan) - held
+    return [plan[row] for row in (*others[:place], *chosen, *others[place:])]
 
 
 def laid_out(

@@ -14,6 +14,7 @@ from specctl.train.data.answers import AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.context import LEAST_PROMPT, check_ids
 from specctl.train.data.corpus import PROSE, regions
 from specctl.train.data.records import Sample
+from specctl.train.data.self_source import is_question
 from specctl.train.data.sources import Defects
 
 EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again
@@ -77,7 +78,7 @@ def _cut_prompt(
         if len(ids) > room:
             raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
         check_ids(ids, target)
-        return PromptCut(array("i", ids), sample.domain, dialogue)
+        return PromptCut(array("i", ids), sample.domain, dialogue, is_question(sample.where))
     if not sample.text:
         raise ValueError("record has token ids alone, and neither messages nor text to answer")
     start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))

@@ -26,6 +26,11 @@ def uses_self(source: str | Sequence[str]) -> bool:
     return SELF in names_of(source)
 
 
+def is_question(where: str) -> bool:
+    """Whether the record at a place, FILE:LINE, is a question that a target wrote."""
+    return Path(where).name.startswith(f"{FILE}:")
+
+
 def check_self(data: DataPart, target: Target | None = None) -> None:
     """RecipeError where the data have the source `self` and nobody is here to write it; of the
     target only where it is known."""

@@ -64,6 +64,7 @@ GATE = (4, 32)  # prompts and tokens that a package is tried with, twice
 MOST_SAVED = 500_000_000  # bytes of a checkpoint that is written to see how long that takes
 
 Clock = Callable[[], float]
+SoFar = Callable[[Pace], None]
 
 
 def calibrate(
@@ -73,10 +74,13 @@ def calibrate(
     start: float | None = None,
     clock: Clock = now,
     reporter: Reporter | None = None,
+    so_far: SoFar = lambda pace: None,
 ) -> Pace | None:
     """The pace of a recipe's run here, for a target of that shape, on so many processes. `start`:
-    seconds from the command to its first work. None where it cannot be known within seconds: a
-    target that a CPU would need minutes to make, or one spread over several devices."""
+    seconds from the command to its first work. `so_far` gets what is known as the pieces are
+    measured, 0 for the others, and may end the calibration by an error. None where the pace cannot
+    be known within seconds: a target that a CPU would need minutes to make, or one spread over
+    several devices."""
     device = run_device()
     if recipe.train.shard_target:
         return None
@@ -97,7 +101,7 @@ def calibrate(
         rows = -(-recipe.train.rows // processes)
         train = recipe.train.model_copy(update={"rows": rows, "trackers": ()})
         mine = recipe.model_copy(update={"train": train})
-        pieces = _Pieces(mine, target, text, Path(folder), clock, advance)
+        pieces = _Pieces(mine, target, text, Path(folder), clock, advance, so_far)
         made = pieces.pace(START if start is None else start)
         return replace(made, once=made.once + loading, answer=made.answer / processes)
 
@@ -110,6 +114,7 @@ class _Pieces:
     folder: Path
     clock: Clock
     advance: Advance
+    so_far: SoFar
 
     def pace(self, start: float) -> Pace:
         recipe, target = self.recipe, self.target
@@ -131,11 +136,13 @@ class _Pieces:
             progress.step = round(alone * train.steps)
             step = alone * step + (1.0 - alone) * self._step(job, progress)
         self.advance(1, "a step")
+        self.so_far(Pace(once=0.0, answer=0.0, step=step, tau=0.0, save=0.0, read=read))
         saved = self._saved(job, progress)
         self.advance(1, "a checkpoint")
         with job.drafter.whole() as drafter:
             tau, gate = self._decoding(drafter, rows, step)
         self.advance(1, "tau")
+        self.so_far(Pace(once=gate, answer=0.0, step=step, tau=tau, save=saved, read=read))
         tokens = data.text_tokens if data.regenerate else data.limit_tokens or 10**7
         encoding = encoding_seconds(target, self.text.samples, tokens, self.clock)
         answer = self._answer()

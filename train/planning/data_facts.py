@@ -8,7 +8,7 @@ decides how many it can write in a given time, and only answering shows it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -28,7 +28,7 @@ from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample
 from specctl.train.data.regenerate import EngineWriter
 from specctl.train.data.self_source import check_self, others_of, uses_self
-from specctl.train.data.sources import HUB, Defects, find_source, names_of, read_samples
+from specctl.train.data.sources import HUB, SELF, Defects, find_source, names_of, read_samples
 from specctl.train.data.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.planning.work import QUESTION_TOKENS
@@ -39,10 +39,13 @@ TRIED = 16  # of them that are answered
 LEAST_ANSWER = 4  # tokens on average; a target that says less says nothing
 GUESSED = 0.75  # of the longest answer, where no answer could be tried
 
+Tried = Callable[[], None]
+
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """`prompts`: records that can be answered, None where only a download would tell. Tokens:
+    """`prompts`: records that can be answered, those that the target writes not counted; None where
+    only a download would tell. Tokens:
     `prompt_tokens` of a prompt on average, `long_prompt` of the longest but one in twenty,
     `answer_tokens` of an answer on average. `tried`: answers that say so, of which a share `ended`
     by itself; 0: none, the length is a guess. `ids`: token ids that cover the share `coverage` of
@@ -63,28 +66,43 @@ class DataFacts:
         return self.prompt_tokens + self.answer_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class SomePrompts:
+    """How many samples the sources of data hold, None where only a download would tell; and some of
+    them, drawn evenly. What the target writes for the source `self` is not among them."""
+
+    count: int | None
+    samples: tuple[Sample, ...]
+
+
 def look_at_data(
-    recipe: Recipe, target: Target | None, coverage: float, reporter: Reporter
+    recipe: Recipe,
+    target: Target | None,
+    some: SomePrompts,
+    coverage: float,
+    reporter: Reporter,
+    tried: Tried = lambda: None,
 ) -> DataFacts:
     """The facts of a recipe's data, with answers of `target`; without one (it is too large to be
-    read for a plan, or not here) lengths are those that the recipe allows."""
+    read for a plan, or not here) lengths are those that the recipe allows. `tried` is called with
+    every answer, and may end this by an error."""
     data = recipe.data
-    if uses_self(data.source):
-        return _beside_questions(recipe, target, coverage, reporter)
-    count, samples = _some(data)
     if target is None or target.tokenizer is None:
+        ids = data.prompt_tokens if some.samples else QUESTION_TOKENS
         guessed = GUESSED * data.new_tokens
-        return DataFacts(
-            count, data.prompt_tokens, data.prompt_tokens, guessed, 0, 0.0, 0, coverage
-        )
+        return DataFacts(some.count, ids, ids, guessed, 0, 0.0, 0, coverage)
     if not data.regenerate:
-        return _of_documents(recipe, target, count, samples, coverage)
+        return _of_documents(recipe, target, some.count, some.samples, coverage)
+    samples: Sequence[Sample] = some.samples
+    if uses_self(data.source):
+        check_self(data, target)
+        samples = _with_questions(recipe, target, samples, reporter)
     cuts = _prompts(recipe, target, samples)
     lengths = sorted(len(cut.ids) for cut in cuts)
-    answers = _tried(recipe, target, cuts[:TRIED], reporter)
+    answers = _tried(recipe, target, cuts[:TRIED], reporter, tried)
     seen = [*(cut.ids for cut in cuts), *(ids for ids, _ in answers)]
     facts = DataFacts(
-        prompts=count,
+        prompts=some.count,
         prompt_tokens=sum(lengths) / len(lengths),
         long_prompt=lengths[int(0.95 * (len(lengths) - 1))],
         answer_tokens=sum(len(ids) for ids, _ in answers) / max(1, len(answers)),
@@ -96,26 +114,18 @@ def look_at_data(
     return facts if answers else replace(facts, answer_tokens=GUESSED * data.new_tokens)
 
 
-def _beside_questions(
-    recipe: Recipe, target: Target | None, coverage: float, reporter: Reporter
-) -> DataFacts:
-    """The facts of data that the target adds questions to, as many as are wanted: those of the
-    other sources, or of some questions that are written now and thrown away."""
-    others = others_of(recipe.data)
-    if others is not None:
-        other = recipe.model_copy(update={"data": others})
-        return replace(look_at_data(other, target, coverage, reporter), prompts=None)
-    if target is None:
-        ids = QUESTION_TOKENS
-        guessed = GUESSED * recipe.data.new_tokens
-        return DataFacts(None, ids, ids, guessed, 0, 0.0, 0, coverage)
-    check_self(recipe.data, target)
+def _with_questions(
+    recipe: Recipe, target: Target, samples: Sequence[Sample], reporter: Reporter
+) -> Sequence[Sample]:
+    """The samples, and where they are few some questions of the target, which are written now and
+    thrown away."""
+    if len(samples) >= TRIED:
+        return samples
+    few = recipe.data.model_copy(update={"source": SELF, "prompts": TRIED - len(samples)})
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
-        few = recipe.data.model_copy(update={"prompts": TRIED})
         small = recipe.model_copy(update={"data": few})
         data = with_questions(small, target, Path(folder), None, reporter, Ranks())
-        written = recipe.model_copy(update={"data": data})
-        return replace(look_at_data(written, target, coverage, reporter), prompts=None)
+        return [*samples, *_samples(data)]
 
 
 def _of_documents(
@@ -138,20 +148,24 @@ def _of_documents(
     return DataFacts(count, mean - answer, long, answer, len(texts), 1.0, ids, coverage)
 
 
-def _some(data: DataPart) -> tuple[int | None, list[Sample]]:
-    """How many samples the sources hold, and some of them, drawn evenly. A data set of the hub is
-    not read to its end."""
-    is_far = any(find_source(n, data.format, data.split).kind == HUB for n in names_of(data.source))
+def some_prompts(data: DataPart) -> SomePrompts:
+    """How many samples the sources hold, and some of them. A data set of the hub is not read to its
+    end."""
+    others = others_of(data)
+    if others is None:
+        return SomePrompts(0, ())
+    names = names_of(others.source)
+    is_far = any(find_source(n, data.format, data.split).kind == HUB for n in names)
     random, kept, count = Random(data.seed), list[Sample](), 0
-    for sample in _samples(data):
+    for sample in _samples(others):
         count += 1
         if len(kept) < LOOKED_AT:
             kept.append(sample)
         elif is_far:
-            return None, kept
+            return SomePrompts(None, tuple(kept))
         elif (place := random.randrange(count)) < LOOKED_AT:
             kept[place] = sample
-    return count, kept
+    return SomePrompts(count, tuple(kept))
 
 
 def _samples(data: DataPart) -> Iterator[Sample]:
@@ -179,7 +193,7 @@ def _nothing(recipe: Recipe, what: str, defects: Defects) -> RecipeError:
 
 
 def _tried(
-    recipe: Recipe, target: Target, cuts: Sequence[PromptCut], reporter: Reporter
+    recipe: Recipe, target: Target, cuts: Sequence[PromptCut], reporter: Reporter, tried: Tried
 ) -> list[tuple[Sequence[int], str]]:
     """New ids and the finish reason of an answer to each prompt; none where the target writes no
     answers here."""
@@ -197,6 +211,7 @@ def _tried(
             del job
             found.append((new_ids, reason))
             advance(1)
+            tried()
 
         writer.write(jobs, done)
     _check_answers(target, found)

@@ -15,39 +15,42 @@ from typing import Any
 
 from specctl.core.errors import RecipeError
 from specctl.core.files import Disk
+from specctl.core.printable import counted
 from specctl.recipes.load import with_fields
-from specctl.recipes.schema import DataPart, Recipe
+from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import check_answers, trainable_family
-from specctl.train.data.self_source import uses_self
+from specctl.train.data.self_source import refusal, refusal_of, uses_self
 from specctl.train.data.shipped import is_shipped
-from specctl.train.data.sources import SELF, names_of
+from specctl.train.data.sources import SELF, is_corpus, names_of
 from specctl.train.distributed.run_device import run_device
+from specctl.train.planning.amounts import (
+    EPOCHS,
+    LEAST_ANSWERS,
+    LEAST_STEPS,
+    MEASURES,
+    SAVE_SECONDS,
+    AmountCosts,
+    TimeLeft,
+    minutes,
+)
 from specctl.train.planning.calibration import calibrate
 from specctl.train.planning.capacity import lacking_memory
-from specctl.train.planning.data_facts import DataFacts, look_at_data
+from specctl.train.planning.data_facts import DataFacts, look_at_data, some_prompts
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.pace import Pace
 from specctl.train.planning.plan import CALIBRATED, build_shape, disk_needs
 from specctl.train.planning.stand_in import now, stand_in
 from specctl.train.planning.target_shape import TargetShape, target_shape
 from specctl.train.planning.weighing import Weighing
-from specctl.train.planning.work import QUESTION_TOKENS, Part
+from specctl.train.planning.work import Part
 from specctl.train.products import FAR, bf16_gain
 
-USUAL_SECONDS = 40 * 60.0
-EPOCHS = 4.0  # times that a row is read, see docs/training.md
-MOST_EPOCHS = 10.0  # where there are too few prompts for the time
 COVERAGE = 0.95  # of the answers' tokens that the draft vocabulary can say
 CPU_TOKENS, GPU_TOKENS = 4096, 16384  # of a step
 CPU_ANSWER, GPU_ANSWER = 256, 512  # tokens of an answer, at most
 ROW_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-FILL = 0.95  # of a row that holds tokens
-SPENT = 0.92  # of the time; the rest is for what no calibration sees
-LEAST_ANSWERS, LEAST_STEPS = 40, 40
-MEASURES = 4  # of tau, before the last one
-SAVE_SECONDS = 300.0
 DISK_SHARE = 0.5  # of what is free that features may take
 DERIVED = "derived"  # the origin of a value that was found here
 CALIBRATED_PROMPTS, CALIBRATED_STEPS = 1000, 300  # of the recipe whose pieces are measured
@@ -55,11 +58,13 @@ CALIBRATED_PROMPTS, CALIBRATED_STEPS = 1000, 300  # of the recipe whose pieces a
 
 @dataclass(frozen=True, slots=True)
 class DerivedChoice:
-    """A value of a field of the recipe, and why."""
+    """A value of a field of the recipe, and why. `replaces`: what the user gave, where the value
+    only adds to it."""
 
     field: str
     value: Any
     reason: str
+    replaces: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
     """The recipe for its own target, data and this machine, to be done within `seconds`, of which
     the deriving itself is a part."""
     check_derivable(recipe)
-    began = now()
+    clock = TimeLeft(seconds, now())
     cluster, shape = Cluster.here(processes), target_shape(recipe.target)
     deriving = _Deriving(recipe, shape, cluster, [])
     deriving.sizes()
@@ -89,15 +94,22 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
     if target is not None:
         check_answers(deriving.recipe, target)
     deriving.source(target)
-    facts = look_at_data(deriving.recipe, target, COVERAGE, reporter)
+    some = some_prompts(deriving.recipe.data)
+    deriving.can_fill = deriving.may_fill(target)
+    deriving.check_enough(some.count)
+    facts = look_at_data(deriving.recipe, target, some, COVERAGE, reporter, clock.check)
     del target
-    _check_enough(facts, deriving.recipe.data)
     deriving.lengths(facts)
     deriving.vocabulary(facts)
     deriving.rows()
     deriving.features(facts)
     deriving.precision()
-    pace = calibrate(deriving.calibrated(facts), shape, processes, reporter=reporter)
+
+    def so_far(pace: Pace) -> None:
+        clock.check(deriving.least(facts, pace, seconds))
+
+    calibrated = deriving.calibrated(facts)
+    pace = calibrate(calibrated, shape, processes, reporter=reporter, so_far=so_far)
     if pace is None:
         raise RecipeError(
             "the pace of this target cannot be measured within seconds here",
@@ -109,7 +121,8 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
         )
     share = facts.answer_tokens / deriving.recipe.data.new_tokens
     pace = replace(pace, answer=share * pace.answer)  # it was measured on the longest answers
-    deriving.amounts(facts, pace, seconds - (now() - began))
+    clock.check(deriving.least(facts, pace, seconds), is_all=True)
+    deriving.amounts(facts, pace, seconds, clock.left())
     parts = pace.parts(deriving.recipe, deriving.row_tokens(facts), CALIBRATED)
     return Derived(deriving.recipe, tuple(deriving.choices), tuple(parts), pace, seconds)
 
@@ -119,30 +132,37 @@ def check_derivable(recipe: Recipe) -> None:
     changes the target."""
     trainable_family(recipe)
     for is_so, what in (
-        (bool(recipe.stages), "a recipe of several stages"),
-        (recipe.train.joint is not None, "a recipe that trains the target, too"),
-        (recipe.train.lora is not None, "a recipe that adapts a drafter"),
-        (recipe.data.on_policy > 0, "a recipe whose drafter writes its own text"),
-        (recipe.data.target_source != "inprocess", "a target whose states are elsewhere"),
+        (bool(recipe.stages), "has several stages"),
+        (recipe.train.joint is not None, "also trains the target"),
+        (recipe.train.lora is not None, "adapts a drafter that is trained already"),
+        (recipe.data.on_policy > 0, "learns from text that the drafter writes"),
+        (recipe.data.target_source != "inprocess", "reads the target's states from elsewhere"),
     ):
         if is_so:
             raise RecipeError(
-                f"{what} is not derived by time",
+                f"--time cannot derive a recipe that {what}",
                 where="--time",
                 found=recipe.name,
-                expected="a recipe of one stage, of a drafter that learns the target's answers",
-                do="--recipe eagle3 --time 40m; or leave --time out and set what differs by --set",
+                expected="a recipe of one stage, whose drafter learns the target's own answers and "
+                "whose target is loaded here",
+                do="--recipe eagle3 --time 40m; or leave --time out and change what differs by "
+                "--set",
             )
 
 
 @dataclass
 class _Deriving:
-    """A recipe while it is changed, choice by choice."""
+    """A recipe while it is changed, choice by choice. `can_fill`: the target can write the prompts
+    that the data lack."""
 
     recipe: Recipe
     shape: TargetShape
     cluster: Cluster
     choices: list[DerivedChoice]
+    can_fill: bool = False
+    filled: str | tuple[str, ...] | None = (
+        None  # the sources that the user gave, once `self` is added
+    )
 
     def choose(self, field: str, value: Any, reason: str) -> None:
         """Set a field that the user has not set."""
@@ -172,6 +192,39 @@ class _Deriving:
         """Questions of the target, where nobody brings data and it can write them."""
         if target is not None and target.is_chat and self.recipe.data.endpoint is None:
             self.choose("data.source", SELF, "no --data: the target writes the questions, too")
+
+    def may_fill(self, target: Target | None) -> bool:
+        """Whether the target can write prompts beside those of the data. A user who has said how
+        many prompts there shall be wants no others."""
+        data = self.recipe.data
+        if target is None or uses_self(data.source) or not self.is_free("data.prompts"):
+            return False
+        is_refused = refusal(data) is not None or refusal_of(target) is not None
+        return not is_refused and not is_corpus(data.source)
+
+    def check_enough(self, count: int | None) -> None:
+        """RecipeError for data of too few prompts, unless the target writes the others."""
+        data = self.recipe.data
+        is_filled = uses_self(data.source) or not data.regenerate
+        if count is None or count >= LEAST_ANSWERS or is_filled:
+            return
+        if self.can_fill:
+            self.fill()
+            return
+        raise RecipeError(
+            "the data hold too few prompts for a drafter to learn from",
+            where="data.source",
+            found=f"{count} in {', '.join(names_of(data.source))}",
+            expected=f"at least {LEAST_ANSWERS}, better a thousand",
+            do="more of them; or a chat model as the target, which writes them itself (leave "
+            "data.prompts out)",
+        )
+
+    def fill(self) -> None:
+        """Have the target write prompts beside those of the data."""
+        given = self.recipe.data.source
+        self.recipe = with_fields(self.recipe, {"data.source": (*names_of(given), SELF)}, DERIVED)
+        self.filled = given
 
     def lengths(self, facts: DataFacts) -> None:
         """Tokens of a row."""
@@ -267,26 +320,39 @@ class _Deriving:
         count = data.prompts if data.regenerate else facts.prompts or data.prompts
         return round(count * facts.document_tokens)
 
-    def amounts(self, facts: DataFacts, pace: Pace, seconds: float) -> None:
-        """Answers and steps: the time that measuring and saving leave, divided so that every row is
-        read `EPOCHS` times."""
-        data, train = self.recipe.data, self.recipe.train
-        saves = max(1, round(seconds / SAVE_SECONDS))
-        fixed = pace.once + (MEASURES + 1) * pace.tau + saves * pace.save
-        left = SPENT * seconds - fixed
-        each = answer_seconds(facts, pace, self.recipe)
-        step_rows = FILL * train.rows * train.accumulate * train.seq_len / facts.document_tokens
-        prompts = self._prompts(facts, each, EPOCHS / step_rows * pace.step, left, pace)
-        written = prompts * each
-        if self.is_free("data.prompts") and data.regenerate:
-            self.choose("data.prompts", prompts, _answers_reason(facts, prompts, written, each))
-        elif not self.is_free("data.prompts"):
-            prompts, written = data.prompts, data.prompts * each
-        most = max(LEAST_STEPS, int(prompts * MOST_EPOCHS / step_rows))
-        steps = min(most, int((left - written) / pace.step))
-        if steps < LEAST_STEPS and self.is_free("train.steps"):
-            raise self._too_short(seconds, fixed + LEAST_ANSWERS * each + LEAST_STEPS * pace.step)
-        epochs = steps * step_rows / prompts
+    def least(self, facts: DataFacts, pace: Pace, seconds: float) -> float:
+        """Seconds of the shortest run in a time of so many, by a pace of which some may yet be
+        unknown (0); 0 where the user has set how long it is."""
+        train, costs = self.recipe.train, AmountCosts.of(self.recipe, facts, pace, seconds)
+        prompts, steps = self._set_prompts(facts), train.steps
+        if prompts is not None and not self.is_free("train.steps"):
+            return 0.0
+        if self.is_free("train.steps"):
+            steps = LEAST_STEPS
+            if prompts is None:
+                steps = max(steps, int(EPOCHS * LEAST_ANSWERS / costs.step_answers))
+        return costs.fixed + costs.written(prompts or LEAST_ANSWERS) + steps * costs.step
+
+    def amounts(self, facts: DataFacts, pace: Pace, seconds: float, left: float) -> None:
+        """Answers and steps for a time of so many seconds, of which some are `left` for the run:
+        what measuring and saving leave is divided so that every row is read `EPOCHS` times."""
+        costs = AmountCosts.of(self.recipe, facts, pace, seconds)
+        left -= costs.fixed
+        prompts = self._prompts(facts, costs, left)
+        steps = self._steps(prompts, costs, left)
+        if self.can_fill and steps > costs.most_steps(prompts):
+            self.fill()
+            costs = AmountCosts.of(self.recipe, facts, pace, seconds)
+            prompts = self._prompts(facts, costs, left)
+            steps = self._steps(prompts, costs, left)
+        if self.filled is not None:
+            self._say_filled(facts, prompts, seconds)
+        if self.is_free("data.prompts") and self.recipe.data.regenerate:
+            written = costs.written(prompts)
+            self.choose("data.prompts", prompts, _answers_reason(facts, prompts, written, costs))
+        most = costs.most_steps(prompts)
+        steps = min(steps, most)
+        epochs = steps * costs.step_answers / prompts
         reason = f"{minutes(steps * pace.step)} at {pace.step:.2g} s a step; "
         reason += f"every row is read {epochs:.1f} times"
         if steps == most:
@@ -297,63 +363,47 @@ class _Deriving:
         every = max(1, int(SAVE_SECONDS / pace.step))
         self.choose("train.save_every", min(every, steps), "about every five minutes")
 
-    def _prompts(
-        self, facts: DataFacts, each: float, learned: float, left: float, pace: Pace
-    ) -> int:
-        """How many prompts there is time for in the seconds that are left: `each` is answered in so
-        many and `learned` in so many, in at least as many steps as make a drafter at all."""
-        if not self.recipe.data.regenerate:
-            return max(1, facts.prompts or self.recipe.data.prompts)
+    def _set_prompts(self, facts: DataFacts) -> int | None:
+        """How many prompts there are whatever the time: the user's number, or all that are learned
+        as they are; None where time decides."""
+        data = self.recipe.data
+        if not data.regenerate:
+            return max(1, facts.prompts or data.prompts)
+        return None if self.is_free("data.prompts") else data.prompts
+
+    def _prompts(self, facts: DataFacts, costs: AmountCosts, left: float) -> int:
+        """How many prompts there are, or there is time for in the seconds that are left, learned in
+        at least as many steps as make a drafter at all."""
+        found = self._set_prompts(facts)
+        if found is not None:
+            return found
         if self.is_free("train.steps"):
-            most = (left - LEAST_STEPS * pace.step) / max(each, 1e-6)
-            found = int(min(most, left / max(each + learned, 1e-6)))
+            found = costs.prompts(left, EPOCHS / costs.step_answers * costs.step)
+            found = min(found, costs.prompts(left - LEAST_STEPS * costs.step))
         else:
-            found = int((left - self.recipe.train.steps * pace.step) / max(each, 1e-6))
-        if found < LEAST_ANSWERS:
-            raise self._too_short(left, LEAST_ANSWERS * each + LEAST_STEPS * pace.step)
-        return found if facts.prompts is None else min(found, facts.prompts)
+            found = costs.prompts(left - self.recipe.train.steps * costs.step)
+        is_limited = facts.prompts is not None and not uses_self(self.recipe.data.source)
+        return min(found, facts.prompts or 0) if is_limited else found
 
-    def _too_short(self, have: float, need: float) -> RecipeError:
-        return RecipeError(
-            "the time is too short for a drafter of this target",
-            where="--time",
-            found=minutes(max(0.0, have)),
-            expected=f"at least {minutes(need / SPENT + 60)}",
-            do=f"--time {int(need / SPENT / 60) + 2}m",
-        )
+    def _steps(self, prompts: int, costs: AmountCosts, left: float) -> int:
+        """How many steps the user wants, or there is time for beside so many prompts."""
+        if not self.is_free("train.steps"):
+            return self.recipe.train.steps
+        return int((left - costs.written(prompts)) / costs.step)
 
-
-def _check_enough(facts: DataFacts, data: DataPart) -> None:
-    if facts.prompts is None or facts.prompts >= LEAST_ANSWERS or not data.regenerate:
-        return
-    raise RecipeError(
-        "the data hold too few prompts for a drafter to learn from",
-        where="data.source",
-        found=f"{facts.prompts} in {', '.join(names_of(data.source))}",
-        expected=f"at least {LEAST_ANSWERS}, better a thousand",
-        do="more of them; or let a chat model write some: add --data self",
-    )
+    def _say_filled(self, facts: DataFacts, prompts: int, seconds: float) -> None:
+        have = counted(facts.prompts or 0, "prompt")
+        reason = f"{have} are too few for {minutes(seconds)}: the target writes "
+        reason += f"{prompts - (facts.prompts or 0):,} more, see --data {SELF}; --set data.prompts="
+        reason += f"{facts.prompts or 0} learns yours alone"
+        choice = DerivedChoice("data.source", self.recipe.data.source, reason, self.filled)
+        self.choices.append(choice)
 
 
-def answer_seconds(facts: DataFacts, pace: Pace, recipe: Recipe) -> float:
-    """Of a prompt: it is written where the target writes it, its answer is written, and both are
-    read once where features are kept."""
-    data = recipe.data
-    questions = QUESTION_TOKENS / facts.answer_tokens if uses_self(data.source) else 0.0
-    written = (1 + questions) * pace.answer if data.regenerate and data.endpoint is None else 0.0
-    return written + (pace.read * facts.document_tokens if data.features == "offline" else 0.0)
-
-
-def _answers_reason(facts: DataFacts, prompts: int, written: float, each: float) -> str:
+def _answers_reason(facts: DataFacts, prompts: int, written: float, costs: AmountCosts) -> str:
     how = f"{facts.answer_tokens:.0f} tokens on average in {facts.tried} tried"
     if not facts.tried:
         how = f"{facts.answer_tokens:.0f} tokens, a guess"
-    reason = f"{minutes(written)} at {each:.2g} s an answer ({how})"
-    return reason + (", all prompts that there are" if prompts == facts.prompts else "")
-
-
-def minutes(seconds: float) -> str:
-    """A time in words: "45 s", "13 min", "2.5 h"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    reason = f"{minutes(written)} at {written / prompts:.2g} s an answer ({how})"
+    is_all = prompts == facts.prompts and not costs.question
+    return reason + (", all prompts that there are" if is_all else "")
