@@ -373,3 +373,20 @@ def test_only_a_demonstration_for_another_target_here_is_foreign(
     assert not is_foreign(recipe_of(other, prompts, "train.steps=5"), "eagle3")
     assert not is_foreign(load_recipe("eagle3", target="llama3-8b"), "eagle3")
     assert not is_foreign(load_recipe("llama3-8b-eagle3", target=str(other)), "llama3-8b-eagle3")
+
+
+def test_prompts_that_the_target_cannot_predict_are_pointed_out(
+    other: Path, prompts: Path, tmp_path: Path
+) -> None:
+    console = SilentReporter()
+    derive(recipe_of(other, prompts), 600.0, console)
+    assert console.warnings == []
+    file = tmp_path / "asked.jsonl"
+    file.write_text((json.dumps({"prompt": "def f(x):\n    return x + 1\n"}) + "\n") * 60)
+    derive(recipe_of(other, file), 600.0, console)
+    assert "is no chat model" in console.warnings.pop(0)
+    file = tmp_path / "finnish.jsonl"
+    text = "Kirjoita lyhyt runo sateisesta syksystä, jossa yöt ovat pitkiä ja pimeitä."
+    file.write_text("".join(json.dumps({"text": f"{text} {i}"}) + "\n" for i in range(60)))
+    derive(recipe_of(other, file), 600.0, console)
+    assert "bits for a byte of your prompts" in console.warnings[0]
