@@ -309,7 +309,11 @@ def _memory_rows(plan: RunPlan) -> list[tuple[str, str]]:
         on_gpu = _parts_text(held.device_bytes, held.device)
         on_gpu += f"; of {size_text(plan.cluster.gpu.memory)}, fullest when {held.moment}"
         return [("memory of a GPU", on_gpu), (place, _parts_text(held.host_bytes, held.host))]
-    return [(place, _parts_text(held.host_bytes, held.host))]
+    rows = [(place, _parts_text(held.host_bytes, held.host))]
+    if held.writing:
+        written = _parts_text(sum(held.writing.values()), held.writing)
+        rows.append(("  while answers are written", written))
+    return rows
 
 
 def _hours_rows(plan: RunPlan) -> list[tuple[str, str]]:

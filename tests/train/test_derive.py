@@ -402,3 +402,20 @@ def test_products_are_made_in_bfloat16_where_that_is_much_faster(
 
 def test_the_gain_of_bfloat16_is_measured() -> None:
     assert 0.0 < bf16_gain(torch.device("cpu")) < 100.0
+
+
+def test_prompts_that_the_target_cannot_predict_are_pointed_out(
+    other: Path, prompts: Path, tmp_path: Path
+) -> None:
+    console = SilentReporter()
+    derive(recipe_of(other, prompts), 600.0, console)
+    assert console.warnings == []
+    file = tmp_path / "asked.jsonl"
+    file.write_text((json.dumps({"prompt": "def f(x):\n    return x + 1\n"}) + "\n") * 60)
+    derive(recipe_of(other, file), 600.0, console)
+    assert "is no chat model" in console.warnings.pop(0)
+    file = tmp_path / "finnish.jsonl"
+    text = "Kirjoita lyhyt runo sateisesta syksystä, jossa yöt ovat pitkiä ja pimeitä."
+    file.write_text("".join(json.dumps({"text": f"{text} {i}"}) + "\n" for i in range(60)))
+    derive(recipe_of(other, file), 600.0, console)
+    assert "bits for a byte of your prompts" in console.warnings[0]

@@ -17,6 +17,7 @@ from specctl.train.data import prepare as preparing
 from specctl.train.data import writing_target as writing
 from specctl.train.data.prepare import prepare
 from specctl.train.data.writing_target import writes_packed, writing_target, written_in
+from specctl.train.planning.plan import plan
 
 SMALL = ["data.prompts=3", "data.prompt_tokens=8", "data.new_tokens=4", "data.text_tokens=0",
          "train.seq_len=32"]  # fmt: skip
@@ -26,7 +27,7 @@ SMALL = ["data.prompts=3", "data.prompt_tokens=8", "data.new_tokens=4", "data.te
 def packed(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> Target:
     """A second copy of the embedded target, which stands for the file as it is packed."""
     copy = replace(tiny_target, name="as packed")
-    monkeypatch.setattr(writing, "_is_packed", lambda *given: True)
+    monkeypatch.setattr(writing, "_packed_bytes", lambda *given: 10**6)
     monkeypatch.setattr(writing, "load_part", lambda part, **more: copy)
     return copy
 
@@ -74,3 +75,23 @@ def test_answers_are_those_of_the_packed_target(
     assert asked == ["as packed"]
     prepare(recipe_of(), tiny_target, tmp_path, SilentReporter())
     assert asked == ["as packed"]  # the rows are there
+
+
+def test_a_plan_counts_the_copy_that_writes(packed: Target) -> None:
+    """It is loaded beside the widened target, before there is a drafter."""
+    found = plan(recipe_of(), flops_per_second=1e9)
+    assert found.held.writing["target, as its file packs it"] == 10**6
+    assert found.held.writing["target"] == found.held.host["target"]
+    assert found.to_json()["memory_writing"] == found.held.writing
+    elsewhere = plan(recipe_of("data.endpoint=http://a:1"), flops_per_second=1e9)
+    assert not elsewhere.held.writing
+    assert "memory_writing" not in elsewhere.to_json()
+
+
+def test_writing_is_the_fullest_moment_where_the_copy_is_large(
+    packed: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_packed_bytes", lambda *given: 10**10)
+    held = plan(recipe_of(), flops_per_second=1e9).held
+    assert held.moment == "answers are written"
+    assert held.host_bytes > 10**10

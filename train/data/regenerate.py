@@ -39,6 +39,9 @@ from specctl.train.data.journal import AnswerJournal
 from specctl.train.data.prompts import longest_prompt, prompt_key
 from specctl.train.distributed.ranks import Ranks
 
+GPU_ROWS, HOST_ROWS = 64, 32  # that are written together at most
+HOST_BYTES = 2 << 30  # of their KV cache on the host
+
 
 class EngineWriter:
     """The target in this process, in one run of the engine: a row that has ended makes room for the
@@ -75,12 +78,12 @@ class EngineWriter:
 
 
 def slots_for(target: Target, longest: int, budget: int | None = None) -> int:
-    """Rows whose caches fit a quarter of the free GPU memory, or 2 GiB on the host (`budget`)."""
+    """Rows whose caches fit a quarter of the free GPU memory, or `HOST_BYTES` (`budget`)."""
     spec, is_cuda = target.spec, target.device.type == "cuda"
     if budget is None:
-        budget = torch.cuda.mem_get_info(target.device)[0] // 4 if is_cuda else 2 << 30
+        budget = torch.cuda.mem_get_info(target.device)[0] // 4 if is_cuda else HOST_BYTES
     position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
-    return max(1, min(64 if is_cuda else 32, budget // (position * longest)))
+    return max(1, min(GPU_ROWS if is_cuda else HOST_ROWS, budget // (position * longest)))
 
 
 def answers_digest(

@@ -10,11 +10,11 @@ from functools import lru_cache
 
 import torch
 
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.device import PACKED
 from specctl.runtime.target.gguf.model import open_gguf
-from specctl.runtime.target.gguf.packed import is_packed, why_not_packed
+from specctl.runtime.target.gguf.packed import is_packed, packed_bytes, why_not_packed
 from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.target import Target, load_part
 
@@ -31,10 +31,15 @@ def writing_target(recipe: Recipe, target: Target) -> Target:
 def writes_packed(recipe: Recipe, target: Target) -> bool:
     """Whether text is written by packed weights: of a file that is packed, on a CPU that can, where
     nobody has named another dtype or changed the weights."""
-    part = recipe.target
-    is_as_stored = part.dtype == "auto" and not part.adapters and part.inflate is None
     is_here = target.device.type == "cpu" and target.can_run and target.dtype_name != PACKED
-    return is_as_stored and is_here and _is_packed(part.name, part.revision)
+    return is_here and packed_copy(recipe.target) > 0
+
+
+def packed_copy(part: TargetPart) -> int:
+    """Bytes that a target takes on a CPU as its file packs it, beside the widened one; 0 where text
+    is not written so."""
+    is_as_stored = part.dtype == "auto" and not part.adapters and part.inflate is None
+    return _packed_bytes(part.name, part.revision) if is_as_stored else 0
 
 
 def written_in(recipe: Recipe, target: Target) -> str:
@@ -43,9 +48,10 @@ def written_in(recipe: Recipe, target: Target) -> str:
 
 
 @lru_cache(maxsize=4)
-def _is_packed(name: str, revision: str | None) -> bool:
+def _packed_bytes(name: str, revision: str | None) -> int:
     resolved = with_file(resolve(name, revision), offline=True)
     if resolved.file is None:
-        return False
+        return 0
     file = open_gguf(resolved.file)
-    return is_packed(file) and why_not_packed(file, torch.device("cpu")) is None
+    can_pack = is_packed(file) and why_not_packed(file, torch.device("cpu")) is None
+    return packed_bytes(file) if can_pack else 0

@@ -356,7 +356,7 @@ class _Deriving:
         reason = f"{minutes(steps * pace.step)} at {pace.step:.2g} s a step; "
         reason += f"every row is read {epochs:.1f} times"
         if steps == most:
-            reason += ", and more would only learn them by heart: give more prompts, or --data self"
+            reason += ", and more would only learn them by heart: give more prompts"
         self.choose("train.steps", steps, reason)
         steps = self.recipe.train.steps
         self.choose("train.tau_every", max(1, -(-steps // MEASURES)), f"{MEASURES} times")
@@ -402,6 +402,7 @@ class _Deriving:
 
 def _answers_reason(facts: DataFacts, prompts: int, written: float, costs: AmountCosts) -> str:
     how = f"{facts.answer_tokens:.0f} tokens on average in {facts.tried} tried"
+    how += "" if facts.ended else ", none of which ended by itself"
     if not facts.tried:
         how = f"{facts.answer_tokens:.0f} tokens, a guess"
     reason = f"{minutes(written)} at {written / prompts:.2g} s an answer ({how})"

@@ -1,18 +1,21 @@
 """What each process of a run holds, on its device and on its host, and what to change where that is
 too much.
 
-Two moments can be the fullest: a step, and the first process measuring tau, which needs the whole
-target. Bytes of tensors are those that `step_bytes` traced; what CUDA itself takes is reckoned.
+Three moments can be the fullest: the target writing answers on a CPU, with a second copy of it as
+its file packs it; a step; and the first process measuring tau, which needs the whole target. Bytes
+of tensors are those that `step_bytes` traced; what CUDA itself takes is reckoned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specctl.core.spec import ModelSpec
 from specctl.models.llama import PACK_SHARE
 from specctl.recipes.schema import Recipe, TrainPart
+from specctl.train.data.regenerate import HOST_BYTES, HOST_ROWS
+from specctl.train.data.writing_target import packed_copy
 from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
 from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.selective import COMPARING
@@ -21,17 +24,21 @@ PROCESS_BYTES = 900_000_000  # python, torch, transformers, the text being read,
 CUDA_HOST_BYTES = 2_500_000_000  # more of a process that uses a GPU: its libraries
 CUDA_BYTES = 1_500_000_000  # context, libraries' work space, and what allocation wastes
 NCCL_BYTES = 500_000_000  # buffers of the exchange, where there are several processes
+PACKED_COPY = "target, as its file packs it"
+WRITING = "answers are written"
 IN_FLIGHT = 2  # batches of states from elsewhere: that of the step, and the next
 MOST_PROCESSES = 64  # that are proposed
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes by purpose on the fullest device, and on the host of one machine."""
+    """Bytes by purpose at the fullest moment, on the fullest device and on the host of one machine;
+    `writing`: on the host while the target writes answers, where a second copy of it does."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
     moment: str
+    writing: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
@@ -46,20 +53,27 @@ def held(
     recipe: Recipe, spec: ModelSpec, step: StepBytes, cluster: Cluster, wide: int,
     joint: Mapping[str, int], is_fast: bool,
 ) -> Held:  # fmt: skip
-    """The fuller of the two moments. `wide`: bytes of a number of the target; `joint`: what joint
+    """The fullest of the moments. `wide`: bytes of a number of the target; `joint`: what joint
     training adds; `is_fast`: the target's forward is our own, which fuses its matrices."""
     is_elsewhere = recipe.data.target_source != "inprocess"
     fused = _fused(recipe, step, cluster) if is_fast and not is_elsewhere else {}
     moments = {"a step": _training(recipe, step, cluster) | dict(joint) | fused}
     if not is_elsewhere:  # else tau is reckoned from a batch like those of the steps
         moments["tau is measured"] = _measuring(recipe, spec, step, cluster, wide) | fused
+    if cluster.gpu is None and recipe.data.regenerate and recipe.data.endpoint is None:
+        moments[WRITING] = _writing(recipe, spec, step, wide) | fused
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     found, count = moments[moment], cluster.per_node
     states = {"states as they come in": IN_FLIGHT * step.states} if is_elsewhere else {}
     if cluster.gpu is None:
-        found |= states
-        both = {name: count * size for name, size in found.items()}
-        return Held({}, {"process": count * PROCESS_BYTES} | both, moment)
+
+        def of_all(parts: Mapping[str, int]) -> dict[str, int]:
+            process = {"process": PROCESS_BYTES, **parts}
+            return {name: count * size for name, size in process.items()}
+
+        written = moments.get(WRITING, {})
+        written = of_all(written) if PACKED_COPY in written else {}
+        return Held({}, of_all({**found, **states}), moment, written)
     found["CUDA"] = CUDA_BYTES + (NCCL_BYTES if cluster.processes > 1 else 0)
     host = {"process": PROCESS_BYTES + CUDA_HOST_BYTES, **states}
     return Held(found, {name: count * size for name, size in host.items()}, moment)
@@ -123,14 +137,27 @@ def _measuring(
     train, data, count = recipe.train, recipe.data, cluster.processes
     is_sharded = train.parallel == "fsdp" and count > 1
     whole = step.weights + step.gradient + step.optimizer
-    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * wide
     places = train.tau_prompts * min(spec.max_positions, data.prompt_tokens + train.tau_tokens + 64)
     return {
         "target": resident(recipe, step, count),
         "drafter, gradient, optimizer": whole // count if is_sharded else whole,
         "drafter, prepared for drafting": step.weights,
-        "KV cache": position * places,
+        "KV cache": _position(spec, wide) * places,
     }
+
+
+def _writing(recipe: Recipe, spec: ModelSpec, step: StepBytes, wide: int) -> dict[str, int]:
+    """On a CPU, before there is a drafter."""
+    row = _position(spec, wide) * min(spec.max_positions, recipe.train.seq_len)
+    rows = max(1, min(HOST_ROWS, recipe.data.prompts, HOST_BYTES // row))
+    found = {"target": step.target, "KV cache": rows * row}
+    packed = packed_copy(recipe.target)
+    return found | ({PACKED_COPY: packed} if packed else {})
+
+
+def _position(spec: ModelSpec, wide: int) -> int:
+    """Bytes of a position in the target's KV cache."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ class RunPlan:
             "host_bytes": self.held.host_bytes,
             "device_bytes": self.held.device_bytes,
             "fullest": self.held.moment,
+            **({"memory_writing": dict(self.held.writing)} if self.held.writing else {}),
             "hardware": self.cluster.text(),
             **({} if self.cluster.gpu is None else {"gpu_hours_range": list(self.gpu_hours)}),
             "steps": self.steps,
