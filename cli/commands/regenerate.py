@@ -117,8 +117,8 @@ def regenerate(
         raise not_in_step("target.tensor_parallel")
     if offline:
         go_offline()
-    from specctl.train.data.answers_file import write_answers
     from specctl.train.data.prepare import write_answers_alone
+    from specctl.train.data.written.answers_file import write_answers
     from specctl.train.runs.kept import kept_in
     from specctl.train.saving.lock import locked
 

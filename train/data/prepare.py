@@ -25,21 +25,21 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.chat_turns import template_text, writes_date, written_on
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan, WrittenAnswer
 from specctl.train.data.chat import Encoded, Variables, encode_sample, thinking_switch
 from specctl.train.data.context import check_context, check_ids
-from specctl.train.data.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.layouts import FieldChoices
 from specctl.train.data.pack import Document, PackedRows, best_fit, cut_documents, pack
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, without
-from specctl.train.data.regenerate import regenerate
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
-from specctl.train.data.self_prompts import write_self_prompts
-from specctl.train.data.self_source import check_self, others_of, uses_self, with_file
 from specctl.train.data.shipped import check_corpus, check_own_answers
 from specctl.train.data.sources import Defects, read_samples
-from specctl.train.data.writing_target import writing_target, written_in
+from specctl.train.data.written.answers import AnswerPlan, WrittenAnswer
+from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
+from specctl.train.data.written.regenerate import regenerate
+from specctl.train.data.written.self_prompts import write_self_prompts
+from specctl.train.data.written.self_source import check_self, others_of, uses_self, with_file
+from specctl.train.data.written.writing_target import writing_target, written_in
 from specctl.train.distributed.ranks import Ranks
 
 DAY = "date.json"  # in OUT/data: the day that the chat template writes

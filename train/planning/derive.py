@@ -20,9 +20,9 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import check_answers, trainable_family
-from specctl.train.data.self_source import uses_self
 from specctl.train.data.shipped import is_shipped
 from specctl.train.data.sources import SELF, names_of
+from specctl.train.data.written.self_source import uses_self
 from specctl.train.distributed.run_device import run_device
 from specctl.train.planning.calibration import calibrate
 from specctl.train.planning.capacity import lacking_memory

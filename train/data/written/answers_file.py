@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import WrittenAnswer
+from specctl.train.data.written.answers import WrittenAnswer
 
 
 def write_answers(path: Path, answers: Sequence[WrittenAnswer], target: Target) -> int:
