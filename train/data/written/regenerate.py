@@ -90,6 +90,9 @@ def answers_digest(
     answered. What a server's precision is, and where it is, is not known here and does not count;
     nor does the day that a template writes."""
     is_here = writer == EngineWriter.name
+    how = {**asdict(plan), "date": None}
+    if not plan.first:
+        del how["first"]  # as in answers that were written before it was known
     return digest_of(
         {
             "format": 4,
@@ -97,7 +100,7 @@ def answers_digest(
             "template": target.template_digest,
             "inflated": target.inflated,
             "writer": _precision(target) if is_here else writer,
-            "plan": {**asdict(plan), "date": None},
+            "plan": how,
             "prompts": digest_of({"all": [[prompt_key(p).hex(), p.domain] for p in prompts]}),
         }
     )
