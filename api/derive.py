@@ -25,6 +25,7 @@ DERIVED = "derived"  # the origin of a value that was found here
 RECORD = "derived.json"  # in the folder of a run
 UNITS = {"s": 1, "m": 60, "h": 3600}
 AMOUNTS = ("train.steps", "data.prompts")  # who sets one of these says how long the run is
+FOLLOWING = ("train.tau_every", "train.save_every")  # chosen by the number of steps
 
 
 @raises_user_errors
@@ -94,19 +95,59 @@ def is_derivable(recipe: Recipe) -> bool:
 
 
 def keep(derived: Derived, out: Path) -> None:
-    """Write OUT/derived.json, which the same command reads when the run goes on."""
+    """Write OUT/derived.json, which the same command reads when the run goes on. What was chosen
+    before and not chosen anew stays in it."""
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / RECORD, derived.to_json())
+    record, before = derived.to_json(), _record(out)
+    if before is not None:
+        anew = {choice["field"] for choice in record["choices"]}
+        stays = [choice for choice in before["choices"] if choice["field"] not in anew]
+        record["choices"] = [*stays, *record["choices"]]
+    write_json(out / RECORD, record)
+
+
+def longer(recipe: Recipe, out: Path, seconds: float) -> Recipe | None:
+    """The recipe with the sizes that were kept in the folder of a run, of which answers and steps
+    are to be derived anew; None where `seconds` are not more than the run was derived for."""
+    found = _record(out)
+    if found is None or seconds <= found["seconds"]:
+        return None
+    sizes = {k: v for k, v in _choices(found).items() if k not in (*AMOUNTS, *FOLLOWING)}
+    free = {field: value for field, value in sizes.items() if _is_shipped_or_new(recipe, field)}
+    return with_fields(recipe, free, DERIVED)
 
 
 def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
     """The recipe with the choices that were kept in the folder of a run; None without any.
     `seconds` as they are given now: others than those of the run are refused."""
+    found = _record(out)
+    if found is None:
+        return None
+    choices, earlier = _choices(found), found["seconds"]
+    if seconds is not None and seconds != earlier:
+        more = "; --allow data goes on with more answers and steps" if seconds > earlier else ""
+        raise RecipeError(
+            f"the run in {out} was derived for another time",
+            where="--time",
+            found=f"{seconds:.0f} s",
+            expected=f"{earlier:.0f} s",
+            do=f"--time {earlier:.0f}s goes on with it{more}; another --out begins anew",
+        )
+    free = {field: value for field, value in choices.items() if _is_shipped_or_new(recipe, field)}
+    return with_fields(recipe, free, DERIVED)
+
+
+def _choices(record: dict[str, Any]) -> dict[str, Any]:
+    return {one["field"]: one["value"] for one in record["choices"]}
+
+
+def _record(out: Path) -> dict[str, Any] | None:
+    """What OUT/derived.json says; None without one."""
     path = out / RECORD
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        choices = {one["field"]: one["value"] for one in found["choices"]}
-        earlier = float(found["seconds"])
+        choices = [dict(one, field=one["field"], value=one["value"]) for one in found["choices"]]
+        return {"seconds": float(found["seconds"]), "choices": choices}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -116,16 +157,6 @@ def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
             expected="the choices of a derived recipe",
             do="choose another --out, or remove the folder yourself",
         ) from error
-    if seconds is not None and seconds != earlier:
-        raise RecipeError(
-            f"the run in {out} was derived for another time",
-            where="--time",
-            found=f"{seconds:.0f} s",
-            expected=f"{earlier:.0f} s",
-            do=f"--time {earlier:.0f}s goes on with it; another --out begins anew",
-        )
-    free = {field: value for field, value in choices.items() if _is_shipped_or_new(recipe, field)}
-    return with_fields(recipe, free, DERIVED)
 
 
 def _is_shipped_or_new(recipe: Recipe, field: str) -> bool:
