@@ -35,12 +35,13 @@ from specctl.train.data.layouts import FieldChoices
 from specctl.train.data.pack import Document
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, without
-from specctl.train.data.row_maker import write_documents
+from specctl.train.data.row_maker import WrittenTexts, write_documents
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest
 from specctl.train.data.shipped import check_corpus, check_own_answers
 from specctl.train.data.sources import Defects, read_samples
 from specctl.train.data.written.answers import AnswerPlan, WrittenAnswer
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
+from specctl.train.data.written.own_answers import is_own, own_documents, say_writers
 from specctl.train.data.written.regenerate import regenerate
 from specctl.train.data.written.self_prompts import write_self_prompts
 from specctl.train.data.written.self_source import check_self, others_of, uses_self, with_file
@@ -102,17 +103,23 @@ def prepare(
         before = TokenData(folder, manifest)
         learned.say(before, data.prompts if data.regenerate else None, console)
     _say_kinds(samples, console)
+    say_writers(samples, target, data, console)
     known = (None if before is None else before.prompts()) or frozenset()
+    there: list[Document] = []
+    if data.regenerate:
+        there = unknown_documents(own_documents(samples, target, data), known)
+        samples = [sample for sample in samples if not is_own(sample, target, data)]
     own = unknown_documents(_own_words(recipe, target, samples, day, defects, console), known)
     answers: list[WrittenAnswer] = []
-    if data.regenerate:
+    if data.regenerate and (samples or not there):
         answers = answer_prompts(
-            recipe, target, samples, folder, defects, console, ranks, day, before
+            recipe, target, samples, folder, defects, console, ranks, day, before, len(there)
         )
     with ranks.together():
         if ranks.is_main:
+            texts = WrittenTexts(answers, there, own)
             place = (folder, digest, settings)
-            write_documents(recipe, target, answers, own, place, before, defects, console)
+            write_documents(recipe, target, texts, place, before, defects, console)
     manifest = read_manifest(folder)
     assert manifest is not None, "the first rank has written it"
     return TokenData(folder, manifest)
@@ -177,7 +184,7 @@ def with_questions(
         return data
     others = others_of(data)
     if others is not None:
-        num_others = len(_select(others, target, Defects())[0])
+        num_others = min(data.prompts, len(_select(others, target, Defects())[0]))
     with ranks.together():
         if ranks.is_main:
             plan, writer = answer_plan(recipe, target, day), writing_target(recipe, target)
@@ -193,10 +200,12 @@ def rows_digest(recipe: Recipe, target: Target, out: Path) -> str:
 
 
 def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Sample], str]:
-    """The samples to use and a digest of them. For regeneration: `prompts` of them, chosen by a
-    seeded hash of their number, so that the choice needs no second reading; else all of them."""
+    """The samples to use and a digest of them. For regeneration: all that are the target's own
+    answers, and as many others as lack to `prompts`, chosen by a seeded hash of their number, so
+    that the choice needs no second reading; else all of them."""
     whole = hashlib.sha256()
     chosen: list[tuple[int, int, Sample]] = []
+    there: list[tuple[int, int, Sample]] = []
     choices, number = field_choices(data, target.tokenizer), 0
     for number, sample in enumerate(
         read_samples(data.source, data.format, data.split, data.seed, defects, choices)
@@ -205,11 +214,15 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
         whole.update(sample.digest())
         key = hashlib.sha256(f"{data.seed}:{number}".encode()).digest()
         entry = (-int.from_bytes(key[:8], "big"), number, sample)
-        if not data.regenerate or len(chosen) < data.prompts:
+        if data.regenerate and is_own(sample, target, data):
+            there.append(entry)
+        elif not data.regenerate or len(chosen) < data.prompts:
             heapq.heappush(chosen, entry) if data.regenerate else chosen.append(entry)
         else:
             heapq.heappushpop(chosen, entry)
-    if not chosen:
+    while there and chosen and len(chosen) + len(there) > data.prompts:
+        heapq.heappop(chosen)
+    if not chosen and not there:
         raise RecipeError(
             "the data source holds nothing usable",
             where="data.source",
@@ -221,7 +234,7 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
     check_share(defects, number + 1, data.max_left_out)
     if data.regenerate:
         defects.chose(number for _, number, _ in chosen)
-    samples = [s for _, _, s in sorted(chosen, key=lambda entry: entry[1])]
+    samples = [s for _, _, s in sorted([*chosen, *there], key=lambda entry: entry[1])]
     return samples, whole.hexdigest()
 
 
@@ -285,6 +298,8 @@ def write_answers_alone(
     samples, _ = _select(data, target, defects)
     defects.tell_reading(console)
     _say_kinds(samples, console)
+    say_writers(samples, target, data, console)
+    samples = [sample for sample in samples if not is_own(sample, target, data)]
     answers = answer_prompts(recipe, target, samples, folder, defects, console, day=day)
     defects.tell(console)
     return answers
@@ -320,10 +335,12 @@ def answer_prompts(
     ranks: Ranks | None = None,
     day: str | None = None,
     before: TokenData | None = None,
+    there: int = 0,
 ) -> list[WrittenAnswer]:
     """The target's answers to prompts of the samples, kept in `folder`: by the engine, or by the
     recipe's endpoint. `day`: what the chat template writes as the date. Prompts of the rows that
-    are there `before` count as answered, and are not answered again."""
+    are there `before` count as answered, and are not answered again; so do as many as `there` are
+    answers of the target in the data."""
     data, ranks = recipe.data, ranks if ranks is not None else Ranks()
     plan = answer_plan(recipe, target, day)
     left_out, known = Defects(), frozenset[int]()
@@ -331,14 +348,15 @@ def answer_prompts(
         first, known = before.manifest.answered, before.prompts() or known
         plan = replace(plan, prompts=plan.prompts - first, first=first)
         samples = Random(data.seed).sample(samples, len(samples))  # new ones from everywhere alike
-        if plan.prompts <= 0:
-            return []
+    plan = replace(plan, prompts=plan.prompts - there)
+    if plan.prompts <= 0:
+        return []
     prompts = cut_prompts(target, samples, plan, left_out, known)
     check_share(left_out, len(samples) - left_out.num_records, data.max_left_out)
     defects.add(left_out)
     if len(prompts) < plan.prompts:
         console.warn(f"data: only {len(prompts):,} of {plan.prompts:,} prompts found in the source")
-    if not prompts and before is not None:
+    if not prompts and (before is not None or there):
         return []
     if not prompts:
         raise _nothing_left(defects, "a prompt", "a larger train.seq_len gives long prompts room")

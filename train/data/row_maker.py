@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,42 @@ from specctl.train.data.written.answers import WrittenAnswer
 POOR_FILL = 0.8  # below this, another row length is looked for
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenTexts:
+    """What rows are made of: answers that the target wrote in the run, those of it that were
+    `there` in the data, and the source's own words."""
+
+    answers: Sequence[WrittenAnswer]
+    there: Sequence[Document]
+    own: Sequence[Document]
+
+
 def write_documents(
     recipe: Recipe,
     target: Target,
-    answers: Sequence[WrittenAnswer],
-    own: Sequence[Document],
+    texts: WrittenTexts,
     place: tuple[Path, str, dict[str, Any]],
     before: TokenData | None,
     defects: Defects,
     console: Reporter,
 ) -> None:
-    """The rows of answers and of the source's own words, in the folder, by digest and settings,
-    together with those that are there `before`."""
+    """The rows of the texts in the folder, by digest and settings, together with those that are
+    there `before`."""
     folder, digest, settings = place
+    answers, own = texts.answers, texts.own
     documents = [each for a in answers for each in a.documents(recipe.data.train_on_prompt)]
+    documents += texts.there
     writer = "both" if documents and own else "target" if documents else "source"
-    prompts = {*(ids_key(a.prompt.ids) for a in answers), *map(opening_key, own)}
+    prompts = {ids_key(a.prompt.ids) for a in answers}
+    prompts |= {opening_key(document) for document in (*texts.there, *own)}
+    answered = len(answers) + len(texts.there)
     if before is None:
         rows = _rows([*documents, *own], recipe, target, defects, console)
-        held, answered = num_held(recipe.data, len(rows.ids_RS), target.can_run), len(answers)
+        held = num_held(recipe.data, len(rows.ids_RS), target.can_run)
         parts = [(digest, len(rows.ids_RS))]
     else:
         there, rows = before.manifest, before.packed()
-        parts, held, answered = list(there.parts), there.held or 0, there.answered + len(answers)
+        parts, held, answered = list(there.parts), there.held or 0, there.answered + answered
         if documents or own:
             new = _rows([*documents, *own], recipe, target, defects, console)
             parts.append((part_digest(parts, digest), len(new.ids_RS)))
