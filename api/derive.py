@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ DERIVED = "derived"  # the origin of a value that was found here
 RECORD = "derived.json"  # in the folder of a run
 UNITS = {"s": 1, "m": 60, "h": 3600}
 AMOUNTS = ("train.steps", "data.prompts")  # who sets one of these says how long the run is
+FOLLOWING = ("train.tau_every", "train.save_every")  # chosen by the number of steps
 
 
 @raises_user_errors
@@ -95,19 +97,58 @@ def is_derivable(recipe: Recipe) -> bool:
 
 
 def keep(derived: Derived, out: Path) -> None:
-    """Write OUT/derived.json, which the same command reads when the run goes on."""
+    """Write OUT/derived.json, which the same command reads when the run goes on. What was chosen
+    before and not chosen anew stays in it."""
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / RECORD, derived.to_json())
+    record, before = derived.to_json(), _record(out)
+    if before is not None:
+        anew = {choice["field"] for choice in record["choices"]}
+        stays = [choice for choice in before["choices"] if choice["field"] not in anew]
+        record["choices"] = [*stays, *record["choices"]]
+    write_json(out / RECORD, record)
+
+
+def longer(recipe: Recipe, out: Path, seconds: float) -> Recipe | None:
+    """The recipe with the sizes that were kept in the folder of a run, of which answers and steps
+    are to be derived anew; None where `seconds` are not more than the run was derived for."""
+    found = _record(out)
+    if found is None or seconds <= found["seconds"]:
+        return None
+    sizes = [one for one in found["choices"] if one["field"] not in (*AMOUNTS, *FOLLOWING)]
+    return with_fields(recipe, _theirs(recipe, sizes), DERIVED)
 
 
 def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
     """The recipe with the choices that were kept in the folder of a run; None without any.
     `seconds` as they are given now: others than those of the run are refused."""
+    found = _record(out)
+    if found is None:
+        return None
+    earlier = found["seconds"]
+    if seconds is not None and seconds != earlier:
+        more = "; --allow data goes on with more answers and steps" if seconds > earlier else ""
+        raise RecipeError(
+            f"the run in {out} was derived for another time",
+            where="--time",
+            found=f"{seconds:.0f} s",
+            expected=f"{earlier:.0f} s",
+            do=f"--time {earlier:.0f}s goes on with it{more}; another --out begins anew",
+        )
+    return with_fields(recipe, _theirs(recipe, found["choices"]), DERIVED)
+
+
+def _theirs(recipe: Recipe, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Field -> value of the choices that hold for a recipe."""
+    return {one["field"]: one["value"] for one in choices if _is_theirs(recipe, one)}
+
+
+def _record(out: Path) -> dict[str, Any] | None:
+    """What OUT/derived.json says; None without one."""
     path = out / RECORD
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        choices = {one["field"]: one for one in found["choices"]}
-        earlier = float(found["seconds"])
+        choices = [dict(one, field=one["field"], value=one["value"]) for one in found["choices"]]
+        return {"seconds": float(found["seconds"]), "choices": choices}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -117,16 +158,6 @@ def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
             expected="the choices of a derived recipe",
             do="choose another --out, or remove the folder yourself",
         ) from error
-    if seconds is not None and seconds != earlier:
-        raise RecipeError(
-            f"the run in {out} was derived for another time",
-            where="--time",
-            found=f"{seconds:.0f} s",
-            expected=f"{earlier:.0f} s",
-            do=f"--time {earlier:.0f}s goes on with it; another --out begins anew",
-        )
-    free = {f: one["value"] for f, one in choices.items() if _is_theirs(recipe, one)}
-    return with_fields(recipe, free, DERIVED)
 
 
 def _is_theirs(recipe: Recipe, choice: dict[str, Any]) -> bool:

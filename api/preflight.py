@@ -25,8 +25,8 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
     """The folder, the data and the drafters that every stage of a run has yet to ask for. With
     `warn`, data that are not there yet are only warned of: a price may be asked for before they
     are."""
-    from specctl.train.data.self_source import check_self
     from specctl.train.data.sources import check_source
+    from specctl.train.data.written.self_source import check_self
     from specctl.train.runs.finished import remaining
 
     check_folder(out)

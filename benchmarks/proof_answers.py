@@ -23,8 +23,8 @@ import torch
 from proof_common import Check, checked, parser, report, small_target, start_child, wait
 
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan, PromptCut, WrittenAnswer
-from specctl.train.data.regenerate import regenerate
+from specctl.train.data.written.answers import AnswerPlan, PromptCut, WrittenAnswer
+from specctl.train.data.written.regenerate import regenerate
 
 
 def job(target: Target, count: int, seed: int) -> tuple[list[PromptCut], AnswerPlan]:

@@ -23,10 +23,8 @@ from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.policies import make_policy, policies_of
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.pack import num_held
+from specctl.train.data.heldout import heldout_prompts, num_held
 from specctl.train.data.rows import TokenData
-from specctl.train.data.sources import is_corpus
 from specctl.train.metrics import MeasuredAcceptance, Totals, alphas, means, simulated_tau
 
 Prompts = Sequence[Sequence[int]]
@@ -136,13 +134,11 @@ def check_answers(recipe: Recipe, target: Target) -> None:
 
 
 def measuring_rows(part: DataPart, data: TokenData, can_run: bool = True) -> range:
-    """Rows kept out of training so that tau is measured on the user's own kind of text; the
-    built-in corpus has held-out prompts of its own, so nothing is kept back there, unless the
-    target cannot be run with them."""
-    decodes = can_run and part.target_source == "inprocess"
-    if (is_corpus(part.source) and decodes) or data.num_rows < 2:
-        return range(0)
-    return range(data.num_rows - num_held(data.num_rows), data.num_rows)
+    """The rows that are held out: as many as when the data were first made, the last ones."""
+    held = data.manifest.held
+    if held is None:
+        held = num_held(part, data.num_rows, can_run)
+    return range(data.num_rows - held, data.num_rows)
 
 
 def measuring_prompts(recipe: Recipe, target: Target, data: TokenData) -> Prompts:

@@ -57,7 +57,8 @@ from specctl.train.stop import Stop
 
 @dataclass(slots=True)
 class TrainProgress:
-    """Where the run stands, saved with every checkpoint. One writer: the loop."""
+    """Where the run stands, saved with every checkpoint. `began`: the step at which its schedule
+    began, where it went on with more data. One writer: the loop."""
 
     step: int = 0
     position: int = 0
@@ -69,6 +70,7 @@ class TrainProgress:
     tau_step: int = 0
     best_step: int | None = None
     best: dict[str, Any] | None = None
+    began: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,15 +277,20 @@ def save(job: Job, progress: TrainProgress) -> None:
 
 
 def restore(job: Job, snapshot: Snapshot) -> TrainProgress:
-    """Put weights, optimizers and generators back; returns where the run stood."""
+    """Put weights, optimizers and generators back; returns where the run stood. With more data than
+    the state has seen, the stream of rows and the schedule begin anew."""
     job.drafter.load_tensors(snapshot.tensors["model"])
     tensors, scalars = snapshot.tensors["optimizer"], snapshot.scalars["optimizer"]
     load_optimizer_state(job.optimizers, job.drafter.trainable(), tensors, scalars)
-    job.text.load_tensors(snapshot.tensors.get("text", {}))
+    has_more = snapshot.fingerprint.get("data") != job.fingerprint.get("data")
+    if not has_more:
+        job.text.load_tensors(snapshot.tensors.get("text", {}))
     if snapshot.own:
         set_random_state(snapshot.own, job.ranks.device)
     fields = dict(snapshot.scalars["progress"])
     fields["window"] = {name: tuple(pair) for name, pair in fields["window"].items()}
     progress = TrainProgress(**fields)
+    if has_more:
+        progress.position, progress.began = 0, progress.step
     job.log.rewind(progress.step, progress.tau_step)
     return progress

@@ -131,16 +131,19 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecipeSchedule:
-    """The schedule of a recipe, whose number of steps is fixed."""
+    """The schedule of a recipe, whose number of steps is fixed. A run that goes on with more data
+    `began` this schedule at that step: it warms up and decays over the steps after it."""
 
     settings: TrainPart
+    began: int = 0
 
     @property
     def steps(self) -> int:
         return self.settings.steps
 
     def rate(self, step: int) -> float:
-        return learning_rate(step, self.settings)
+        later = self.settings.model_copy(update={"steps": self.steps - self.began})
+        return learning_rate(step - self.began, later)
 
 
 def set_learning_rate(optimizers: Mapping[str, torch.optim.Optimizer], rate: float) -> None:

@@ -15,7 +15,8 @@ import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from specctl.runtime.target.device import refuse_idle_cuda, slow_dtype
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.assemble import check_answers, trainable_family
+from specctl.train.data.growth import LearnedRows
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.distributed.in_step import check_spread, in_step
 from specctl.train.distributed.ranks import Ranks
@@ -48,6 +50,7 @@ from specctl.train.joint.joint_target import FOLDER, log_change, save_joint_targ
 from specctl.train.loop import Job, TrainProgress, measure, restore, train
 from specctl.train.lora import ADAPTER, merge, save_adapter, unnameable
 from specctl.train.metrics import read_log
+from specctl.train.optim import RecipeSchedule
 from specctl.train.overfitting import overfitting
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
 from specctl.train.planning.plan import RunPlan, build_shape, disk_needs, plan
@@ -152,16 +155,17 @@ def train_draft(
             if ranks.is_main:
                 room = [(out, disk_needs(recipe, target.spec))]
                 refuse_lacks(lacking_disk(room), "what the run will write", out)
-        if ranks.is_main:
-            (out / MARK).unlink(missing_ok=True)
-            write_run_file(recipe, out, command)
-        data = prepare(recipe, target, out, talker, ranks)
+        begin = partial(_begin, recipe, out, command, ranks)
+        if snapshot is None:
+            begin()
+        data = prepare(recipe, target, out, talker, ranks, _learned(recipe, snapshot, allow, begin))
         target = shard_target(recipe, target, ranks)
         inputs = RunInputs(target, data, initial, stop, accelerator, load)
         stop.is_deferred = True
         reference = _reference(recipe, inputs, checkpoints, allow)
         job = make_job(recipe, inputs, checkpoints, reference)
         progress = _continue(job, snapshot, allow)
+        job = replace(job, schedule=RecipeSchedule(recipe.train, progress.began))
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
         best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
@@ -179,6 +183,23 @@ def train_draft(
                 _save_results(drafter, job, inputs, recipe, result, acceptance, package)
         accelerator.end_training()
     return result
+
+
+def _begin(recipe: Recipe, out: Path, command: Sequence[str], ranks: Ranks) -> None:
+    """Write down that the folder holds this run, and that it is not finished."""
+    if ranks.is_main:
+        (out / MARK).unlink(missing_ok=True)
+        write_run_file(recipe, out, command)
+
+
+def _learned(
+    recipe: Recipe, snapshot: Snapshot | None, allow: Collection[str], begin: Callable[[], None]
+) -> LearnedRows | None:
+    """What the run has made of its rows; None of one that is at its beginning."""
+    if snapshot is None:
+        return None
+    digest = snapshot.fingerprint.get("data")
+    return LearnedRows(digest, snapshot.step, recipe.train.steps, "data" in allow, begin)
 
 
 def _save_results(

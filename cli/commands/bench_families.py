@@ -42,7 +42,7 @@ from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice, loading
 from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
 from specctl.core.printable import counted
-from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe
+from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe, with_fields
 from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
@@ -199,7 +199,8 @@ def compare_families(
             f"family {number} of {len(recipes)}: {name}, " + counted(recipe.train.steps, "step")
         )
         try:
-            done = [one.package.parent for one in trained]
+            begun = list(recipes)[: number - 1]
+            done = [budget.out / name for name in begun if has_rows(budget.out / name)]
             trained.append(train_family(console, name, recipe, budget.out / name, done))
         except Exception as error:  # whatever a family does, the others are measured
             errors[name] = explained(error)
@@ -276,6 +277,9 @@ def family_recipe(family: str, budget: TrainingBudget) -> Recipe:
     }  # fmt: skip
     name = recipes_of(family)[0]
     recipe = load_recipe(name, budget.sets, flags=fields, named=named)
+    if recipe.data.features == "offline" and recipe.data.features_at is None:
+        shared = {"data.features_at": str(budget.out / "features")}  # of all families alike
+        recipe = with_fields(recipe, shared, "bench-families")
     check_options(recipe, name)
     return recipe
 
@@ -284,7 +288,7 @@ def train_family(
     console: Console, name: str, recipe: Recipe, out: Path, done: Sequence[Path]
 ) -> Trained:
     """The family trained in `out`: kept if that is finished, continued if it was interrupted, begun
-    on the rows of a finished one else."""
+    on the rows of an earlier one else."""
     from specctl.api.train import train_and_package
     from specctl.export.package.manifest import read_manifest
     from specctl.train.planning.scaling import share_data
@@ -300,6 +304,11 @@ def train_family(
     assert result.package is not None, "a finished run has a package"
     parameters = read_manifest(result.package).parameters
     return Trained(name, recipe, result.package, parameters, result.seconds)
+
+
+def has_rows(folder: Path) -> bool:
+    """Whether the rows of a run are made."""
+    return (folder / "data" / "manifest.json").is_file()
 
 
 def measure(

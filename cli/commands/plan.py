@@ -33,6 +33,7 @@ from specctl.cli.options.recipe_flags import PlanFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import SpecctlError, one_of_two
 from specctl.core.hub_access import go_offline
+from specctl.train.runs.kept import continued
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -167,6 +168,8 @@ def show_plans(
     from specctl.train.runs.stages import plans
 
     trainable_family(recipe)
+    if not recipe.stages and (there := continued(recipe, out)) is not None:
+        console.out(there)
     console.say("planning: a step is traced for its memory, then its time is found")
     if is_rehearsed:
         made = [(recipe, _rehearsed(console, recipe))]

@@ -85,7 +85,7 @@ def regenerate(
 
     Every assistant turn of a conversation is written anew. With --endpoint a server of the target
     writes them, and no weights are loaded here. An interrupted run continues where it was. Train on
-    the answers with --data OUT/answers.jsonl --set data.regenerate=false.
+    the answers with --data OUT/answers.jsonl: what this target has written is not written again.
 
     Examples:
 
@@ -117,8 +117,8 @@ def regenerate(
         raise not_in_step("target.tensor_parallel")
     if offline:
         go_offline()
-    from specctl.train.data.answers_file import write_answers
     from specctl.train.data.prepare import write_answers_alone
+    from specctl.train.data.written.answers_file import write_answers
     from specctl.train.runs.kept import kept_in
     from specctl.train.saving.lock import locked
 
@@ -126,7 +126,7 @@ def regenerate(
     with locked(out, console):
         target = _target(recipe)
         found = write_answers_alone(recipe, target, out, console)
-        lines = write_answers(out / FILE, found, target)
+        lines = write_answers(out / FILE, found, target, recipe.data.thinking)
     num_tokens = sum(answer.num_tokens for answer in found)
     path = out / FILE
     console.out(f"{path}: {lines:,} documents, {num_tokens:,} tokens written by the target")

@@ -13,6 +13,7 @@ from specctl.api.derive import (
     is_foreign,
     keep,
     kept,
+    longer,
     seconds_of,
 )
 from specctl.api.preflight import check_run
@@ -34,12 +35,13 @@ USUAL = "40m"
 
 @dataclass(frozen=True, slots=True)
 class Deriving:
-    """What decides whether a recipe is derived: its name as it was given, the value of --time, and
-    the processes that share a batch."""
+    """What decides whether a recipe is derived: its name as it was given, the value of --time, the
+    processes that share a batch, and whether a run may go on with more data."""
 
     given: str
     time: str | None
     processes: int = 1
+    allows_more: bool = False
 
     def of_run(self, console: Console, recipe: Recipe, out: Path) -> Recipe:
         """The recipe of a run in `out`: derived before, derived now and kept there, or as it is."""
@@ -62,11 +64,14 @@ class Deriving:
 
     def now(self, console: Console, recipe: Recipe, out: Path) -> Derived | None:
         """The recipe derived and shown; None where that is not wanted."""
-        if not self._is_wanted(recipe, out):
+        more = self._longer(recipe, out)
+        if more is None and not self._is_wanted(recipe, out):
             return None
+        recipe = recipe if more is None else more
         check_run(recipe, out)
         time = self.time or USUAL
-        console.say(f"deriving {recipe.name} for {recipe.target.name}, to be done in {time}")
+        done = "to be done in" if more is None else f"as in {out}, with more data, in all in"
+        console.say(f"deriving {recipe.name} for {recipe.target.name}, {done} {time}")
         derived = derive_recipe(
             recipe=recipe, time=time, processes=self.processes, progress=console
         )
@@ -74,10 +79,18 @@ class Deriving:
         return derived
 
     def _kept(self, console: Console, recipe: Recipe, out: Path) -> Recipe | None:
+        if self._longer(recipe, out) is not None:
+            return None
         found = kept(recipe, out, None if self.time is None else seconds_of(self.time))
         if found is not None:
             console.say(f"recipe: as it was derived for the run in {out}")
         return found
+
+    def _longer(self, recipe: Recipe, out: Path) -> Recipe | None:
+        """The sizes of the run, where it is to go on for a longer time."""
+        if not self.allows_more or self.time is None:
+            return None
+        return longer(recipe, out, seconds_of(self.time))
 
     def _is_wanted(self, recipe: Recipe, out: Path) -> bool:
         begun = recorded(out / RECORD) is not None

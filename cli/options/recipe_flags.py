@@ -184,7 +184,8 @@ class TrainingFlags(PlanFlags):
         run_option(
             "--allow",
             metavar="FIELD",
-            help="Continue although this changed: config, target, data, vocab, init, world-size. "
+            help="Continue although this changed: config, target, data (what is there stays, what "
+            "is new is added), vocab, init, world-size. "
             "Also: restart (begin again if no checkpoint is intact), memory (run although it does "
             "not fit), recipe (use one made for another target).",
         ),

@@ -56,7 +56,8 @@ def run_training(
     check_allowed(flags.allow or ())
     if is_launched():
         watch_front()
-    deriving = Deriving(flags.recipe, flags.time, max(flags.gpus, flags.processes))
+    has_more = "data" in (flags.allow or ())
+    deriving = Deriving(flags.recipe, flags.time, max(flags.gpus, flags.processes), has_more)
     pace = None
     if "recipe" not in (flags.allow or ()) and flags.dry_run:
         recipe, pace = deriving.of_plan(console, recipe, out)

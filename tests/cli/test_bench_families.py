@@ -91,6 +91,14 @@ def test_what_is_finished_is_kept_and_a_failing_family_is_a_row(
     assert "tiny, greedy" in ran.out
 
 
+def test_features_on_disk_are_read_once_for_families_alike(run: Any, tmp_path: Path) -> None:
+    ran = run(*words("eagle,hass", tmp_path), "--set", "data.features=offline")
+    assert ran.code == 0, ran.err[-3000:]
+    assert "features: 0 of 1 shards are there, 1 will be written" in ran.err
+    assert "features: 1 of 1 shards are there, 0 will be written" in ran.err
+    assert len(list((tmp_path / "features").glob("*/shard-*.safetensors"))) == 1
+
+
 def test_every_family_has_the_same_data_and_budget_and_keeps_its_own_ways() -> None:
     recipes = [family_recipe(name, budget()) for name in chosen("all")]
     assert len(recipes) > 10

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from specctl.api.derive import AMOUNTS, FOLLOWING
 from specctl.core.errors import Exit
 from specctl.recipes.targets import resolve
 from specctl.train.planning import derive as deriving
@@ -62,6 +63,38 @@ def test_a_run_in_a_given_time_is_begun_and_goes_on(run: Run, flags: list[Any]) 
     other = run(*words, "--time", "2h")
     assert other.code == Exit.RECIPE
     assert "--time 70s goes on with it" in other.err
+    assert "--allow data goes on with more answers and steps" in other.err
+
+
+def test_a_longer_time_goes_on_with_more_answers_and_steps(run: Run, flags: list[Any]) -> None:
+    words = ("train-draft", "--recipe", "eagle3", *flags, "--out", "run")
+    assert run(*words, "--time", "50s").code == 0
+    before = json.loads(Path("run/derived.json").read_text())
+    more = ("--time", "80s", "--allow", "data")
+    plan = run(*words, *more, "--dry-run")
+    assert plan.code == 0, plan.err
+    answers, steps = amounts(before)
+    assert f"{answers} answers kept, at most " in plan.out
+    assert f"{steps} steps made, " in plan.out
+    assert json.loads(Path("run/derived.json").read_text()) == before
+    ran = run(*words, *more)
+    assert ran.code == 0, ran.err
+    assert "with more data, in all in 80s" in ran.err
+    assert f"{answers} answers in " in ran.err
+    now = json.loads(Path("run/derived.json").read_text())
+    assert now["seconds"] == 80.0
+    assert amounts(now) > (answers, steps)
+    same = {choice["field"] for choice in before["choices"]} - {*AMOUNTS, *FOLLOWING}
+    assert same <= {choice["field"] for choice in now["choices"] if choice in before["choices"]}
+    again = run(*words, "--time", "80s")
+    assert again.code == 0, again.err
+    assert "left as it is" in again.err
+
+
+def amounts(record: dict[str, Any]) -> tuple[int, int]:
+    """Answers and steps."""
+    found = {choice["field"]: choice["value"] for choice in record["choices"]}
+    return found["data.prompts"], found["train.steps"]
 
 
 def test_a_demonstration_for_another_target_is_derived_unless_its_length_is_given(

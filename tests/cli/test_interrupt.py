@@ -107,7 +107,7 @@ def test_a_terminal_that_is_closed_ends_training_as_sigterm_does(
 def test_answers_written_before_ctrl_c_are_kept_and_the_run_goes_on_from_them(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("specctl.train.data.regenerate.slots_for", lambda *words: 2)
+    monkeypatch.setattr("specctl.train.data.written.regenerate.slots_for", lambda *words: 2)
     settings = {**dict(s.split("=") for s in TRAINING), "train.steps": 2, "train.tau_every": 2}
     words = ["distill", "--out", str(tmp_path / "run"), "--set", "train.tau_tokens=4"]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -196,7 +196,7 @@ def test_what_is_said_at_the_end_is_what_lies_on_the_disk(tmp_path: Path) -> Non
 def test_answers_of_regenerate_are_kept_when_it_is_stopped(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("specctl.train.data.regenerate.slots_for", lambda *words: 2)
+    monkeypatch.setattr("specctl.train.data.written.regenerate.slots_for", lambda *words: 2)
     words = ["regenerate", "--prompts", "6", "--max-new-tokens", "6", "--out", str(tmp_path / "a")]
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", stopping(Engine.step, after=10))

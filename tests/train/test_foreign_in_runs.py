@@ -118,7 +118,7 @@ def test_shards_that_a_user_named_alike_stay(tmp_path: Path) -> None:
     mine.append(put(key / "shard-b.safetensors"))
     gone = [put(key / name) for name in ("shard-00001.safetensors", ".shard-00002.json.77.tmp")]
     sweep(tmp_path)
-    make_room(tmp_path, key, 1, 0)
+    make_room(tmp_path, [key], 1, 0)
     assert all(path.exists() for path in mine)
     assert not any(path.exists() for path in gone)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from specctl.core.masks import document_mask
-from specctl.train.data.pack import Document, best_fit, cut_documents, num_held, pack
+from specctl.train.data.pack import Document, best_fit, cut_documents, pack, share_held
 
 
 def document(length: int, first: int = 0, answer_from: int = 0) -> Document:
@@ -82,7 +82,7 @@ def test_rows_kept_for_measuring_have_prompts_of_the_user() -> None:
     questions = [replace(one, is_question=True) for one in some_documents(400, 32)]
     theirs = [document(20, first=10**6 + 1000 * i) for i in range(12)]
     rows = pack([*questions, *theirs], 32, 0, seed=0)
-    held = rows.ids_RS[-num_held(len(rows.ids_RS)) :]
+    held = rows.ids_RS[-share_held(len(rows.ids_RS)) :]
     assert ((held >= 10**6).any(axis=1)).sum() >= 3
     assert (held[:3] >= 10**6).any(axis=1).all()
     alone = pack(theirs, 32, 0, seed=0)

@@ -210,7 +210,11 @@ def test_a_finished_run_is_not_taken_for_that_of_another_target_text_or_package(
     with pytest.raises(IncompatibleError, match="--allow data"):
         run(recipe, out, target)
     assert files(out) == before
-    _, package, _ = run(recipe, out, target, allow=["data"])  # on purpose: packaged again
+    with pytest.raises(RecipeError, match="all its steps"):
+        run(recipe, out, target, allow=["data"])
+    assert files(out) == before
+    more = small_recipe("medusa", source, data__regenerate="false", train__steps=10)
+    _, package, _ = run(more, out, target, allow=["data"])  # on purpose
     assert package.digest
 
 

@@ -8,14 +8,27 @@ from pathlib import Path
 
 from specctl.core.bounded_read import open_regular
 from specctl.core.errors import FileError, SpecctlError, nearest
+from specctl.recipes.schema import DataPart
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
 from specctl.train.data.chat import answerable
 from specctl.train.data.context import check_ids
+from specctl.train.data.pack import share_held
 from specctl.train.data.prompt_files import FilePrompt, file_prompts
 from specctl.train.data.records import Sample, check_values
+from specctl.train.data.sources import is_corpus
 
 TEXTS = ("text", "prompt")  # keys of a prompt that is read as it is
+
+
+def num_held(part: DataPart, num_rows: int, can_run: bool = True) -> int:
+    """How many rows are kept out of training so that tau is measured on the user's own kind of
+    text; the built-in corpus has held-out prompts of its own, so nothing is kept back there, unless
+    the target cannot be run with them."""
+    decodes = can_run and part.target_source == "inprocess"
+    if (is_corpus(part.source) and decodes) or num_rows < 2:
+        return 0
+    return share_held(num_rows)
 
 
 @dataclass(frozen=True, slots=True)

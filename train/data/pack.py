@@ -117,7 +117,7 @@ def pack(documents: Sequence[Document], seq_len: int, pad_id: int, seed: int) ->
     return laid_out(documents, _users_last(plan, documents), seq_len, pad_id)
 
 
-def num_held(num_rows: int) -> int:
+def share_held(num_rows: int) -> int:
     """Of so many rows, those at the end that are kept for measuring."""
     return max(1, num_rows // HELD_SHARE)
 
@@ -129,7 +129,7 @@ def _users_last(plan: list[list[int]], documents: Sequence[Document]) -> list[li
     is_theirs = [any(not documents[index].is_question for index in row) for row in plan]
     if all(is_theirs) or not any(is_theirs):
         return plan
-    held, theirs = num_held(len(plan)), [row for row, is_so in enumerate(is_theirs) if is_so]
+    held, theirs = share_held(len(plan)), [row for row, is_so in enumerate(is_theirs) if is_so]
     chosen = theirs[: max(1, min(-(-held // 2), len(theirs) // 4))]
     others = [row for row in range(len(plan)) if row not in set(chosen)]
     place = len(plan) - held
@@ -158,3 +158,15 @@ def laid_out(
             domain_N.append(document.domain)
             start = end
     return PackedRows(ids_RS, mask_RS, document_RS, position_RS, domain_N)
+
+
+def better_seq_len(lengths: Sequence[int], seq_len: int) -> tuple[int, float]:
+    """A row length between 3/4 and 3/2 of `seq_len` that wastes least, and how full it is."""
+    longest, found = max(lengths), []
+    for tried in range(max(longest, seq_len * 3 // 4), seq_len * 3 // 2 + 1, 8):
+        num_rows = len(best_fit(lengths, tried))
+        found.append((sum(lengths) / (num_rows * tried), -tried))
+    if not found:
+        return seq_len, 0.0
+    fill, minus_tried = max(found)
+    return -minus_tried, fill

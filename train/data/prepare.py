@@ -1,7 +1,8 @@
 """Training data of a run: `prepare` turns the recipe's source into packed rows in OUT/data.
 
 The digest covers all that decides the rows: source text, tokenizer, chat template, settings and,
-when the target wrote the answers, the target. Data are reused only if it is the same.
+when the target wrote the answers, the target. Data are reused only if it is the same. The rows of a
+run that goes on with more data are kept, and new ones are added (`growth.py`).
 """
 
 from __future__ import annotations
@@ -13,33 +14,38 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 
-from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.errors import RecipeError
 from specctl.core.files import digest_of, write_json
 from specctl.core.printable import counted
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.chat_turns import template_text, writes_date, written_on
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan, WrittenAnswer
 from specctl.train.data.chat import Encoded, Variables, encode_sample, thinking_switch
 from specctl.train.data.context import check_context, check_ids
-from specctl.train.data.endpoint import EndpointSettings, EndpointWriter
+from specctl.train.data.growth import LearnedRows, unknown_documents
 from specctl.train.data.layouts import FieldChoices
-from specctl.train.data.pack import Document, PackedRows, best_fit, cut_documents, pack
+from specctl.train.data.pack import Document
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, without
-from specctl.train.data.regenerate import regenerate
-from specctl.train.data.rows import FORMAT, TokenData, read_manifest, write_rows
-from specctl.train.data.self_prompts import write_self_prompts
-from specctl.train.data.self_source import check_self, others_of, uses_self, with_file
+from specctl.train.data.row_maker import WrittenTexts, write_documents
+from specctl.train.data.rows import FORMAT, TokenData, read_manifest
 from specctl.train.data.shipped import check_corpus, check_own_answers
 from specctl.train.data.sources import Defects, read_samples
-from specctl.train.data.writing_target import writing_target, written_in
+from specctl.train.data.written.answers import AnswerPlan, WrittenAnswer
+from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
+from specctl.train.data.written.own_answers import is_own, own_documents, say_writers
+from specctl.train.data.written.regenerate import regenerate
+from specctl.train.data.written.self_prompts import write_self_prompts
+from specctl.train.data.written.self_source import check_self, others_of, uses_self, with_file
+from specctl.train.data.written.writing_target import writing_target, written_in
 from specctl.train.distributed.ranks import Ranks
 
 DAY = "date.json"  # in OUT/data: the day that the chat template writes
@@ -50,7 +56,6 @@ BY_SET = (
     "--set 'data.ignore=[{name}]' leaves it out"
 )
 FEW = 7  # records that may be left out of however small a file
-POOR_FILL = 0.8  # below this, another row length is looked for
 
 __all__ = ["TokenData", "encode_document", "prepare"]
 
@@ -61,9 +66,11 @@ def prepare(
     out: Path,
     console: Reporter | None = None,
     ranks: Ranks | None = None,
+    learned: LearnedRows | None = None,
 ) -> TokenData:
     """The training rows of a recipe in OUT/data: reused if nothing that decides them has changed,
-    else made anew; regeneration goes on where it was stopped. With `ranks` all of them call this:
+    else made anew; regeneration goes on where it was stopped. Rows that a run has `learned` are
+    never made anew: they stay, and what is new comes to them. With `ranks` all of them call this:
     each has its share of the prompts answered, the first one writes the rows."""
     console = console if console is not None else SilentReporter()
     ranks = ranks if ranks is not None else Ranks()
@@ -85,44 +92,37 @@ def prepare(
     defects.tell_reading(console)
     settings = _settings(recipe, target, source_digest, day)
     digest = digest_of(settings)
+    if learned is not None:
+        learned.check(digest, settings, manifest)
+        learned.begins()
     if manifest is not None and manifest.digest == digest:
         console.say(f"data: reusing {counted(manifest.rows, 'row')} ({digest[:12]})")
         return TokenData(folder, manifest)
+    before = None
+    if manifest is not None and learned is not None:
+        before = TokenData(folder, manifest)
+        learned.say(before, data.prompts if data.regenerate else None, console)
     _say_kinds(samples, console)
-    own = _own_words(recipe, target, samples, day, defects, console)
-    answers: list[WrittenAnswer] = []
+    say_writers(samples, target, data, console)
+    known = (None if before is None else before.prompts()) or frozenset()
+    there: list[Document] = []
     if data.regenerate:
-        answers = answer_prompts(recipe, target, samples, folder, defects, console, ranks, day)
-    documents = [each for a in answers for each in a.documents(data.train_on_prompt)]
+        there = unknown_documents(own_documents(samples, target, data), known)
+        samples = [sample for sample in samples if not is_own(sample, target, data)]
+    own = unknown_documents(_own_words(recipe, target, samples, day, defects, console), known)
+    answers: list[WrittenAnswer] = []
+    if data.regenerate and (samples or not there):
+        answers = answer_prompts(
+            recipe, target, samples, folder, defects, console, ranks, day, before, len(there)
+        )
     with ranks.together():
         if ranks.is_main:
+            texts = WrittenTexts(answers, there, own)
             place = (folder, digest, settings)
-            _write(recipe, target, documents, own, place, defects, console)
+            write_documents(recipe, target, texts, place, before, defects, console)
     manifest = read_manifest(folder)
     assert manifest is not None, "the first rank has written it"
     return TokenData(folder, manifest)
-
-
-def _write(
-    recipe: Recipe,
-    target: Target,
-    documents: Sequence[Document],
-    own: Sequence[Document],
-    place: tuple[Path, str, dict[str, Any]],
-    defects: Defects,
-    console: Reporter,
-) -> None:
-    """The rows of answers and of the source's own words, in the folder, by digest and settings."""
-    folder, digest, settings = place
-    rows = _rows([*documents, *own], recipe, target, defects, console)
-    writer = "both" if documents and own else "target" if documents else "source"
-    manifest = write_rows(folder, rows, digest, settings, writer, defects)
-    defects.tell(console)
-    console.say(
-        f"data: {counted(manifest.rows, 'row')} of {manifest.seq_len}, "
-        f"{counted(manifest.tokens, 'token')}, "
-        f"{manifest.loss_tokens:,} to predict, {manifest.fill:.1%} full ({digest[:12]})"
-    )
 
 
 def _own_words(
@@ -184,7 +184,7 @@ def with_questions(
         return data
     others = others_of(data)
     if others is not None:
-        num_others = len(_select(others, target, Defects())[0])
+        num_others = min(data.prompts, len(_select(others, target, Defects())[0]))
     with ranks.together():
         if ranks.is_main:
             plan, writer = answer_plan(recipe, target, day), writing_target(recipe, target)
@@ -200,10 +200,12 @@ def rows_digest(recipe: Recipe, target: Target, out: Path) -> str:
 
 
 def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Sample], str]:
-    """The samples to use and a digest of them. For regeneration: `prompts` of them, chosen by a
-    seeded hash of their number, so that the choice needs no second reading; else all of them."""
+    """The samples to use and a digest of them. For regeneration: all that are the target's own
+    answers, and as many others as lack to `prompts`, chosen by a seeded hash of their number, so
+    that the choice needs no second reading; else all of them."""
     whole = hashlib.sha256()
     chosen: list[tuple[int, int, Sample]] = []
+    there: list[tuple[int, int, Sample]] = []
     choices, number = field_choices(data, target.tokenizer), 0
     for number, sample in enumerate(
         read_samples(data.source, data.format, data.split, data.seed, defects, choices)
@@ -212,11 +214,15 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
         whole.update(sample.digest())
         key = hashlib.sha256(f"{data.seed}:{number}".encode()).digest()
         entry = (-int.from_bytes(key[:8], "big"), number, sample)
-        if not data.regenerate or len(chosen) < data.prompts:
+        if data.regenerate and is_own(sample, target, data):
+            there.append(entry)
+        elif not data.regenerate or len(chosen) < data.prompts:
             heapq.heappush(chosen, entry) if data.regenerate else chosen.append(entry)
         else:
             heapq.heappushpop(chosen, entry)
-    if not chosen:
+    while there and chosen and len(chosen) + len(there) > data.prompts:
+        heapq.heappop(chosen)
+    if not chosen and not there:
         raise RecipeError(
             "the data source holds nothing usable",
             where="data.source",
@@ -228,7 +234,7 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
     check_share(defects, number + 1, data.max_left_out)
     if data.regenerate:
         defects.chose(number for _, number, _ in chosen)
-    samples = [s for _, _, s in sorted(chosen, key=lambda entry: entry[1])]
+    samples = [s for _, _, s in sorted([*chosen, *there], key=lambda entry: entry[1])]
     return samples, whole.hexdigest()
 
 
@@ -292,6 +298,8 @@ def write_answers_alone(
     samples, _ = _select(data, target, defects)
     defects.tell_reading(console)
     _say_kinds(samples, console)
+    say_writers(samples, target, data, console)
+    samples = [sample for sample in samples if not is_own(sample, target, data)]
     answers = answer_prompts(recipe, target, samples, folder, defects, console, day=day)
     defects.tell(console)
     return answers
@@ -326,17 +334,30 @@ def answer_prompts(
     console: Reporter,
     ranks: Ranks | None = None,
     day: str | None = None,
+    before: TokenData | None = None,
+    there: int = 0,
 ) -> list[WrittenAnswer]:
     """The target's answers to prompts of the samples, kept in `folder`: by the engine, or by the
-    recipe's endpoint. `day`: what the chat template writes as the date."""
+    recipe's endpoint. `day`: what the chat template writes as the date. Prompts of the rows that
+    are there `before` count as answered, and are not answered again; so do as many as `there` are
+    answers of the target in the data."""
     data, ranks = recipe.data, ranks if ranks is not None else Ranks()
     plan = answer_plan(recipe, target, day)
-    left_out = Defects()
-    prompts = cut_prompts(target, samples, plan, left_out)
+    left_out, known = Defects(), frozenset[int]()
+    if before is not None:
+        first, known = before.manifest.answered, before.prompts() or known
+        plan = replace(plan, prompts=plan.prompts - first, first=first)
+        samples = Random(data.seed).sample(samples, len(samples))  # new ones from everywhere alike
+    plan = replace(plan, prompts=plan.prompts - there)
+    if plan.prompts <= 0:
+        return []
+    prompts = cut_prompts(target, samples, plan, left_out, known)
     check_share(left_out, len(samples) - left_out.num_records, data.max_left_out)
     defects.add(left_out)
     if len(prompts) < plan.prompts:
         console.warn(f"data: only {len(prompts):,} of {plan.prompts:,} prompts found in the source")
+    if not prompts and (before is not None or there):
+        return []
     if not prompts:
         raise _nothing_left(defects, "a prompt", "a larger train.seq_len gives long prompts room")
     writer = None
@@ -424,55 +445,6 @@ def _document(encoded: Encoded, target: Target, sample: Sample, is_whole: bool) 
         raise ValueError("shorter than two tokens")
     check_ids(ids, target)
     return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), sample.domain)
-
-
-def _rows(
-    documents: Sequence[Document],
-    recipe: Recipe,
-    target: Target,
-    defects: Defects,
-    console: Reporter,
-) -> PackedRows:
-    seq_len = recipe.train.seq_len
-    cut = cut_documents(documents, seq_len)
-    if cut.dropped:
-        reason = f"sample has nothing to predict in its first {seq_len} tokens"
-        defects.note(reason, "train.seq_len", cut.dropped)
-    if not cut.documents:
-        raise SpecctlError(
-            "cutting to the row length removed every answer",
-            where="train.seq_len",
-            found=f"{seq_len}, longest sample {cut.longest:,} tokens",
-            expected="rows long enough for a prompt and some of its answer",
-            do=f"raise train.seq_len (at most {cut.longest} is needed)",
-        )
-    if cut.shortened:
-        console.warn(
-            f"data: {cut.shortened:,} samples cut to {seq_len} tokens (longest {cut.longest:,}); "
-            "raise train.seq_len to keep them whole"
-        )
-    pad_id = target.spec.pad_id if target.spec.pad_id is not None else 0
-    rows = pack(cut.documents, seq_len, pad_id, recipe.data.seed)
-    if rows.fill < POOR_FILL and len(cut.documents) > 1:
-        better, fill = better_seq_len([len(d.ids) for d in cut.documents], seq_len)
-        if fill > rows.fill + 0.1:
-            console.say(
-                f"data: rows of {seq_len} are {rows.fill:.0%} full; "
-                f"--set train.seq_len={better} would fill {fill:.0%}"
-            )
-    return rows
-
-
-def better_seq_len(lengths: Sequence[int], seq_len: int) -> tuple[int, float]:
-    """A row length between 3/4 and 3/2 of `seq_len` that wastes least, and how full it is."""
-    longest, found = max(lengths), []
-    for tried in range(max(longest, seq_len * 3 // 4), seq_len * 3 // 2 + 1, 8):
-        num_rows = len(best_fit(lengths, tried))
-        found.append((sum(lengths) / (num_rows * tried), -tried))
-    if not found:
-        return seq_len, 0.0
-    fill, minus_tried = max(found)
-    return -minus_tried, fill
 
 
 def _nothing_left(defects: Defects, wanted: str, do: str) -> RecipeError:

@@ -6,16 +6,16 @@ import hashlib
 import json
 import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.context import LEAST_PROMPT, check_ids
 from specctl.train.data.corpus import PROSE, regions
 from specctl.train.data.records import Sample
-from specctl.train.data.self_source import is_question
 from specctl.train.data.sources import Defects
+from specctl.train.data.written.answers import AnswerPlan, Dialogue, PromptCut
+from specctl.train.data.written.self_source import is_question
 
 EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again
 CHARS_PER_TOKEN = 16  # text read for a prompt; more than any usual token is long
@@ -26,14 +26,16 @@ def cut_prompts(
     samples: Sequence[Sample],
     plan: AnswerPlan,
     defects: Defects,
+    known: Collection[int] = (),
 ) -> list[PromptCut]:
     """`plan.prompts` prompts, evenly from the samples: conversations, to be answered turn by turn;
     of raw text a stretch of `prompt_tokens` from its beginning or from the start of a line. None is
-    longer than the plan or the target's context leaves room for."""
+    longer than the plan or the target's context leaves room for, and none is among the `known`
+    ones (by `ids_key`)."""
     room = longest_prompt(target, plan)
     cuts: list[PromptCut] = []
     seen: set[bytes] = set()
-    passes = -(-plan.prompts // max(len(samples), 1)) + EXTRA_PASSES
+    passes = -(-(plan.prompts + plan.first) // max(len(samples), 1)) + EXTRA_PASSES
     for turn in range(passes):
         for sample in samples:
             if len(cuts) == plan.prompts:
@@ -45,7 +47,7 @@ def cut_prompts(
                     defects.note(str(error), sample.where)
                 continue
             key = prompt_key(cut)
-            if key not in seen:
+            if key not in seen and ids_key(cut.ids) not in known:
                 seen.add(key)
                 cuts.append(cut)
     return cuts
@@ -55,6 +57,12 @@ def longest_prompt(target: Target, plan: AnswerPlan) -> int:
     """Tokens that a prompt may have."""
     room = target.spec.max_positions - plan.new_tokens
     return room if plan.longest is None else min(room, plan.longest)
+
+
+def ids_key(ids: Sequence[int]) -> int:
+    """A number of 64 bits that names token ids."""
+    digest = hashlib.sha256(array("i", ids).tobytes()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def prompt_key(cut: PromptCut) -> bytes:

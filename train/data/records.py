@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specctl.core.errors import RecipeError
@@ -37,12 +37,23 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenBy:
+    """Who wrote the answer in a record of token ids: the target's name, the fingerprint of its
+    weights, the digest of its chat template, and what was said to that of thinking."""
+
+    target: str
+    fingerprint: str
+    template: str | None = None
+    thinking: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One document: `text`, or `messages` (role and content) with the tools they may call; and
-    where it has been tokenized, the very ids, which of them are to be predicted, and the
-    fingerprint of the tokenizer ("": unknown). `given`: assistant turns that are read and neither
-    learned nor written anew; `unanswered`: places where the target is to answer, and nobody has;
-    `left_out`: what is not text, by kind."""
+    where it has been tokenized, the very ids, which of them are to be predicted, the fingerprint of
+    the tokenizer ("": unknown), and who wrote them, where that is known. `given`: assistant turns
+    that are read and neither learned nor written anew; `unanswered`: places where the target is to
+    answer, and nobody has; `left_out`: what is not text, by kind."""
 
     where: str
     domain: str
@@ -52,6 +63,7 @@ class Sample:
     ids: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
     tokenizer: str = ""
+    written_by: WrittenBy | None = None
     given: tuple[int, ...] = ()
     unanswered: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -59,7 +71,8 @@ class Sample:
     def digest(self) -> bytes:
         """sha256 of what the sample says; its place does not count, so data may be moved."""
         if self.ids:
-            body = json.dumps([self.ids, self.mask, self.messages, self.tools, self.text])
+            by = [] if self.written_by is None else [asdict(self.written_by)]
+            body = json.dumps([self.ids, self.mask, self.messages, self.tools, self.text, *by])
             return hashlib.sha256(b"ids:" + body.encode()).digest()
         if not self.messages:
             return hashlib.sha256(b"text:" + self.text.encode()).digest()
@@ -240,7 +253,23 @@ def _encoded(reader: FieldReader) -> dict[str, Any]:
         "ids": tuple(ids),
         "mask": tuple(bool(mark) for mark in mask),
         "tokenizer": tokenizer if isinstance(tokenizer, str) else "",
+        "written_by": _written_by(reader),
     }
+
+
+def _written_by(reader: FieldReader) -> WrittenBy | None:
+    """Who wrote the answers of a record, as `specctl regenerate` notes it."""
+    given = reader.values.get("written_by")
+    if not isinstance(given, Mapping) or "fingerprint" not in given:
+        return None
+    reader.skip("written_by")
+    template, thinking = given.get("template"), given.get("thinking")
+    return WrittenBy(
+        str(given.get("target", "")),
+        str(given["fingerprint"]),
+        template if isinstance(template, str) else None,
+        thinking if isinstance(thinking, bool) else None,
+    )
 
 
 def _check_unicode(text: str) -> None:

@@ -3,14 +3,20 @@
 OUT/data holds one safetensors file of rows and manifest.json, which names that file, its sha256 and
 a digest of all that decided its content. The manifest is written last, and both are written whole,
 so that half-written data are never read.
-Letters: B rows of a batch, R rows, S sequence, N documents.
+
+A run that goes on with more data keeps its rows and gets more of them (`growth.py`): the rows come
+in parts. Those that are held out are of the first part and always the last in the file:
+
+    first part, trained on | second part | third part | ... | first part, held out
+
+Letters: B rows of a batch, R rows, S sequence, N documents, P prompts.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +42,8 @@ WIDTH_STEP = 16  # batches are this much wide, or a multiple
 @dataclass(frozen=True, slots=True)
 class DataManifest:
     """What OUT/data holds. `writer` is "target", "source" or "both": who wrote the text to be
-    predicted."""
+    predicted. `held`: rows that are held out, None where the maker did not say; `answered`: prompts
+    that the target has answered; `parts`: digest and rows of each part, () for one part."""
 
     format: int
     digest: str
@@ -52,6 +59,9 @@ class DataManifest:
     domains: tuple[str, ...]
     left_out: tuple[str, ...]
     settings: dict[str, Any]
+    held: int | None = None
+    answered: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 class TokenData:
@@ -74,6 +84,32 @@ class TokenData:
     def digest(self) -> str:
         return self.manifest.digest
 
+    def parts(self) -> list[tuple[str, list[int]]]:
+        """Digest and row numbers of each part, in the order in which it was packed."""
+        held, found, start = self.manifest.held or 0, list[tuple[str, list[int]]](), 0
+        for number, (digest, count) in enumerate(
+            self.manifest.parts or ((self.digest, self.num_rows),)
+        ):
+            end = start + count - (0 if number else held)
+            last = [] if number else range(self.num_rows - held, self.num_rows)
+            found.append((digest, [*range(start, end), *last]))
+            start = end
+        return found
+
+    def prompts(self) -> frozenset[int] | None:
+        """The keys (`growth.ids_key`) of all prompts in the rows; None where they were not kept."""
+        keys = self._arrays.get("prompt_P")
+        return None if keys is None else frozenset(keys.tolist())
+
+    def packed(self) -> PackedRows:
+        """All rows as they were packed."""
+        ids, mask, document, position = (
+            self._arrays[name].numpy()
+            for name in ("ids_RS", "mask_RS", "document_RS", "position_RS")
+        )
+        domains = [self.manifest.domains[i] for i in self._arrays["domain_N"].tolist()]
+        return PackedRows(ids, mask, document, position, domains)
+
     def batch(self, indices: Sequence[int], device: torch.device | None = None) -> TrainBatch:
         """Those rows, without taps and teacher (see `capture`), cut where all of them only pad."""
         row_B = torch.as_tensor(list(indices), dtype=torch.long)
@@ -94,10 +130,13 @@ class TokenData:
         return found
 
     def answers(self) -> Iterator[tuple[Tensor, str]]:
-        """Per document, the tokens that are to be predicted, and its domain."""
+        """Per document of the first part, the tokens that are to be predicted, and its domain. What
+        is counted in them, such as the draft vocabulary, is then the same with more data."""
         domains, domain_N = self.manifest.domains, self._arrays["domain_N"]
+        first_R = torch.tensor(self.parts()[0][1])
         for ids_S, mask_S, document_S in zip(
-            *(self._arrays[name] for name in ("ids_RS", "mask_RS", "document_RS")), strict=True
+            *(self._arrays[name][first_R] for name in ("ids_RS", "mask_RS", "document_RS")),
+            strict=True,
         ):
             keep_S = mask_S.bool()
             numbers_S = document_S[keep_S]
@@ -121,6 +160,7 @@ def read_manifest(folder: Path) -> DataManifest | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         fields |= {"domains": tuple(fields["domains"]), "left_out": tuple(fields["left_out"])}
+        fields["parts"] = tuple((digest, rows) for digest, rows in fields.get("parts", ()))
         manifest = DataManifest(**fields)
         found = sha256_file(folder / manifest.file)
     except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
@@ -147,8 +187,13 @@ def write_rows(
     settings: dict[str, Any],
     writer: str,
     defects: Defects,
+    *,
+    held: int | None = None,
+    answered: int = 0,
+    parts: Sequence[tuple[str, int]] = (),
+    prompts: Iterable[int] | None = None,
 ) -> DataManifest:
-    """Rows first, manifest last; rows of earlier settings are removed."""
+    """Rows first, manifest last; rows of earlier settings are removed. `prompts`: their keys."""
     domains = tuple(sorted(set(rows.domain_N)))
     number = {name: i for i, name in enumerate(domains)}
     arrays = {
@@ -158,6 +203,8 @@ def write_rows(
         "position_RS": rows.position_RS,
         "domain_N": np.array([number[name] for name in rows.domain_N], dtype=np.int32),
     }
+    if prompts is not None:
+        arrays["prompt_P"] = np.array(sorted(set(prompts)), dtype=np.int64)
     name = f"rows-{digest[:12]}.safetensors"
     sha256 = write_arrays(folder / name, arrays, {"digest": digest})
     R, S = rows.ids_RS.shape
@@ -176,6 +223,9 @@ def write_rows(
         domains=domains,
         left_out=tuple(defects.lines()),
         settings=settings,
+        held=held,
+        answered=answered,
+        parts=tuple(parts),
     )
     write_json(folder / MANIFEST, asdict(manifest))
     for old in folder.glob("rows-*.safetensors"):

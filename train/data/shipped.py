@@ -9,8 +9,8 @@ from specctl.recipes.files import base_names, recipe_names
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.data.records import Sample
-from specctl.train.data.self_source import refusal, refusal_of
 from specctl.train.data.sources import CORPUS, SELF, is_corpus
+from specctl.train.data.written.self_source import refusal, refusal_of
 
 
 def check_corpus(recipe: Recipe, target: Target) -> None:

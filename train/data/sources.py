@@ -1,5 +1,5 @@
 """Where training text comes from: this machine's sources, files, folders, tables, hub data sets,
-and the target itself (`self_prompts.py` writes what is then read as a file).
+and the target itself (`written/self_prompts.py` writes what is then read as a file).
 
 A source yields `Sample`s, either raw text or a conversation. A record that cannot be used is noted
 in `Defects` with its file and line and left out; if none can be used, that is an error. Of several

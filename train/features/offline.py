@@ -1,8 +1,10 @@
 """Where a run's features come from: its target source, batch by batch, or shards filled once.
 
 Offline, the source reads every row once, before the first step; each process fills its share of the
-shards. Rows whose shard does not fit under `data.features_gb`, or is damaged, are read online. At a
-URL (`data.features_at`) every shard is kept, and `features_gb` is the size of the cache here.
+shards. Every part of the rows (`rows.py`) has shards of its own, so that those of earlier parts are
+kept when more data come. Rows whose shard does not fit under `data.features_gb`, or is damaged, are
+read online. At a URL (`data.features_at`) every shard is kept, and `features_gb` is the size of the
+cache here.
 """
 
 from __future__ import annotations
@@ -38,6 +40,22 @@ HEADER_BYTES = 2048  # at most, of a shard's file
 
 
 @dataclass(frozen=True, slots=True)
+class FeaturePart:
+    """A part of the rows, by their numbers in the order in which they were packed, and its
+    shards."""
+
+    rows: Sequence[int]
+    shards: Shards
+
+    def numbers(self, shard: int) -> list[int]:
+        """The rows of a shard."""
+        return [self.rows[place] for place in self.shards.layout.rows(shard)]
+
+
+Place = tuple[FeaturePart, int]  # a part and a shard of it
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureSource:
     """The rows' features by row number, read from shards where they are."""
 
@@ -45,13 +63,14 @@ class FeatureSource:
     data: TokenData
     needs: Needs
     form: Form
-    shards: Shards
+    parts: Sequence[FeaturePart]
+    places: Sequence[tuple[int, int]]  # of each row: its part, and which row of that it is
     source: TargetSource
 
     def batch(self, rows: list[int]) -> TrainBatch:
         """Those rows with what the target says of them."""
         plain = to_device(self.data.batch(rows), self.target.device)
-        stored = self.shards.read_rows(rows)
+        stored = self._stored(rows)
         absent = [place for place, found in enumerate(stored) if found is None]
         online = iter(
             read_target(self.target, _rows_of(plain, absent), self.form, self.source)
@@ -63,11 +82,29 @@ class FeatureSource:
 
     def ahead(self, rows: list[int]) -> None:
         """Begin to read rows that will be asked for next."""
-        self.shards.ahead(rows)
+        for number, places in self._by_part(rows).items():
+            self.parts[number].shards.ahead([self.places[rows[place]][1] for place in places])
 
-    def fill(self, shard: int, group: int, threads: StepThreads) -> None:
+    def _stored(self, rows: Sequence[int]) -> list[dict[str, Tensor] | None]:
+        """What is kept of each row."""
+        found: list[dict[str, Tensor] | None] = [None] * len(rows)
+        for number, places in self._by_part(rows).items():
+            read = self.parts[number].shards.read_rows([self.places[rows[i]][1] for i in places])
+            for place, kept in zip(places, read, strict=True):
+                found[place] = kept
+        return found
+
+    def _by_part(self, rows: Sequence[int]) -> dict[int, list[int]]:
+        """Number of a part -> which of the given rows are its."""
+        found: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            found.setdefault(self.places[row][0], []).append(place)
+        return found
+
+    def fill(self, place: Place, group: int, threads: StepThreads) -> None:
         """Let the target read a shard's rows, `group` at a time."""
-        rows = list(self.shards.layout.rows(shard))
+        part, shard = place
+        rows = part.numbers(shard)
         parts: list[dict[str, Tensor]] = []
         for start in range(0, len(rows), group):
             batch = self.data.batch(rows[start : start + group])
@@ -76,7 +113,7 @@ class FeatureSource:
             parts += [encode(raw, self.form) for raw in read]
         tokens = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         lengths = [len(next(iter(part.values()))) for part in parts]
-        self.shards.write(shard, tokens, lengths)
+        part.shards.write(shard, tokens, lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +154,8 @@ def feature_source(
     group = max(1, recipe.train.rows // ranks.size)
     threads = StepThreads.of(ranks, reporter)
     with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
-        for shard in todo[ranks.rank :: ranks.size]:
-            features.fill(shard, group, threads)
+        for number, shard in todo[ranks.rank :: ranks.size]:
+            features.fill((features.parts[number], shard), group, threads)
             advance(min(ranks.size, len(todo)))
     return Features(features.batch, features.ahead)
 
@@ -133,17 +170,21 @@ def _features(
     disk: Disk | None,
 ) -> FeatureSource:
     form = Form.of(part, target, needs)
-    layout = ShardLayout.of(data.num_rows, data.seq_len * form.bytes_per_token)
     about = {
-        "data": data.digest,
         "target": target.fingerprint,
         "dtype": str(target.dtype),
         "source": "inprocess" if part.target_source == "inprocess" else "engine",
         "form": asdict(form),
-        "rows": [layout.num_rows, layout.each],
     }
-    shards = _shards(part, digest_of(about)[:12], layout, out, disk)
-    return FeatureSource(target, data, needs, form, shards, source)
+    parts: list[FeaturePart] = []
+    places = [(0, 0)] * data.num_rows
+    for number, (digest, rows) in enumerate(data.parts()):
+        layout = ShardLayout.of(len(rows), data.seq_len * form.bytes_per_token)
+        key = digest_of({**about, "data": digest, "rows": [layout.num_rows, layout.each]})
+        parts.append(FeaturePart(rows, _shards(part, key[:12], layout, out, disk)))
+        for inside, row in enumerate(rows):
+            places[row] = (number, inside)
+    return FeatureSource(target, data, needs, form, parts, places, source)
 
 
 def _shards(part: DataPart, key: str, layout: ShardLayout, out: Path, disk: Disk | None) -> Shards:
@@ -156,19 +197,22 @@ def _shards(part: DataPart, key: str, layout: ShardLayout, out: Path, disk: Disk
     return Shards(root / key, layout, disk)
 
 
-def _todo(part: DataPart, features: FeatureSource, reporter: Reporter, ranks: Ranks) -> list[int]:
-    """Shards that are missing and fit, in order; decided by the first rank."""
-    todo: list[int] = []
+def _todo(
+    part: DataPart, features: FeatureSource, reporter: Reporter, ranks: Ranks
+) -> list[tuple[int, int]]:
+    """Parts and shards that are missing and fit, in order; decided by the first rank."""
+    todo: list[tuple[int, int]] = []
     with ranks.together():
         if ranks.is_main:
-            sweep(features.shards.folder.parent)
+            sweep(features.parts[0].shards.folder.parent)
             todo = _fitting(part, features, reporter)
     return ranks.gather(todo)[0]
 
 
-def _fitting(part: DataPart, features: FeatureSource, reporter: Reporter) -> list[int]:
-    shards, form, data = features.shards, features.form, features.data
-    root, is_remote = shards.folder.parent, isinstance(shards, RemoteShards)
+def _fitting(part: DataPart, features: FeatureSource, reporter: Reporter) -> list[tuple[int, int]]:
+    parts, form, data = features.parts, features.form, features.data
+    first = parts[0].shards
+    root, is_remote = first.folder.parent, isinstance(first, RemoteShards)
     whole = form.bytes_per_token * data.manifest.tokens
     kind = f"{len(form.taps)} taps, teacher {form.teacher}, {form.dtype}"
     reporter.say(
@@ -176,15 +220,19 @@ def _fitting(part: DataPart, features: FeatureSource, reporter: Reporter) -> lis
         + (f"at {part.features_at}" if is_remote else "on disk")
     )
     sizes = _sizes(features)
-    todo = [shard for shard in sizes if not shards.is_there(shard)]
+
+    def missing() -> list[tuple[int, int]]:
+        return [place for place in sizes if not parts[place[0]].shards.is_there(place[1])]
+
+    todo = missing()
     if part.features_gb is not None and not is_remote:
-        cap = int(part.features_gb * 1e9)
-        room = make_room(root, shards.folder, sum(sizes[s] for s in todo), cap)
-        todo = [shard for shard in sizes if not shards.is_there(shard)]
-        ends = accumulate(sizes[shard] for shard in todo)
-        todo = [shard for shard, end in zip(todo, ends, strict=True) if end <= room]
+        cap, own = int(part.features_gb * 1e9), [each.shards.folder for each in parts]
+        room = make_room(root, own, sum(sizes[place] for place in todo), cap)
+        todo = missing()
+        ends = accumulate(sizes[place] for place in todo)
+        todo = [place for place, end in zip(todo, ends, strict=True) if end <= room]
     root.mkdir(parents=True, exist_ok=True)
-    need, free = sum(sizes[shard] for shard in todo), int(FREE_SHARE * shards.disk.free(root))
+    need, free = sum(sizes[place] for place in todo), int(FREE_SHARE * first.disk.free(root))
     if need > free and not is_remote:
         raise ResourceError(
             "the features do not fit on this disk",
@@ -193,19 +241,21 @@ def _fitting(part: DataPart, features: FeatureSource, reporter: Reporter) -> lis
             do=_smaller(form, free),
             where=str(root),
         )
-    there = sum(shards.is_there(shard) for shard in sizes)
+    there = len(sizes) - len(missing())
     reporter.say(f"features: {there} of {len(sizes)} shards are there, {len(todo)} will be written")
     return todo
 
 
-def _sizes(features: FeatureSource) -> dict[int, int]:
-    """Bytes of each shard's file."""
-    lengths, layout = features.data.lengths(), features.shards.layout
+def _sizes(features: FeatureSource) -> dict[tuple[int, int], int]:
+    """Bytes of the file of each part's shards."""
+    lengths = features.data.lengths()
     return {
-        shard: features.form.bytes_per_token * sum(lengths[row] for row in layout.rows(shard))
-        + 8 * (len(layout.rows(shard)) + 1)
+        (number, shard): features.form.bytes_per_token * sum(lengths[row] for row in rows)
+        + 8 * (len(rows) + 1)
         + HEADER_BYTES
-        for shard in range(layout.num_shards)
+        for number, part in enumerate(features.parts)
+        for shard in range(part.shards.layout.num_shards)
+        for rows in [part.numbers(shard)]
     }
 
 

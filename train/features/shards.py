@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -219,13 +219,13 @@ def sweep(root: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def make_room(root: Path, own: Path, wanted: int, cap: int) -> int:
+def make_room(root: Path, own: Collection[Path], wanted: int, cap: int) -> int:
     """Drop shards until those under `root` and `wanted` further bytes fit in `cap`, as far as they
     can: the least recently used first, of other keys before `own` ones, and own ones only while
     they alone are too many. Returns the bytes that may still be written."""
     shards = kept_shards(root)
-    others = [shard for shard in shards if shard.file.parent != own]
-    mine = [shard for shard in shards if shard.file.parent == own]
+    others = [shard for shard in shards if shard.file.parent not in own]
+    mine = [shard for shard in shards if shard.file.parent in own]
     used = sum(shard.bytes for shard in shards)
     for candidates, most in ((others, cap - wanted), (mine, cap)):
         for shard in candidates:

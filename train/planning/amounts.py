@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specctl.core.errors import RecipeError
 from specctl.recipes.schema import Recipe
-from specctl.train.data.self_source import uses_self
+from specctl.train.data.written.self_source import uses_self
 from specctl.train.planning.data_facts import DataFacts
 from specctl.train.planning.pace import Pace
 from specctl.train.planning.stand_in import now

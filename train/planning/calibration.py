@@ -26,9 +26,9 @@ from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, measuring_prompts, measuring_rows
-from specctl.train.data.regenerate import slots_for
 from specctl.train.data.rows import TokenData
-from specctl.train.data.writing_target import writing_target
+from specctl.train.data.written.regenerate import slots_for
+from specctl.train.data.written.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.run_device import run_device
 from specctl.train.features.capture import to_device, training_needs

@@ -21,9 +21,9 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import check_answers, trainable_family
-from specctl.train.data.self_source import refusal, refusal_of, uses_self
 from specctl.train.data.shipped import is_shipped
 from specctl.train.data.sources import SELF, is_corpus, names_of
+from specctl.train.data.written.self_source import refusal, refusal_of, uses_self
 from specctl.train.distributed.run_device import run_device
 from specctl.train.planning.amounts import (
     EPOCHS,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from specctl.core.spec import ModelSpec
 from specctl.models.llama import PACK_SHARE
 from specctl.recipes.schema import Recipe, TrainPart
-from specctl.train.data.regenerate import HOST_BYTES, HOST_ROWS
-from specctl.train.data.writing_target import packed_copy
+from specctl.train.data.written.regenerate import HOST_BYTES, HOST_ROWS
+from specctl.train.data.written.writing_target import packed_copy
 from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
 from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.selective import COMPARING

@@ -247,7 +247,7 @@ def _measured(cell: Cell) -> float | None:
 
 
 def share_data(done: Sequence[Path], folder: Path) -> None:
-    """Give a run folder without data the rows of a finished one; the run makes its own where these
+    """Give a run folder without data the rows of another one; the run makes its own where these
     are not the rows of its recipe."""
     if not done or (folder / "data").exists():
         return

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specctl.core.printable import counted
 from specctl.train.saving.integrity import saved_steps
+
+if TYPE_CHECKING:
+    from specctl.recipes.schema import Recipe
 
 WRITTEN = {  # the journals of what a target has written
     "data/questions-*/answers-*.bin": "written questions",
@@ -21,6 +26,26 @@ def kept_in(out: Path) -> str | None:
     told = [f"{', '.join(parts)} in {folder}" for folder, parts in held.items() if parts]
     more = f"; and more in {counted(len(told) - MOST, 'folder')}" if len(told) > MOST else ""
     return f"kept: {'; '.join(told[:MOST])}{more}" if told else None
+
+
+def continued(recipe: Recipe, out: Path) -> str | None:
+    """What the run in a folder has of a recipe's answers and steps, and what is to come; None where
+    there is no run."""
+    steps = saved_steps(out / "checkpoints") if (out / "checkpoints").is_dir() else []
+    try:
+        data = json.loads((out / "data" / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    made, parts = steps[-1] if steps else 0, [f"{data['rows']:,} rows kept"]
+    answered = data.get("answered")
+    if recipe.data.regenerate and answered is not None:
+        more = max(0, recipe.data.prompts - answered)
+        parts.append(f"{answered:,} answers kept, at most {more:,} to write")
+    shards = sum(1 for _ in out.glob("features/*/shard-*.json"))
+    if recipe.data.features == "offline":
+        parts.append(f"{counted(shards, 'shard')} of features kept, those of other rows to read")
+    parts.append(f"{made:,} steps made, {max(0, recipe.train.steps - made):,} to come")
+    return f"the run in {out}: {'; '.join(parts)}"
 
 
 def _folders(out: Path) -> list[Path]:

@@ -18,6 +18,14 @@ FREE = frozenset(
         "target.tensor_parallel",
     }
 )  # fmt: skip
+# Recipe fields that say how much is learned, and from what: part of the config, and allowed by
+# `data` as well, by which a run goes on with more.
+MORE = frozenset(
+    {
+        "data.source", "data.format", "data.split", "data.prompts", "data.limit_tokens",
+        "data.text_tokens", "data.max_left_out", "train.steps", "train.tau_every",
+    }
+)  # fmt: skip
 PARTS = ("config", "target", "data", "vocab", "init", "world-size")  # of a run's fingerprint
 RESTART = "restart"  # allows a run that has lost every checkpoint to begin again
 SECTIONS: Mapping[str, type[Section]] = {"target": TargetPart, "data": DataPart, "train": TrainPart}
@@ -86,14 +94,17 @@ def check_same_run(
     allowed: list[str] = []
     for part in now:
         changed = changed_fields(saved, now, part)
-        if part in allow:
+        fields = {change.partition(":")[0] for change in changed}
+        is_more = part == "config" and fields <= MORE
+        if part in allow or (is_more and "data" in allow):
             allowed += changed
         elif changed:
+            word = "data" if is_more and any(name.startswith("data.") for name in fields) else part
             raise IncompatibleError(
                 "this folder holds a run that was started differently",
                 found="; ".join(changed),
                 expected=f"the same {part} as when the run began",
-                do=f"choose another --out, or continue on purpose with --allow {part}",
+                do=f"choose another --out, or continue on purpose with --allow {word}",
                 where=part,
             )
     return allowed

@@ -17,8 +17,8 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import field_choices
 from specctl.train.data.records import Sample
 from specctl.train.data.rows import TokenData
-from specctl.train.data.self_source import with_file
 from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.written.self_source import with_file
 from specctl.train.vocab.coverage import (
     always_kept,
     count_tokens,

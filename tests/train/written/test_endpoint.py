@@ -19,12 +19,12 @@ from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data import endpoint as module
-from specctl.train.data.answers import AnswerJob, AnswerPlan, Dialogue, PromptCut
-from specctl.train.data.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.prepare import prepare
 from specctl.train.data.records import Sample
-from specctl.train.data.regenerate import regenerate
+from specctl.train.data.written import endpoint as module
+from specctl.train.data.written.answers import AnswerJob, AnswerPlan, Dialogue, PromptCut
+from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
+from specctl.train.data.written.regenerate import regenerate
 from specctl_testing.train.fake_endpoint import FAULTS, FakeEndpoint
 
 PLAN = AnswerPlan(40, 6, 8, temperature=0.9, greedy_share=0.5, seed=3, top_p=0.9, top_k=20)

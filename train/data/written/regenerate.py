@@ -24,7 +24,8 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
 from specctl.runtime.target.device import PACKED
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import (
+from specctl.train.data.prompts import longest_prompt, prompt_key
+from specctl.train.data.written.answers import (
     OVER,
     AnswerJob,
     AnswerPlan,
@@ -35,8 +36,7 @@ from specctl.train.data.answers import (
     WrittenAnswer,
     sampling_of,
 )
-from specctl.train.data.journal import AnswerJournal
-from specctl.train.data.prompts import longest_prompt, prompt_key
+from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.distributed.ranks import Ranks
 
 GPU_ROWS, HOST_ROWS = 64, 32  # that are written together at most
@@ -93,6 +93,9 @@ def answers_digest(
     answered. What a server's precision is, and where it is, is not known here and does not count;
     nor does the day that a template writes."""
     is_here = writer == EngineWriter.name
+    how = {**asdict(plan), "date": None}
+    if not plan.first:
+        del how["first"]  # as in answers that were written before it was known
     return digest_of(
         {
             "format": 4,
@@ -100,7 +103,7 @@ def answers_digest(
             "template": target.template_digest,
             "inflated": target.inflated,
             "writer": _precision(target) if is_here else writer,
-            "plan": {**asdict(plan), "date": None},
+            "plan": how,
             "prompts": digest_of({"all": [[prompt_key(p).hex(), p.domain] for p in prompts]}),
         }
     )

@@ -14,9 +14,9 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.data import prepare as preparing
-from specctl.train.data import writing_target as writing
 from specctl.train.data.prepare import prepare
-from specctl.train.data.writing_target import writes_packed, writing_target, written_in
+from specctl.train.data.written import writing_target as writing
+from specctl.train.data.written.writing_target import writes_packed, writing_target, written_in
 from specctl.train.planning.plan import plan
 
 SMALL = ["data.prompts=3", "data.prompt_tokens=8", "data.new_tokens=4", "data.text_tokens=0",

@@ -29,7 +29,8 @@ class AnswerPlan:
     """How prompts are cut and answered. No prompt is longer than `longest` tokens (None: than the
     target's context leaves room for); a conversation ends where its next one would be. `switch`:
     what the chat template is told of thinking; `date`: the day that it writes, where it writes one
-    (the answers are kept without it: another day asks for none anew)."""
+    (the answers are kept without it: another day asks for none anew); `first`: the number of the
+    first prompt, where earlier ones were answered before, so that its noise is another."""
 
     prompts: int
     prompt_tokens: int
@@ -42,6 +43,7 @@ class AnswerPlan:
     longest: int | None = None
     switch: Mapping[str, bool] | None = None
     date: str | None = None
+    first: int = 0
 
     def variables(self, tokenizer: Any) -> dict[str, Any]:
         """What the chat template reads beside the messages."""
@@ -189,6 +191,7 @@ class AnswerWriter(Protocol):
 def sampling_of(index: int, plan: AnswerPlan, turn: int = 0) -> Sampling:
     """How prompt `index` is answered: greedy ones are spread evenly, every prompt and every turn
     has a seed of its own."""
+    index += plan.first
     share = plan.greedy_share
     is_greedy = int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
     return Sampling(
