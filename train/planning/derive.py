@@ -153,16 +153,14 @@ def check_derivable(recipe: Recipe) -> None:
 @dataclass
 class _Deriving:
     """A recipe while it is changed, choice by choice. `can_fill`: the target can write the prompts
-    that the data lack."""
+    that the data lack; `filled`: the sources that the user gave, once `self` is added to them."""
 
     recipe: Recipe
     shape: TargetShape
     cluster: Cluster
     choices: list[DerivedChoice]
     can_fill: bool = False
-    filled: str | tuple[str, ...] | None = (
-        None  # the sources that the user gave, once `self` is added
-    )
+    filled: str | tuple[str, ...] | None = None
 
     def choose(self, field: str, value: Any, reason: str) -> None:
         """Set a field that the user has not set."""
