@@ -55,7 +55,7 @@ from specctl.train.saving.fingerprint import run_fingerprint
 from specctl.train.saving.state import Optimizers, seed_everything
 from specctl.train.selective import Selection, selection_of
 from specctl.train.stop import Stop
-from specctl.train.vocab.draft_vocab import draft_vocab
+from specctl.train.vocab.draft_vocab import draft_vocab, keep_vocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,8 @@ def _initial_drafter(
     target, initial, lora = inputs.target, inputs.initial, recipe.train.lora
     complete = completed(recipe, target.spec, initial)
     vocab = _vocab(recipe, target, inputs.data, initial)
+    if recipe.vocab.size is not None and vocab is not None and ranks.is_main:
+        keep_vocab(vocab, recipe, target, inputs.data)
     drafter = build_drafter(complete, target.spec, vocab).to(ranks.device, torch.float32)
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())

@@ -163,6 +163,8 @@ def test_a_run_that_is_killed_while_more_answers_are_written_goes_on(
         patch.setattr(module.AnswerJournal, "append", dying)
         with pytest.raises(KeyboardInterrupt):
             run(larger, out, target, allow=["data"])
+    with pytest.raises(IncompatibleError, match="--allow data"):
+        run(larger, out, target)
     ran = run(larger, out, target, allow=["data"])
     assert "regenerate: 5 of 24 prompts are answered" in ran.said
     assert ran.digest == expected.digest
@@ -207,3 +209,54 @@ def test_rows_of_another_length_or_target_are_not_added(tmp_path: Path, target: 
     with pytest.raises(IncompatibleError, match="written by target"):
         run(more, out, small_runs.random_target(seed=1), allow=["data", "target"])
     assert journals(out) == before
+
+
+@pytest.mark.parametrize("selector", ["vocab-trim", "fr-spec"])
+def test_the_draft_vocabulary_stays_however_it_was_counted(
+    tmp_path: Path, target: Target, selector: str
+) -> None:
+    file, out = prompts(tmp_path / "a.jsonl", range(40)), tmp_path / "run"
+    sets = {"vocab__size": 128, "vocab__selector": selector}
+    run(recipe_of(file, "eagle3", **sets), out, target)
+    before = Checkpoints(out / "checkpoints", Talk()).newest()
+    prompts(file, range(120))
+    larger = recipe_of(file, "eagle3", data__prompts=48, train__steps=16, **sets)
+    run(larger, out, target, allow=["data"])
+    after = Checkpoints(out / "checkpoints", Talk()).newest()
+    assert before is not None
+    assert after is not None
+    assert after.step == 16
+    assert before.fingerprint["vocab"] == after.fingerprint["vocab"]
+
+
+def test_a_drafter_that_writes_itself_goes_on_with_more_prompts(
+    tmp_path: Path, target: Target
+) -> None:
+    file, out = prompts(tmp_path / "a.jsonl", range(120)), tmp_path / "run"
+    sets = {"data__on_policy": 0.5, "data__on_policy_every": 3}
+    run(recipe_of(file, "distill", **sets), out, target)
+    larger = recipe_of(file, "distill", data__prompts=48, train__steps=16, **sets)
+    assert run(larger, out, target, allow=["data"]).result.steps == 16
+
+
+def test_rows_that_came_and_were_not_learned_are_not_taken_for_those_of_the_run(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = prompts(tmp_path / "a.jsonl", range(120)), tmp_path / "run"
+    small, larger = recipe_of(file), recipe_of(file, data__prompts=48, train__steps=16)
+    run(small, out, target)
+
+    def dying(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specctl.train.run.make_job", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(larger, out, target, allow=["data"])
+    assert TokenData.open(out / "data").manifest.answered == 48
+    for recipe in (small, larger):
+        with pytest.raises(IncompatibleError, match="--allow data"):
+            run(recipe, out, target)
+    ran = run(larger, out, target, allow=["data"])
+    assert "continuing from step 8" in ran.said
+    assert ran.result.steps == 16

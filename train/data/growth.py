@@ -8,7 +8,7 @@ written again, and neither are features that lie on disk: every part of the rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,24 +48,26 @@ class LearnedRows:
     def check(self, digest: str, settings: Mapping[str, Any], there: DataManifest | None) -> None:
         """Raise unless the run may go on with rows of that digest and these settings. `there`: the
         rows in its folder."""
-        if self.digest in (None, digest):
+        is_same = there is None or there.digest == digest
+        identity = digest if there is None else there.identity
+        if self.digest is None or (is_same and identity == self.digest):
             return
-        before = {} if there is None else there.settings
-        changed = [
-            f"{name}: {_short(before.get(name))} -> {_short(settings.get(name))}"
-            for name in sorted({*before, *settings})
-            if before.get(name) != settings.get(name)
-        ]
-        if not self.allows_more or there is None:
-            gone = f"; {ELSEWHERE}" if there is None else ""
+        if there is None:
+            raise IncompatibleError(
+                "the rows that the run has learned are gone, and the data are others now",
+                found=f"rows {digest[:12]}",
+                expected=f"rows {str(self.digest)[:12]}, with which the run began",
+                do=f"set the data as they were, or {ELSEWHERE}",
+                where="data",
+            )
+        if not self.allows_more:
             raise IncompatibleError(
                 "this folder holds a run that was started with other data",
-                found="; ".join(changed) or f"rows {digest[:12]}",
+                found="; ".join(_changed(there.settings, settings, {*there.settings, *settings}))
+                or f"rows {there.identity[:12]}",
                 expected=f"rows {str(self.digest)[:12]}, with which the run began",
                 do="choose another --out, or go on with more data: --allow data, which keeps the "
-                "rows that are there and adds what is new"
-                if not gone
-                else ELSEWHERE,
+                "rows that are there and adds what is new",
                 where="data",
             )
         if there.digest != digest:
@@ -99,15 +101,21 @@ def _short(value: Any) -> str:
     return value[:12] if isinstance(value, str) else str(value)
 
 
+def _changed(
+    before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
+) -> list[str]:
+    """`name: before -> now` of each that differs."""
+    return [
+        f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}"
+        for name in sorted(names)
+        if before.get(name) != now.get(name)
+    ]
+
+
 def _check_fixed(there: DataManifest, settings: Mapping[str, Any]) -> None:
     """Refuse to add rows that would be of another kind than those that are there."""
     before = there.settings
-    fixed = sorted({*before, *settings} - MAY_DIFFER)
-    changed = [
-        f"{k}: {before.get(k)} -> {settings.get(k)}"
-        for k in fixed
-        if before.get(k) != settings.get(k)
-    ]
+    changed = _changed(before, settings, {*before, *settings} - MAY_DIFFER)
     wrote, writes = before.get("writer"), settings.get("writer")
     if wrote and writes and wrote[:2] != writes[:2]:
         changed.append(f"written by target {_short(wrote[0])} -> {_short(writes[0])}")

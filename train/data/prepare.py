@@ -100,7 +100,8 @@ def prepare(
         return TokenData(folder, manifest)
     before = None
     if manifest is not None and learned is not None:
-        before = TokenData(folder, manifest)
+        with ranks.together():  # nobody replaces the rows before all have opened them
+            before = TokenData(folder, manifest)
         learned.say(before, data.prompts if data.regenerate else None, console)
     _say_kinds(samples, console)
     say_writers(samples, target, data, console)
@@ -196,7 +197,9 @@ def rows_digest(recipe: Recipe, target: Target, out: Path) -> str:
     """The digest of the rows that `prepare` would return; nothing is written."""
     data = with_file(recipe.data, out / "data")
     _, source_digest = _select(data, target, Defects())
-    return digest_of(_settings(recipe, target, source_digest, _day(recipe.data, target, out)))
+    settings = _settings(recipe, target, source_digest, _day(recipe.data, target, out))
+    digest, there = digest_of(settings), read_manifest(out / "data")
+    return there.identity if there is not None and there.digest == digest else digest
 
 
 def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Sample], str]:

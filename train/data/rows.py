@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import FileError, IntegrityError
-from specctl.core.files import sha256_file, write_json
+from specctl.core.files import digest_of, sha256_file, write_json
 from specctl.train.data.pack import PackedRows
 from specctl.train.data.sources import Defects
 from specctl.train.saving.tensorfile import write_arrays
@@ -63,6 +63,14 @@ class DataManifest:
     answered: int = 0
     parts: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def identity(self) -> str:
+        """Names the rows, where `digest` names what they were made by: rows that came in several
+        parts are others than those that the same settings give at once."""
+        if len(self.parts) < 2:
+            return self.digest
+        return digest_of({"parts": [digest for digest, _ in self.parts]})
+
 
 class TokenData:
     """The rows of a data folder, read where they lie; safe to open from several processes."""
@@ -82,7 +90,7 @@ class TokenData:
 
     @property
     def digest(self) -> str:
-        return self.manifest.digest
+        return self.manifest.identity
 
     def parts(self) -> list[tuple[str, list[int]]]:
         """Digest and row numbers of each part, in the order in which it was packed."""

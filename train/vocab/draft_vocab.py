@@ -1,16 +1,22 @@
 """A draft vocabulary made before training, when there is no drafter whose speed could be measured.
 
 Ids are ranked by the recipe's selector over the run's own data (or its raw text); with size "auto"
-as few are kept as cover `min_coverage`.
+as few are kept as cover `min_coverage`. The map is kept beside the rows: its ids are rows of the
+drafter's head, so it stays when the run gets more data.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from specctl.core.errors import RecipeError
+from specctl.core.files import digest_of, write_bytes
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.target.target import Target
@@ -28,12 +34,45 @@ from specctl.train.vocab.coverage import (
 )
 from specctl.train.vocab.selectors import Evidence, selector
 
+KEPT = "draft-vocab.json"  # in OUT/data
+
 
 def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | None:
-    """The map that the recipe asks for; None keeps every id."""
-    part = recipe.vocab
-    if part.size is None:
+    """The map that the recipe asks for: the one that is kept with the first part of the rows, else
+    counted; None keeps every id."""
+    if recipe.vocab.size is None:
         return None
+    kept = _kept(data.folder / KEPT)
+    if kept.get("key") == _key(recipe, target, data):
+        return VocabMap(torch.tensor(kept["kept"], dtype=torch.long), target.spec.vocab_size)
+    return _counted(recipe, target, data)
+
+
+def keep_vocab(vocab: VocabMap, recipe: Recipe, target: Target, data: TokenData) -> None:
+    """Write the map down beside the rows, for when they become more."""
+    body = {"key": _key(recipe, target, data), "kept": vocab.ids_K.tolist()}
+    if _kept(data.folder / KEPT) != body:
+        write_bytes(data.folder / KEPT, json.dumps(body).encode())
+
+
+def _key(recipe: Recipe, target: Target, data: TokenData) -> str:
+    """What a map follows from."""
+    how, (first, _) = recipe.vocab.model_dump(mode="json"), data.parts()[0]
+    return digest_of({"rows": first, "vocab": how, "ids": target.spec.vocab_size})
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """What the file of a map says; nothing where there is none, or not a whole one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _counted(recipe: Recipe, target: Target, data: TokenData) -> VocabMap:
+    part = recipe.vocab
+    assert part.size is not None, "the caller has looked"
     chosen = selector(part.selector, "vocab.selector")
     if chosen.needs_drafter:
         raise RecipeError(
