@@ -19,7 +19,9 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
 from specctl.recipes.written import recipe_text
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.runtime.target.target import Target
+from specctl.runtime.target.target import Target, load_part
+from specctl.train.data.prepare import write_answers_alone
+from specctl.train.data.written.answers_file import write_answers
 from specctl.train.planning import data_facts
 from specctl.train.planning import derive as deriving
 from specctl.train.planning.amounts import EPOCHS, FILL, LEAST_STEPS, MOST_EPOCHS
@@ -419,3 +421,20 @@ def test_prompts_that_the_target_cannot_predict_are_pointed_out(
     file.write_text("".join(json.dumps({"text": f"{text} {i}"}) + "\n" for i in range(60)))
     derive(recipe_of(other, file), 600.0, console)
     assert "bits for a byte of your prompts" in console.warnings[0]
+
+
+def test_answers_that_the_target_has_written_are_learned_as_they_are(
+    other: Path, prompts: Path, tmp_path: Path
+) -> None:
+    console, target = SilentReporter(), load_part(recipe_of(other, prompts).target)
+    few = recipe_of(other, prompts, "data.prompts=45", "data.new_tokens=8")
+    written = write_answers_alone(few, target, tmp_path, console)
+    file = tmp_path / "answers.jsonl"
+    write_answers(file, written, target)
+    made = derive(recipe_of(other, file), 600.0, console)
+    assert made.recipe.data.regenerate is False
+    assert "this target has written" in reasons(made)["data.regenerate"]
+    assert "data.prompts" not in reasons(made), "nothing is to be written"
+    lines = file.read_text().splitlines() + prompts.read_text().splitlines()
+    file.write_text("\n".join(lines) + "\n")
+    assert derive(recipe_of(other, file), 600.0, console).recipe.data.regenerate

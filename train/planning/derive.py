@@ -9,6 +9,7 @@ the user has set is kept. Each choice has its reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import check_answers, trainable_family
+from specctl.train.data.records import Sample
 from specctl.train.data.shipped import is_shipped
 from specctl.train.data.sources import SELF, is_corpus, names_of
+from specctl.train.data.written.own_answers import is_own
 from specctl.train.data.written.self_source import refusal, refusal_of, uses_self
 from specctl.train.distributed.run_device import run_device
 from specctl.train.planning.amounts import (
@@ -95,6 +98,7 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
         check_answers(deriving.recipe, target)
     deriving.source(target)
     some = some_prompts(deriving.recipe.data)
+    deriving.own_answers(target, some.samples)
     deriving.can_fill = deriving.may_fill(target)
     deriving.check_enough(some.count)
     facts = look_at_data(deriving.recipe, target, some, COVERAGE, reporter, clock.check)
@@ -190,6 +194,15 @@ class _Deriving:
         """Questions of the target, where nobody brings data and it can write them."""
         if target is not None and target.is_chat and self.recipe.data.endpoint is None:
             self.choose("data.source", SELF, "no --data: the target writes the questions, too")
+
+    def own_answers(self, target: Target | None, samples: Sequence[Sample]) -> None:
+        """Data that are answers of this target, all of them, are learned as they are."""
+        data = self.recipe.data
+        if target is None or not samples or not data.regenerate:
+            return
+        if all(is_own(sample, target, data) for sample in samples):
+            reason = "the data are answers that this target has written"
+            self.choose("data.regenerate", False, reason)
 
     def may_fill(self, target: Target | None) -> bool:
         """Whether the target can write prompts beside those of the data. A user who has said how
