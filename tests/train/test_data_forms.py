@@ -10,12 +10,12 @@ import pytest
 
 from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe
+from specctl.train.data.answers import AnswerPlan
 from specctl.train.data.context import check_context
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, sample_of
 from specctl.train.data.sources import Defects, read_samples
-from specctl.train.data.written.answers import AnswerPlan
 
 ASK, TELL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 

@@ -24,11 +24,11 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import document_prompts, measuring_rows
+from specctl.train.data.answers import AnswerPlan, sampling_of
 from specctl.train.data.pack import Document, PackedRows, laid_out
 from specctl.train.data.prepare import LEAST_ANSWER
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Mixed, Order, Prepared, Text
-from specctl.train.data.written.answers import AnswerPlan, sampling_of
 from specctl.train.data.written.regenerate import slots_for
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.state import untouched_random_state

@@ -28,6 +28,7 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.chat_turns import template_text, writes_date, written_on
 from specctl.runtime.target.target import Target
+from specctl.train.data.answers import AnswerPlan, WrittenAnswer
 from specctl.train.data.chat import Encoded, Variables, encode_sample, thinking_switch
 from specctl.train.data.context import check_context, check_ids
 from specctl.train.data.growth import LearnedRows, unknown_documents
@@ -39,7 +40,6 @@ from specctl.train.data.row_maker import WrittenTexts, write_documents
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest
 from specctl.train.data.shipped import check_corpus, check_own_answers
 from specctl.train.data.sources import Defects, read_samples
-from specctl.train.data.written.answers import AnswerPlan, WrittenAnswer
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.own_answers import is_own, own_documents, say_writers
 from specctl.train.data.written.regenerate import regenerate

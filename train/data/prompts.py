@@ -10,11 +10,11 @@ from collections.abc import Collection, Sequence
 from random import Random
 
 from specctl.runtime.target.target import Target
+from specctl.train.data.answers import AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.context import LEAST_PROMPT, check_ids
 from specctl.train.data.corpus import PROSE, regions
 from specctl.train.data.records import Sample
 from specctl.train.data.sources import Defects
-from specctl.train.data.written.answers import AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.written.self_source import is_question
 
 EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again

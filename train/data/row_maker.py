@@ -12,13 +12,13 @@ from specctl.core.printable import counted
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
+from specctl.train.data.answers import WrittenAnswer
 from specctl.train.data.growth import joined_rows, opening_key, part_digest
 from specctl.train.data.heldout import num_held
 from specctl.train.data.pack import Document, PackedRows, better_seq_len, cut_documents, pack
 from specctl.train.data.prompts import ids_key
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects
-from specctl.train.data.written.answers import WrittenAnswer
 
 POOR_FILL = 0.8  # below this, another row length is looked for
 

@@ -21,6 +21,7 @@ from specctl.core.errors import RecipeError
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
+from specctl.train.data.answers import OVER, AnswerJob, PromptCut, sampling_of
 from specctl.train.data.prepare import (
     answer_plan,
     encode_documents,
@@ -30,7 +31,6 @@ from specctl.train.data.prepare import (
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample
 from specctl.train.data.sources import HUB, SELF, Defects, find_source, names_of, read_samples
-from specctl.train.data.written.answers import OVER, AnswerJob, PromptCut, sampling_of
 from specctl.train.data.written.regenerate import EngineWriter
 from specctl.train.data.written.self_source import check_self, others_of, uses_self
 from specctl.train.data.written.writing_target import writing_target

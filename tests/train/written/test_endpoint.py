@@ -19,10 +19,10 @@ from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl.train.data.answers import AnswerJob, AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.prepare import prepare
 from specctl.train.data.records import Sample
 from specctl.train.data.written import endpoint as module
-from specctl.train.data.written.answers import AnswerJob, AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.regenerate import regenerate
 from specctl_testing.train.fake_endpoint import FAULTS, FakeEndpoint

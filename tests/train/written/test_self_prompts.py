@@ -17,6 +17,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.runtime.target.target import Target
+from specctl.train.data.answers import AnswerPlan
 from specctl.train.data.prepare import (
     prepare,
     rows_digest,
@@ -25,7 +26,6 @@ from specctl.train.data.prepare import (
 )
 from specctl.train.data.sources import check_source
 from specctl.train.data.written import regenerate as engine_module
-from specctl.train.data.written.answers import AnswerPlan
 from specctl.train.data.written.self_prompts import (
     ENDLESS,
     OTHER,

@@ -24,8 +24,7 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
 from specctl.runtime.target.device import PACKED
 from specctl.runtime.target.target import Target
-from specctl.train.data.prompts import longest_prompt, prompt_key
-from specctl.train.data.written.answers import (
+from specctl.train.data.answers import (
     OVER,
     AnswerJob,
     AnswerPlan,
@@ -36,6 +35,7 @@ from specctl.train.data.written.answers import (
     WrittenAnswer,
     sampling_of,
 )
+from specctl.train.data.prompts import longest_prompt, prompt_key
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.distributed.ranks import Ranks
 

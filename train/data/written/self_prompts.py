@@ -29,10 +29,10 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.chat_tokens import control_ids
 from specctl.runtime.target.ends import ASK
 from specctl.runtime.target.target import Target
+from specctl.train.data.answers import OVER, AnswerJob, AnswerPlan, Turn
 from specctl.train.data.chat import answerable, render
 from specctl.train.data.prompts import longest_prompt
 from specctl.train.data.sources import SELF
-from specctl.train.data.written.answers import OVER, AnswerJob, AnswerPlan, Turn
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.data.written.regenerate import EngineWriter
 from specctl.train.data.written.self_source import BY_FILE, FILE
