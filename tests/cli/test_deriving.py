@@ -13,6 +13,7 @@ import yaml
 from specctl.api.derive import AMOUNTS, FOLLOWING
 from specctl.core.errors import Exit
 from specctl.recipes.targets import resolve
+from specctl.train.planning import amounts as amounts_of_time
 from specctl.train.planning import derive as deriving
 from specctl.train.planning.data_facts import DataFacts
 from specctl.train.planning.pace import Pace
@@ -31,6 +32,8 @@ SMALL = (
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """--target, --data and small sizes, for a target whose pace and data are known."""
     monkeypatch.chdir(tmp_path)
+    for module in (deriving, amounts_of_time):  # how busy this machine is decides nothing
+        monkeypatch.setattr(module, "now", lambda: 0.0)
     monkeypatch.setattr(deriving, "calibrate", lambda *given, **more: PACE)
     monkeypatch.setattr(deriving, "look_at_data", lambda *given: FACTS)
     monkeypatch.setattr(deriving, "stand_in", lambda *given: None)
@@ -53,7 +56,9 @@ def test_a_run_in_a_given_time_is_begun_and_goes_on(run: Run, flags: list[Any]) 
     assert kept["seconds"] == 70.0
     recorded = yaml.safe_load(Path("run/run.yaml").read_text())
     assert recorded["origin"]["train.steps"] == "derived"
-    assert recorded["recipe"]["train"]["steps"] == 65
+    steps = next(one["value"] for one in kept["choices"] if one["field"] == "train.steps")
+    assert recorded["recipe"]["train"]["steps"] == steps
+    assert steps == 65
     assert Path("run/package/manifest.json").is_file()
     again = run(*words, "--time", "70s")
     assert again.code == 0, again.err
@@ -66,10 +71,7 @@ def test_a_run_in_a_given_time_is_begun_and_goes_on(run: Run, flags: list[Any]) 
     assert "--allow data goes on with more answers and steps" in other.err
 
 
-def test_a_longer_time_goes_on_with_more_answers_and_steps(
-    run: Run, flags: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deriving, "now", lambda: 0.0)  # how busy this machine is decides nothing
+def test_a_longer_time_goes_on_with_more_answers_and_steps(run: Run, flags: list[Any]) -> None:
     words = ("train-draft", "--recipe", "eagle3", *flags, "--out", "run")
     assert run(*words, "--time", "50s").code == 0
     before = json.loads(Path("run/derived.json").read_text())
