@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ from specctl.train.joint.joint_target import held_out, measured_change, save_joi
 from specctl.train.planning.plan import plan
 from specctl_testing.train import small_runs as small
 from specctl_testing.train.joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows
+
+# Rows of which none is held out, as those of the built-in corpus.
+NO_ROWS: Any = SimpleNamespace(num_rows=0, manifest=SimpleNamespace(held=0))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def settle(
         perturb(joint)
         wanted = logits(joint.target, rows(vocab=size))
         recipe = load_recipe("medusa-2", sets=["train.seq_len=64"])
-        return target, joint, save_joint_target(joint, target, recipe, None, tmp_path), wanted  # type: ignore[arg-type]
+        return target, joint, save_joint_target(joint, target, recipe, NO_ROWS, tmp_path), wanted
 
     return make_it
 
@@ -148,7 +152,7 @@ def test_change_is_measured_on_text_of_any_length(settle: Any) -> None:
     """Padding counts for nothing: the figures are those of the texts one by one."""
     original, _, changed, _ = settle()
     recipe = load_recipe("medusa-2", sets=["train.seq_len=24"])
-    texts = held_out(recipe, original, None)[:1]  # type: ignore[arg-type]
+    texts = held_out(recipe, original, NO_ROWS)[:1]
     alone = [
         replace(b, **{f: getattr(b, f)[i : i + 1, :n] for f in FIELDS})
         for b in texts

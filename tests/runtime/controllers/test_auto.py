@@ -430,12 +430,19 @@ def test_what_was_missed_is_what_would_have_to_be_read(target: Any, prompts: Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Switch, "rests", told_rests)
         patch.setattr(Engine, "__init__", kept_init)
-        policy = equip(Switch(controller="auto", lengths=(1, 2, 4), nodes=6), DEAR).policy
-        team, sampling = Team(MEMBERS, target.spec), Sampling(max_new_tokens=60, ignore_eos=True)
-        made = generate(
-            target, prompts, drafter=team, sampling=sampling, policy=policy, batch=len(prompts)
-        )
-    assert made.stats.drafted > 0
+        sampling, drafted = Sampling(max_new_tokens=60, ignore_eos=True), 0
+        for _ in range(5):  # whether it drafts at all, measured times decide
+            for each in (told, true, engines):
+                each.clear()
+            policy = equip(Switch(controller="auto", lengths=(1, 2, 4), nodes=6), DEAR).policy
+            team = Team(MEMBERS, target.spec)
+            made = generate(
+                target, prompts, drafter=team, sampling=sampling, policy=policy, batch=len(prompts)
+            )
+            drafted = made.stats.drafted
+            if drafted:
+                break
+    assert drafted > 0
     assert told == true
     assert told[0] == sum(map(len, prompts)), "nothing is read before the first draft"
     assert min(told) == 0
