@@ -25,6 +25,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import DivergedError
 from specctl.core.files import write_json
+from specctl.core.kept_memory import give_back_gaps
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.train.data.supply import Order, Text, share
@@ -122,6 +123,7 @@ def train(job: Job, progress: TrainProgress) -> TrainProgress:
                 return progress
             with faster_products(job.ranks), threads.step():
                 take_step(job, progress, advance)
+            give_back_gaps()
 
 
 def take_step(job: Job, progress: TrainProgress, advance: Advance) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specctl.core import kept_memory as kept
-from specctl.core.kept_memory import kept_memory
+from specctl.core.kept_memory import give_back_gaps, kept_memory
 
 CPU = torch.device("cpu")
 
@@ -48,6 +48,20 @@ def test_blocks_are_kept_inside_and_given_back_behind(
     assert trims == 0
     assert glibc.settings == {kept.MMAP_THRESHOLD: kept.OWN, kept.TRIM_THRESHOLD: 2 * kept.OWN}
     assert glibc.trims == 1
+
+
+def test_gaps_are_given_back_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    glibc, clock = given(monkeypatch), [0.0]
+    monkeypatch.setattr(kept.time, "monotonic", lambda: clock[0])
+    with kept_memory(CPU):
+        for seconds, trims in ((1.0, 0), (kept.EVERY, 1), (kept.EVERY + 1.0, 1)):
+            clock[0] = seconds
+            give_back_gaps()
+            assert glibc.trims == trims
+    assert glibc.trims == 2  # the last one when it was over
+    clock[0] = 9 * kept.EVERY
+    give_back_gaps()
+    assert glibc.trims == 2
 
 
 def test_nothing_is_asked_for_a_gpu_or_where_the_user_chose(
