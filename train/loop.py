@@ -111,6 +111,7 @@ class Job:
 def train(job: Job, progress: TrainProgress) -> TrainProgress:
     """Continue from `progress` to the last step. Raises Interrupted once the state is saved after a
     signal, DivergedError after too many bad steps in a row."""
+    job.stop.is_deferred = True
     with job.reporter.task("train", job.schedule.steps, "step") as advance:
         advance(progress.step)
         threads = StepThreads.of(job.ranks, job.reporter)

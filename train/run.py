@@ -161,8 +161,8 @@ def train_draft(
         data = prepare(recipe, target, out, talker, ranks, _learned(recipe, snapshot, allow, begin))
         target = shard_target(recipe, target, ranks)
         inputs = RunInputs(target, data, initial, stop, accelerator, load)
-        stop.is_deferred = True
         reference = _reference(recipe, inputs, checkpoints, allow)
+        stop.is_deferred = False  # features that are read keep what is finished
         job = make_job(recipe, inputs, checkpoints, reference)
         progress = _continue(job, snapshot, allow)
         job = replace(job, schedule=RecipeSchedule(recipe.train, progress.began))

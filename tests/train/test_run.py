@@ -23,7 +23,7 @@ from specctl.core.errors import (
     ResourceError,
 )
 from specctl.core.files import Disk
-from specctl.recipes.load import load_recipe
+from specctl.recipes.load import load_recipe, with_fields
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
@@ -122,17 +122,19 @@ def test_a_recipe_becomes_a_drafter_with_everything_on_record(
     assert any(said.startswith("trains ") for said in talk.said)
 
 
+@pytest.mark.parametrize(("features", "at", "goes_on"), [("online", 5, 5), ("offline", 1, None)])
 def test_a_stopped_run_resumed_by_the_same_call_gives_the_same_drafter(
-    tmp_path: Path, target: Target, text: Path
+    tmp_path: Path, target: Target, text: Path, features: str, at: int, goes_on: int | None
 ) -> None:
-    recipe = small_recipe("eagle3", text)
+    """Stopped in a step, and while the target reads features."""
+    recipe = with_fields(small_recipe("eagle3", text), {"data.features": features}, "test")
     _, whole, _ = run(recipe, tmp_path / "whole", target)
     taps = target.lm.dense
     calls: list[int] = []
 
     def stopping(*args: Any, **fields: Any) -> Any:
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == at:
             os.kill(os.getpid(), signal.SIGINT)
         return taps(*args, **fields)
 
@@ -145,7 +147,9 @@ def test_a_stopped_run_resumed_by_the_same_call_gives_the_same_drafter(
     assert caught.value.exit == Exit.INTERRUPTED
     assert caught.value.command == "specctl train-draft --out 'a folder'"
     _, resumed, talk = run(recipe, tmp_path / "cut", target)
-    assert "continuing from step 5" in talk.said
+    continued = [said for said in talk.said if said.startswith("continuing from step")]
+    assert continued == ([] if goes_on is None else [f"continuing from step {goes_on}"])
+    assert len(calls) == at  # it stopped there, and began nothing more
     assert resumed.digest == whole.digest
     assert resumed.acceptance == whole.acceptance
     (tmp_path / "cut" / "package").rmdir()
