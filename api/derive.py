@@ -89,6 +89,11 @@ def _is_shipped(recipe: Recipe, field: str) -> bool:
     return is_shipped(recipe, field)
 
 
+def is_derived(recipe: Recipe) -> bool:
+    """Whether sizes or amounts of a recipe were found for its own target."""
+    return DERIVED in recipe.origin.values()
+
+
 def is_derivable(recipe: Recipe) -> bool:
     """Whether time decides a recipe's numbers, and nothing else."""
     from specctl.train.planning.derive import check_derivable

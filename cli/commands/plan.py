@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.derive import is_derived
 from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.launch import use_device
 from specctl.cli.app.memory import peak_memory, size_text
 from specctl.cli.app.progress import duration
-from specctl.cli.options.deriving import DERIVED, Deriving
+from specctl.cli.options.deriving import Deriving
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import PlanFlags
 from specctl.cli.options.target_choice import TargetChoice
@@ -118,7 +119,7 @@ def plan(
     pace = None
     if cluster is None and not rehearse:
         loaded, pace = Deriving(run.recipe, run.time).of_plan(console, loaded, run.folder(loaded))
-    if loaded.origin["train.steps"] != DERIVED:
+    if not is_derived(loaded):
         check_made_for(loaded, run.recipe, console.warn)
     result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster, pace)
     words = [*run.words(), *(["--offline"] if offline else [])]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specctl.api.derive import RECORD as CHOICES
 from specctl.api.derive import (
-    DERIVED,
     derive_recipe,
     is_derivable,
     is_foreign,
@@ -16,7 +16,6 @@ from specctl.api.derive import (
     longer,
     seconds_of,
 )
-from specctl.api.derive import RECORD as CHOICES
 from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.launch import is_launched
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.train.planning.derive import Derived
     from specctl.train.planning.pace import Pace
-
-__all__ = ["DERIVED", "Deriving", "show"]
 
 USUAL = "40m"
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from specctl.api.derive import is_derived
 from specctl.api.measurement import ESTIMATED
 from specctl.api.preflight import (
     BEFORE,
@@ -25,7 +26,7 @@ from specctl.cli.app.launch import check_gpus, is_launched, relaunch, use_device
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.plan import show_plans, without_dry_run
-from specctl.cli.options.deriving import DERIVED, Deriving
+from specctl.cli.options.deriving import Deriving
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import SpecctlError
@@ -99,7 +100,7 @@ def _check_before(
     allowed = flags.allow or ()
     for each in runs_of(recipe):
         check_spread(each, processes)
-    if "recipe" not in allowed and recipe.origin["train.steps"] != DERIVED:
+    if "recipe" not in allowed and not is_derived(recipe):
         is_chosen = flags.recipe != RecipeFlags().recipe or flags.init is not None
         check_made_for(recipe, flags.recipe, console.warn, flags.FAMILIES, is_chosen)
     if "memory" not in allowed:

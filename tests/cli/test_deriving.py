@@ -94,6 +94,9 @@ def test_a_longer_time_goes_on_with_more_answers_and_steps(run: Run, flags: list
     again = run(*words, "--time", "80s")
     assert again.code == 0, again.err
     assert "left as it is" in again.err
+    longer = run(*words, "--steps", "900", "--allow", "data", "--dry-run")
+    assert longer.code == 0, longer.err
+    assert "was made for the target" not in longer.err  # sizes are derived
 
 
 def amounts(record: dict[str, Any]) -> tuple[int, int]:
