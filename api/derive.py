@@ -26,6 +26,7 @@ from specctl.train.saving.run_file import recorded
 
 if TYPE_CHECKING:
     from specctl.train.planning.derive import Derived
+    from specctl.train.planning.work import Part
 
 DERIVED = "derived"  # the origin of a value that was found here
 RECORD = "derived.json"  # in the folder of a run
@@ -41,16 +42,18 @@ def derive_recipe(
     *,
     time: str | float = "40m",
     processes: int = 1,
+    before: Sequence[Part] = (),
     progress: Progress = None,
     **settings: Any,
 ) -> Derived:
     """The recipe, its numbers found for `target`, the data and this machine: what fits into `time`
-    (seconds, or a text such as "40m"). `settings` are those of train(), and are kept as they are.
-    `result.recipe` is what train() takes; `result.choices` has each value with its reason."""
+    (seconds, or a text such as "40m") beside the parts that are done `before` the run. `settings`
+    are those of train(), and are kept as they are. `result.recipe` is what train() takes;
+    `result.choices` has each value with its reason."""
     from specctl.train.planning.derive import derive
 
     made = recipe_of(recipe, target, settings)
-    return derive(made, seconds_of(time), as_reporter(progress), processes)
+    return derive(made, seconds_of(time), as_reporter(progress), processes, before)
 
 
 def seconds_of(time: str | float) -> float:

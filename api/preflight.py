@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.api.outputs import check_folder
-from specctl.core.errors import FileError, RecipeError, SpecctlError, unknown
+from specctl.core.errors import FileError, NetworkError, RecipeError, SpecctlError, unknown
 from specctl.core.printable import counted
 from specctl.recipes.stages import PREFIX
 
@@ -38,9 +38,25 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
             if warn is None:
                 raise
             warn(f"{error.what}, so its size is guessed ({error.found}); the run will need it")
+        _check_suite(stage.train.tau_suite, warn)
         for name in (stage.drafter.init, stage.train.reference):
             if name is not None:
                 _check_drafter(name)
+
+
+def _check_suite(word: str | None, warn: Callable[[str], None] | None) -> None:
+    """Refuse a suite that tau is to be measured on and that cannot be read; with `warn`, that of
+    files or a hub that are not there is only said."""
+    from specctl.train.data.suite_prompts import read_run_suite
+
+    if word is None:
+        return
+    try:
+        read_run_suite(word)
+    except (FileError, NetworkError) as error:
+        if warn is None:
+            raise
+        warn(f"{error.what} ({error.found}); the run will need it")
 
 
 def check_out(out: Path) -> None:

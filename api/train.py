@@ -72,12 +72,17 @@ class TrainResult(Tabled):
         """The lines of metrics.jsonl."""
         return list(read_log(self.run.out / "metrics.jsonl"))
 
+    def on_suite(self) -> str:
+        """What was measured on a public suite, in words; nothing without one."""
+        suite = self.run.suite
+        return "" if suite is None else f", {suite['tau']:.2f} on {suite['name']}"
+
     def table(self) -> Table:
         """What the last line of the command says."""
         tau = "not measured" if self.tau is None else f"{self.tau:.2f}"
         rows = [
             ("package", str(self.package)),
-            ("tau", f"{tau} (held-out, k={self.recipe.serve.length})"),
+            ("tau", f"{tau} (held-out, k={self.recipe.serve.length}){self.on_suite()}"),
             ("steps", self.run.steps),
             ("seconds", f"{self.run.seconds:.1f}"),
             ("parameters", self.manifest.parameters),
@@ -94,6 +99,7 @@ class TrainResult(Tabled):
             "checkpoint": str(self.run.best_checkpoint or self.out),
             "sha256": manifest.digest,
             "tau": self.tau,
+            **({} if self.run.suite is None else {"suite": dict(self.run.suite)}),
             "steps": self.run.steps,
             "seconds": round(self.run.seconds, 1),
             "parameters": manifest.parameters,

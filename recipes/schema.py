@@ -302,6 +302,12 @@ class TrainPart(Section):
     tau_every: Positive = Field(default=200, description="steps between measurements of tau")
     tau_prompts: Positive = 12
     tau_tokens: Positive = 48
+    tau_suite: str | None = Field(
+        default=None,
+        min_length=1,
+        description="public suite that tau is also measured on, as bench --suite names it; about "
+        "tau_prompts questions, of every category alike",
+    )
     nan_patience: Positive = Field(
         default=3, description="bad steps in a row before training stops"
     )
@@ -421,6 +427,16 @@ class Recipe(Section):
             raise ValueError(
                 "target.adapters are added in this process, which a server of the target does not "
                 "see; merge them into one model (merge_and_unload of peft), serve that and name it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _suite_is_decoded(self) -> Self:
+        source = self.data.target_source
+        if self.train.tau_suite is not None and source != "inprocess":
+            raise ValueError(
+                f"train.tau_suite is ignored with data.target_source {source}, where nothing is "
+                "decoded; remove it"
             )
         return self
 

@@ -20,12 +20,21 @@ from specctl.drafters.nets.options import read_options
 from specctl.recipes.schema import DataPart, DrafterPart, Recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter
-from specctl.runtime.policies import make_policy, policies_of
+from specctl.runtime.measure.stats import Stats
+from specctl.runtime.policies import Policy, make_policy, policies_of
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts, num_held
 from specctl.train.data.rows import TokenData
-from specctl.train.metrics import MeasuredAcceptance, Totals, alphas, means, simulated_tau
+from specctl.train.data.suite_prompts import SuitePrompts
+from specctl.train.metrics import (
+    MeasuredAcceptance,
+    SuiteTau,
+    Totals,
+    alphas,
+    means,
+    simulated_tau,
+)
 
 Prompts = Sequence[Sequence[int]]
 BatchOf = Callable[[list[int]], TrainBatch]
@@ -169,17 +178,29 @@ def document_prompts(data: TokenData, rows: Sequence[int], count: int, most: int
 
 
 def decoder(
-    recipe: Recipe, target: Target, drafter: Drafter, prompts: Prompts
+    recipe: Recipe,
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    suite: SuitePrompts | None = None,
 ) -> Callable[[], MeasuredAcceptance]:
-    """A function that decodes the prompts greedily through the engine and measures acceptance."""
-    policy = make_policy(recipe.serve.model_dump())
+    """A function that decodes the prompts greedily through the engine and measures acceptance, and
+    after them those of a suite, apart."""
+    policy, other = (make_policy(recipe.serve.model_dump()) for _ in range(2))
     sampling = Sampling(temperature=0.0, max_new_tokens=recipe.train.tau_tokens)
 
-    def measure() -> MeasuredAcceptance:
-        made = generate(
+    def decoded(prompts: Prompts, policy: Policy) -> Stats:
+        return generate(
             target, prompts, drafter=drafter, sampling=sampling, policy=policy, batch=len(prompts)
-        )
-        stats = made.stats
+        ).stats
+
+    def on_suite() -> SuiteTau | None:
+        if suite is None:
+            return None
+        return SuiteTau(suite.name, decoded(suite.prompts, other).tau, len(suite.prompts))
+
+    def measure() -> MeasuredAcceptance:
+        stats = decoded(prompts, policy)
         return MeasuredAcceptance(
             tau=stats.tau,
             alpha=stats.alpha,
@@ -187,6 +208,7 @@ def decoder(
             prompts=len(prompts),
             tokens=stats.tokens,
             temperature=0.0,
+            suite=on_suite(),
         )
 
     return measure

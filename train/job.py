@@ -35,6 +35,7 @@ from specctl.train.assemble import (
 from specctl.train.compiled_layers import compile_layers
 from specctl.train.data.on_policy import text_of
 from specctl.train.data.rows import TokenData
+from specctl.train.data.suite_prompts import suite_prompts
 from specctl.train.data.supply import Order, Text
 from specctl.train.distributed.in_step import InStepLM
 from specctl.train.distributed.ranks import Ranks
@@ -147,10 +148,15 @@ def _measure(
     features: BatchOf,
     reporter: Reporter,
 ) -> Callable[[], MeasuredAcceptance]:
-    """Tau by decoding held-out prompts; from the alphas of held-out rows where the target cannot
-    be run."""
+    """Tau by decoding held-out prompts, and those of a suite; from the alphas of held-out rows
+    where the target cannot be run."""
     if target.can_run:
-        return decoder(recipe, target, drafter, measuring_prompts(recipe, target, data))
+        suite = suite_prompts(recipe.train, target)
+        if suite is not None:
+            reporter.say(suite.text())
+        return decoder(recipe, target, drafter, measuring_prompts(recipe, target, data), suite)
+    if recipe.train.tau_suite is not None:
+        reporter.warn(f"tau is not measured on {recipe.train.tau_suite}: that needs decoding")
     reporter.warn(
         f"target {target.name} cannot be run here: tau is that of a chain by the alphas of "
         "text kept back, not measured by decoding"

@@ -216,10 +216,13 @@ def review(job: Job, progress: TrainProgress) -> None:
         if progress.best is None or found.beats(progress.best):
             progress.best, progress.best_step = figures | {"step": step}, step
         job.log.write(step=step, **found.log_line())
-        job.log_more({key: figures[key]}, step)
+        suite = figures.get("suite")
+        beside = {} if suite is None else {"suite_tau": suite["tau"]}
+        job.log_more({key: figures[key], **beside}, step)
         best = f"best so far {progress.best[key]:.3f} at step {progress.best_step}"
         how = "estimated" if figures.get("is_estimate") else "measured"
-        job.reporter.say(f"step {step}: {how} {key} {figures[key]:.3f} ({best})")
+        also = "" if suite is None else f" held out, {suite['tau']:.3f} on {suite['name']}"
+        job.reporter.say(f"step {step}: {how} {key} {figures[key]:.3f}{also} ({best})")
     is_round = step > 0 and (is_end or step % settings.save_every == 0)
     if is_round or progress.best_step == step:
         save(job, progress)

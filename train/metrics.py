@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -101,9 +101,19 @@ class HeldOutMeasurement(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SuiteTau:
+    """Tau on so many questions of a public suite, decoded as the held-out prompts are."""
+
+    name: str
+    tau: float
+    prompts: int
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
     """What a short real decode through the engine measured; or, `is_estimate`, the loss over text
-    that was kept back, at temperature 1, where the target cannot be run here."""
+    that was kept back, at temperature 1, where the target cannot be run here. `suite` decides
+    nothing: the figures that count are those of held-out text."""
 
     key: ClassVar[str] = "tau"
     tau: float
@@ -113,12 +123,16 @@ class MeasuredAcceptance:
     tokens: int
     temperature: float
     is_estimate: bool = False
+    suite: SuiteTau | None = None
 
     def beats(self, best: Mapping[str, Any]) -> bool:
         return bool(self.tau > best["tau"])
 
     def log_line(self) -> dict[str, Any]:
-        return {"tau": self.tau, "measured_alpha": list(self.accepted_per_position)}
+        line = {"tau": self.tau, "measured_alpha": list(self.accepted_per_position)}
+        if self.suite is None:
+            return line
+        return line | {"suite": self.suite.name, "suite_tau": self.suite.tau}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -129,6 +143,7 @@ class MeasuredAcceptance:
             "tokens": self.tokens,
             "temperature": self.temperature,
             **({"is_estimate": True} if self.is_estimate else {}),
+            **({} if self.suite is None else {"suite": asdict(self.suite)}),
         }
 
 

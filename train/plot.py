@@ -9,7 +9,7 @@ from specctl.train.metrics import read_log
 
 def save_learning_curve(log: Path, path: Path) -> Path | None:
     """Loss over the steps, and below it tau, simulated on the training rows and measured on
-    held-out prompts; None without matplotlib or without lines."""
+    held-out prompts and a suite; None without matplotlib or without lines."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -17,10 +17,11 @@ def save_learning_curve(log: Path, path: Path) -> Path | None:
     lines = read_log(log) if log.exists() else []
     series = {
         name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        for name in ("loss", "simulated_tau", "tau")
+        for name in ("loss", "simulated_tau", "tau", "suite_tau")
     }
     if not series["loss"]:
         return None
+    suite = next((line["suite"] for line in lines if line.get("suite")), "")
     has_tau = bool(series["simulated_tau"] or series["tau"])
     figure = Figure(figsize=(7, 6 if has_tau else 3.4), layout="constrained")
     figure.suptitle(f"Training of {path.parent.name}", fontsize=13)
@@ -31,6 +32,7 @@ def save_learning_curve(log: Path, path: Path) -> Path | None:
         for name, style, label in (
             ("simulated_tau", "--", "simulated on training rows"),
             ("tau", "o-", "measured on held-out prompts"),
+            ("suite_tau", "s-", f"measured on {suite}"),
         ):
             if series[name]:
                 panels[1].plot(*zip(*series[name], strict=True), style, label=label)

@@ -38,6 +38,7 @@ from specctl.runtime.target.target import Target, load_part
 from specctl.train.assemble import check_answers, trainable_family
 from specctl.train.data.growth import LearnedRows
 from specctl.train.data.prepare import prepare, rows_digest
+from specctl.train.data.suite_prompts import suite_prompts
 from specctl.train.distributed.in_step import check_spread, in_step
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.run_device import is_cpu_chosen
@@ -77,7 +78,8 @@ Packager = Callable[[Drafter, Target, Path, Mapping[str, Any] | None], object]
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """The results of a run. After a dry run only `plan` says something. `target`: the changed
-    one that the package is for, where the target learned, too."""
+    one that the package is for, where the target learned, too. `suite`: name, tau and prompts of
+    the suite that tau was also measured on."""
 
     out: Path
     best_checkpoint: Path | None
@@ -87,6 +89,7 @@ class RunResult:
     plan: RunPlan | None = None
     package: Path | None = None
     target: Path | None = None
+    suite: Mapping[str, Any] | None = None
 
 
 def train_draft(
@@ -177,6 +180,7 @@ def train_draft(
             seconds=progress.seconds,
             package=None if package is None else package_folder or out / "package",
             target=None if recipe.train.joint is None else out / FOLDER,
+            suite=None if acceptance is None else acceptance.get("suite"),
         )
         with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
@@ -252,6 +256,7 @@ def write_mark(recipe: Recipe, result: RunResult, fingerprint: Mapping[str, Any]
         "tau": result.tau,
         "steps": result.steps,
         "seconds": result.seconds,
+        **({} if result.suite is None else {"suite": result.suite}),
     }
     write_json(result.out / MARK, fields)
 
@@ -289,6 +294,7 @@ def marked_result(mark: Mapping[str, Any], recipe: Recipe, folder: Path) -> RunR
         mark["seconds"],
         package=mark["package"],
         target=None if recipe.train.joint is None else folder / FOLDER,
+        suite=mark.get("suite"),
     )
 
 
@@ -354,6 +360,7 @@ def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
     check_fit(recipe.drafter, target.spec, initial)
     check_answers(recipe, target)
+    suite_prompts(recipe.train, target)
     drafter = build_shape(trainable_family(recipe), recipe, target.spec)
     if recipe.train.joint is not None:
         check_target(target)

@@ -79,7 +79,7 @@ def reference_stage(recipe: Recipe) -> Recipe | None:
     if train.select not in COMPARING or train.reference is not None:
         return None
     steps = train.reference_steps or train.steps
-    plain = {"select": "none", "reference_steps": None, "steps": steps}
+    plain = {"select": "none", "reference_steps": None, "steps": steps, "tau_suite": None}
     return recipe.model_copy(update={"train": train.model_copy(update=plain)})
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.train.planning.derive import Derived
     from specctl.train.planning.pace import Pace
+    from specctl.train.planning.work import Part
 
 USUAL = "40m"
 
@@ -34,12 +35,14 @@ USUAL = "40m"
 @dataclass(frozen=True, slots=True)
 class Deriving:
     """What decides whether a recipe is derived: its name as it was given, the value of --time, the
-    processes that share a batch, and whether a run may go on with more data."""
+    processes that share a batch, whether a run may go on with more data, and what is done before
+    the run in the same time."""
 
     given: str
     time: str | None
     processes: int = 1
     allows_more: bool = False
+    before: tuple[Part, ...] = ()
 
     def of_run(self, console: Console, recipe: Recipe, out: Path) -> Recipe:
         """The recipe of a run in `out`: derived before, derived now and kept there, or as it is."""
@@ -71,7 +74,11 @@ class Deriving:
         done = "to be done in" if more is None else f"as in {out}, with more data, in all in"
         console.say(f"deriving {recipe.name} for {recipe.target.name}, {done} {time}")
         derived = derive_recipe(
-            recipe=recipe, time=time, processes=self.processes, progress=console
+            recipe=recipe,
+            time=time,
+            processes=self.processes,
+            before=self.before,
+            progress=console,
         )
         show(console, derived)
         return derived

@@ -137,13 +137,15 @@ def finish(console: Console, result: TrainResult, more: Mapping[str, Any] | None
     how = "from alphas, not decoded" if is_estimate else "held-out"
     console.out(
         f"checkpoint {answer['checkpoint']} (sha256 {answer['sha256'][:12]}) | acceptance tau "
-        f"{tau} ({how}, k={result.recipe.serve.length}) | {duration(result.run.seconds)} | "
-        f"{peak_text()}"
+        f"{tau} ({how}, k={result.recipe.serve.length}){result.on_suite()} | "
+        f"{duration(result.run.seconds)} | {peak_text()}"
     )
     made = TargetChoice(str(result.target))  # what the run made of its target is whole by itself
     target = made if result.run.target is not None else TargetChoice.of_recipe(result.recipe.target)
+    word = result.recipe.train.tau_suite
+    suite = () if word is None else ("--suite", word)
     following = [
-        command_line("bench", package, *target.words()),
+        command_line("bench", package, *target.words(), *suite),
         command_line("verify", package, *target.words(but=("dtype",)), "--level", "lossless"),
         with_text("generate", *target.words(), "--draft", package, "--compare"),
     ]

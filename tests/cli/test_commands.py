@@ -274,14 +274,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_training_ends_with_hash_acceptance_time_and_next(trained: Path, run: Any) -> None:
-    ran = run("distill", "--out", trained, *sets(*SMALL))
+def test_training_ends_with_hash_acceptance_time_and_next(
+    trained: Path, run: Any, tmp_path: Path
+) -> None:
+    suite = tmp_path / "mine.jsonl"
+    suite.write_text('{"prompt": "What is a list?"}\n')
+    ran = run("distill", "--out", trained, *sets(*SMALL, f"train.tau_suite={suite}"))
     assert ran.code == 0
     last = ran.out.splitlines()[-1]
     assert last.startswith("checkpoint ")
     for part in ("sha256", "acceptance tau", "k=3"):
         assert part in last
     assert f"Next: specctl verify {trained / 'package'}" in ran.err
+    benched = f"specctl bench {trained / 'package'} --target tiny --suite {suite}"
+    assert ran.err.split("Next: ")[1].strip() == benched
     assert "is left as it is" in ran.err
 
 

@@ -37,7 +37,7 @@ def test_every_source_is_answered(run: Any, tmp_path: Path) -> None:
     ran = run("regenerate", *WORDS, *flags, "--prompts", 8, "--max-new-tokens", 2, "--out", out)
     answers = (out / "answers.jsonl").read_text()
     assert (answers.count("question a"), answers.count("question b")) == (4, 4)
-    assert ran.err.count("4 records (50% of all), 4 of them to be answered") == 2
+    assert ran.err.count("4 records (50% of all), 4 of them taken as prompts") == 2
 
 
 def test_a_flag_of_one_value_that_is_given_twice_is_remarked(run: Any) -> None:

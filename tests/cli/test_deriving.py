@@ -11,10 +11,12 @@ import pytest
 import yaml
 
 from specctl.api.derive import AMOUNTS, FOLLOWING
-from specctl.core.errors import Exit
+from specctl.core.errors import Exit, RecipeError
 from specctl.recipes.targets import resolve
 from specctl.train.planning import amounts as amounts_of_time
 from specctl.train.planning import derive as deriving
+from specctl.train.planning import plan as planning
+from specctl.train.planning.amounts import SPENT, TimeLeft
 from specctl.train.planning.data_facts import DataFacts
 from specctl.train.planning.pace import Pace
 from specctl_testing.cli.ran import Run
@@ -69,6 +71,47 @@ def test_a_run_in_a_given_time_is_begun_and_goes_on(run: Run, flags: list[Any]) 
     assert other.code == Exit.RECIPE
     assert "--time 70s goes on with it" in other.err
     assert "--allow data goes on with more answers and steps" in other.err
+
+
+def test_a_cut_is_healed_for_the_time_that_it_leaves(
+    run: Run, flags: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "matrix_speed", lambda: 1e12)
+    words = ("prune", *flags, "--layers", "2", "--width", "0.5", "--set", "train.save_every=50")
+    plan = run(*words, "--time", "80s", "--dry-run", "--out", "cut")
+    assert plan.code == 0, plan.err
+    assert "calibrated here: 0.5 s a step" in plan.out
+    assert not Path("cut").exists()
+    ran = run(*words, "--time", "80s", "--out", "cut")
+    assert ran.code == 0, ran.err
+    assert "  scoring what matters, " in ran.out
+    kept = json.loads(Path("cut/derived.json").read_text())
+    chosen = {one["field"]: one["value"] for one in kept["choices"]}
+    assert not [field for field in chosen if field.startswith("drafter.")]  # the cut decides
+    recorded = yaml.safe_load(Path("cut/run.yaml").read_text())["recipe"]
+    assert recorded["train"]["steps"] == chosen["train.steps"] > 0
+    assert recorded["data"]["prompts"] == chosen["data.prompts"]
+    assert (recorded["drafter"]["init"], recorded["drafter"]["options"]["layers"]) == ("cut/cut", 2)
+    again = run(*words, "--out", "cut")
+    assert again.code == 0, again.err
+    assert "recipe: as it was derived for the run in cut" in again.err
+    assert "left as it is" in again.err
+    for more in (("--two-step",), ("--heal-steps", "0"), ("--search",)):
+        assert run(*words, *more, "--time", "80s", "--out", "other-cut").code == Exit.RECIPE
+    Path("cut/derived.json").rename("gone.json")
+    refused = run(*words, "--time", "80s", "--out", "cut")
+    assert (refused.code, "recipe was not derived" in refused.err) == (Exit.FILE, True)
+    assert not Path("cut/derived.json").exists()
+
+
+def test_what_comes_before_a_run_takes_from_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amounts_of_time, "now", lambda: 10.0)
+    whole, less = TimeLeft(110.0, 0.0), TimeLeft(110.0, 0.0, taken=50.0)
+    assert (whole.left(), less.left()) == (SPENT * 100.0, SPENT * 50.0)
+    whole.check(60.0, is_all=True)
+    with pytest.raises(RecipeError) as caught:
+        less.check(SPENT * 60.0, is_all=True)
+    assert caught.value.expected == "at least 3 min"  # 10 s spent, 50 before, 60 of the run, and 60
 
 
 def test_a_longer_time_goes_on_with_more_answers_and_steps(run: Run, flags: list[Any]) -> None:

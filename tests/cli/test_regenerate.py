@@ -43,9 +43,12 @@ def test_answers_are_written_once_and_trained_on_as_they_are(
     assert ran.json["result"]["documents"] == len(lines) == 3
     assert ran.json["result"]["tokens"] == sum(sum(line["loss_mask"]) for line in lines)
     assert all(line["text"] == tiny_target.decode(line["input_ids"]) for line in lines)
-    assert "3 of 3 prompts are answered" in run("regenerate", *words).err
-    sets = [f"data.source={out / 'answers.jsonl'}", "data.regenerate=false"]
-    sets += ["data.text_tokens=0", "data.train_on_prompt=false"]
+    assert "3 of 3 prompts are answered, 0 are left to write" in run("regenerate", *words).err
+    (following,) = ran.json["next"]
+    assert f"--data {out / 'answers.jsonl'}" in following
+    assert "regenerate" not in following
+    sets = [f"data.source={out / 'answers.jsonl'}", "data.text_tokens=0"]
+    sets += ["data.train_on_prompt=false"]
     data = prepare(load_recipe("distill", sets=sets), tiny_target, tmp_path / "run")
     learned = sorted(ids.tolist() for ids, _ in data.answers())
     drawn = [

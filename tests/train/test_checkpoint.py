@@ -334,7 +334,7 @@ def fingerprint() -> dict[str, Any]:
         ("target", {"target": "xyz", "tokenizer": "def"}, "target: abc -> xyz"),
         ("target", {"target": "abc", "tokenizer": "new"}, "tokenizer: def -> new"),
         ("data", "d2", "data: d1 -> d2"),
-        ("vocab", "v9", "vocab: None -> v9"),
+        ("vocab", "a1" * 32, "vocab: None -> a1a1a1a1a1a1"),
         ("world-size", 2, "world-size: 1 -> 2"),
     ],
 )

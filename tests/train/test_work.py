@@ -39,6 +39,8 @@ def test_a_plain_run_writes_answers_trains_and_measures() -> None:
     }  # fmt: skip
     assert adds_up(made)
     assert ANSWERS not in amounts(of("distill", "data.regenerate=false"))
+    suite = of("distill", "train.steps=400", "train.tau_every=150", "train.tau_suite=spec-bench")
+    assert seconds(suite, "measuring tau") == 2 * seconds(made, "measuring tau")
 
 
 def test_text_that_the_drafter_writes_is_counted() -> None:

@@ -21,7 +21,9 @@ class Defects:
         self.num_records = 0
         self.remarks: list[str] = []
         self.records: Counter[str] = Counter()  # usable ones, by source
-        self.chosen: Counter[str] = Counter()  # of these, those to be answered; empty: not settled
+        self.chosen: Counter[str] = (
+            Counter()
+        )  # of these, those that are prompts; empty: not settled
         self._source_of = array("H")  # of each usable record, in the order in which they were read
         self._num_told = 0  # of the remarks
         self._are_shares_told = False
@@ -49,7 +51,7 @@ class Defects:
         self._source_of.append(list(self.records).index(source))
 
     def chose(self, numbers: Iterable[int]) -> None:
-        """Those of the usable records, by their number in the order of reading, are answered."""
+        """Those of the usable records, by their number in the order of reading, are prompts."""
         names = list(self.records)
         self.chosen = Counter(names[self._source_of[number]] for number in numbers)
 
@@ -63,7 +65,7 @@ class Defects:
 
     def tell_reading(self, console: Reporter) -> None:
         """How the data were read, as far as it was not said yet; of several sources, the share that
-        each has of the records, and of those that were chosen to be answered."""
+        each has of the records, and of those that are prompts, answered already or not."""
         for text in self.remarks[self._num_told :]:
             console.warn(f"data: {text}")
         self._num_told = len(self.remarks)
@@ -73,5 +75,5 @@ class Defects:
         whole = sum(self.records.values())
         for name, count in self.records.items():
             share = f"{counted(count, 'record')} ({count / whole:.0%} of all)"
-            answered = f", {self.chosen[name]:,} of them to be answered" if self.chosen else ""
+            answered = f", {self.chosen[name]:,} of them taken as prompts" if self.chosen else ""
             console.say(f"data: {name}: {share}{answered}")

@@ -40,6 +40,7 @@ from specctl.train.data.row_maker import WrittenTexts, write_documents
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest
 from specctl.train.data.shipped import check_corpus, check_own_answers
 from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.suite_prompts import warn_of_suite
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.own_answers import is_own, own_documents, say_writers
 from specctl.train.data.written.regenerate import regenerate
@@ -89,6 +90,7 @@ def prepare(
     data = with_questions(recipe, target, folder, day, console, ranks)
     samples, source_digest = _select(data, target, defects)
     check_own_answers(recipe, samples)
+    warn_of_suite(recipe.train.tau_suite, samples, console)
     defects.tell_reading(console)
     settings = _settings(recipe, target, source_digest, day)
     digest = digest_of(settings)

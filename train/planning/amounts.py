@@ -72,21 +72,23 @@ class AmountCosts:
 
 @dataclass(frozen=True, slots=True)
 class TimeLeft:
-    """The seconds that there are, and when the deriving began, which is a part of them."""
+    """The seconds that there are, when the deriving began, which is a part of them, and what other
+    work before the run takes of them."""
 
     seconds: float
     began: float
+    taken: float = 0.0
 
     def left(self) -> float:
         """Seconds of the run itself: what nobody has spent yet, less what no calibration sees."""
-        return SPENT * max(0.0, self.seconds - (now() - self.began))
+        return SPENT * max(0.0, self.seconds - self.taken - (now() - self.began))
 
     def check(self, least: float = 0.0, is_all: bool = False) -> None:
         """RecipeError where a run of at least so many seconds does not fit into what is left.
         `is_all`: more is not needed; else it is what is known so far."""
         if least < self.left():
             return
-        need = now() - self.began + least / SPENT
+        need = now() - self.began + self.taken + least / SPENT
         longer = max(USUAL_SECONDS, 2 * need)  # where nobody knows yet what is enough
         raise RecipeError(
             "the time is too short for a drafter of this target",

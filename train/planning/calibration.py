@@ -2,7 +2,8 @@
 
 The recipe's own job is set up in a folder that is thrown away: the loop's steps on rows of its
 length, the engine's rounds as answers are written and tau is measured, a checkpoint. A batch that
-takes long is measured with fewer rows and reckoned up. Nothing is asked of the network.
+takes long is measured with fewer rows and reckoned up. Nothing is asked of the network,
+but for a suite of the hub that the recipe measures tau on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from accelerate import Accelerator
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
+from specctl.core.errors import SpecctlError
 from specctl.core.files import Disk
 from specctl.recipes.schema import Recipe
 from specctl.runtime.engine.engine import Engine
@@ -27,6 +29,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, measuring_prompts, measuring_rows
 from specctl.train.data.rows import TokenData
+from specctl.train.data.suite_prompts import suite_prompts
 from specctl.train.data.written.regenerate import slots_for
 from specctl.train.data.written.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
@@ -172,9 +175,9 @@ class _Pieces:
         if vocab.size == "auto" or vocab.selector != "vocab-trim":
             size = vocab.size if isinstance(vocab.size, int) else None
             vocab = vocab.model_copy(update={"size": size, "selector": "vocab-trim"})
-        return recipe.model_copy(
-            update={"data": recipe.data.model_copy(update=fresh), "vocab": vocab}
-        )
+        data = recipe.data.model_copy(update=fresh)
+        train = recipe.train.model_copy(update={"tau_suite": None})
+        return recipe.model_copy(update={"data": data, "vocab": vocab, "train": train})
 
     def _job(self, recipe: Recipe, data: TokenData) -> Job:
         target = self.target
@@ -349,8 +352,20 @@ class _Pieces:
         with torch.inference_mode():
             per_tokens(held[:1], 2)
             tau = reckoned(held, train.tau_tokens)
+            if train.tau_suite is not None:
+                tau += reckoned(self._suite(held), train.tau_tokens)
             gate = 2 * reckoned(held[: GATE[0]], GATE[1])
         return tau, gate
+
+    def _suite(self, held: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The suite's prompts; the held-out ones in the place of those that cannot be read now."""
+        if self.target.tokenizer is None:
+            return held
+        try:
+            suite = suite_prompts(self.recipe.train, self.target)
+        except SpecctlError:  # for the checks of the run to say
+            return held
+        return held if suite is None else suite.prompts
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,11 +86,17 @@ class Derived:
         return {"seconds": self.seconds, "choices": [asdict(choice) for choice in self.choices]}
 
 
-def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 1) -> Derived:
+def derive(
+    recipe: Recipe,
+    seconds: float,
+    reporter: Reporter,
+    processes: int = 1,
+    before: Sequence[Part] = (),
+) -> Derived:
     """The recipe for its own target, data and this machine, to be done within `seconds`, of which
-    the deriving itself is a part."""
+    the deriving itself is a part, and what is done `before` the run."""
     check_derivable(recipe)
-    clock = TimeLeft(seconds, now())
+    clock = TimeLeft(seconds, now(), sum(sum(part.seconds_range) / 2 for part in before))
     cluster, shape = Cluster.here(processes), target_shape(recipe.target)
     deriving = _Deriving(recipe, shape, cluster, [])
     deriving.sizes()
@@ -128,7 +134,7 @@ def derive(recipe: Recipe, seconds: float, reporter: Reporter, processes: int = 
     pace = replace(pace, answer=share * pace.answer)  # it was measured on the longest answers
     clock.check(deriving.least(facts, pace, seconds), is_all=True)
     deriving.amounts(facts, pace, seconds, clock.left())
-    parts = pace.parts(deriving.recipe, deriving.row_tokens(facts), CALIBRATED)
+    parts = [*before, *pace.parts(deriving.recipe, deriving.row_tokens(facts), CALIBRATED)]
     return Derived(deriving.recipe, tuple(deriving.choices), tuple(parts), pace, seconds)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from specctl.core.spec import ModelSpec
 from specctl.models.llama import PACK_SHARE
 from specctl.recipes.schema import Recipe, TrainPart
+from specctl.train.data.suite_prompts import MOST_TOKENS
 from specctl.train.data.written.regenerate import HOST_BYTES, HOST_ROWS
 from specctl.train.data.written.writing_target import packed_copy
 from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
@@ -137,7 +138,8 @@ def _measuring(
     train, data, count = recipe.train, recipe.data, cluster.processes
     is_sharded = train.parallel == "fsdp" and count > 1
     whole = step.weights + step.gradient + step.optimizer
-    places = train.tau_prompts * min(spec.max_positions, data.prompt_tokens + train.tau_tokens + 64)
+    longest = data.prompt_tokens if train.tau_suite is None else MOST_TOKENS
+    places = train.tau_prompts * min(spec.max_positions, longest + train.tau_tokens + 64)
     return {
         "target": resident(recipe, step, count),
         "drafter, gradient, optimizer": whole // count if is_sharded else whole,

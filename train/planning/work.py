@@ -223,7 +223,8 @@ def measuring(recipe: Recipe, sizes: WorkSizes, times: int = 1) -> Work:
     if recipe.data.target_source != "inprocess":  # reckoned from a pass over rows kept back
         places = times * train.tau_prompts * train.seq_len
         return Work("measuring tau", told, 2.0 * sizes.passes * sizes.drafter * places)
-    rounds = times * train.tau_prompts * train.tau_tokens / ROUND_TOKENS
+    prompts = train.tau_prompts * (1 if train.tau_suite is None else 2)
+    rounds = times * prompts * train.tau_tokens / ROUND_TOKENS
     each = 2.0 * sizes.target * (length + 1) + 2.0 * sizes.drafter * length
     return Work("measuring tau", told, writing=rounds * each)
 

@@ -18,16 +18,18 @@ from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.fast_llama import FastLlama
 from specctl.models.llama import LlamaShape
 from specctl.models.slice import Keep, sliced
+from specctl.recipes.load import with_fields
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, family_options, measuring_prompts, trainable_family
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
 from specctl.train.metrics import MeasuredAcceptance
-from specctl.train.planning.plan import RunPlan, build_shape, plan
+from specctl.train.planning.pace import Pace
+from specctl.train.planning.plan import CALIBRATED, RunPlan, build_shape, plan
 from specctl.train.planning.target_shape import target_shape
 from specctl.train.planning.weighing import data_tokens
-from specctl.train.planning.work import ANSWERS, Work, WorkSizes, measuring, num_parameters
+from specctl.train.planning.work import ANSWERS, Part, Work, WorkSizes, measuring, num_parameters
 from specctl.train.prune.cut import (
     CALIBRATION_TOKENS,
     Wanted,
@@ -37,6 +39,8 @@ from specctl.train.prune.cut import (
     fitted,
     prunable,
 )
+
+SCORING, TAU_OF_CUT = "scoring what matters", "measuring tau of the cut"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +173,37 @@ def prune_plans(
     steps: int,
     two_step: bool,
     speed: float | None = None,
+    pace: Pace | None = None,
 ) -> list[tuple[Recipe, RunPlan]]:
-    """The plan of each cut with its healing. The text is made once, for the first."""
+    """The plan of each cut with its healing. The text is made once, for the first. `pace` of the
+    healing of a single cut, where it has been measured."""
     spec = target_shape(recipe.target).spec
     check_cut(wanted, spec)
     if not two_step:
-        return [_planned(recipe, wanted, steps, spec, speed)]
+        healed, made = _planned(recipe, wanted, steps, spec, speed)
+        return [(healed, made if pace is None else _paced(healed, made, pace))]
     first = _planned(recipe, halfway(wanted, spec), steps // 2, spec, speed)
     second, made = _planned(recipe, wanted, steps - steps // 2, spec, speed)
     left = tuple(part for part in made.parts if part.name != ANSWERS)
     return [first, (second, replace(made, parts=left))]
+
+
+def cut_parts(made: RunPlan) -> tuple[Part, ...]:
+    """The parts of a plan that come before the healing and are no part of another run."""
+    return tuple(part for part in made.parts if part.name in (SCORING, TAU_OF_CUT))
+
+
+def _paced(healed: Recipe, made: RunPlan, pace: Pace) -> RunPlan:
+    parts = pace.parts(healed, data_tokens(healed), CALIBRATED)
+    basis = f"calibrated here: {pace.step:.3g} s a step; {SCORING}: {made.basis}"
+    return replace(made, parts=(*cut_parts(made), *parts), basis=basis)
+
+
+def shaped(recipe: Recipe, wanted: Wanted) -> Recipe:
+    """The recipe of a drafter of the shape that will be left, to be derived or planned."""
+    options = _options(recipe, wanted, target_shape(recipe.target).spec)
+    given = {**dict.fromkeys(recipe.drafter.options), **options}
+    return with_fields(recipe, {f"drafter.options.{k}": v for k, v in given.items()}, "prune")
 
 
 def _planned(
@@ -192,9 +217,9 @@ def _planned(
 
     def before(sizes: WorkSizes) -> list[Work]:
         reading = 2.0 * text * (forwards * sizes.target + sizes.target + sizes.drafter)
-        scoring = Work("scoring what matters", f"{text:,} tokens", reading)
+        scoring = Work(SCORING, f"{text:,} tokens", reading)
         once = measuring(recipe, sizes)
-        return [scoring, replace(once, name="measuring tau of the cut")]
+        return [scoring, replace(once, name=TAU_OF_CUT)]
 
     made = plan(healed, flops_per_second=speed, before=before)
     disk = {**made.disk, "cut": _cut_bytes(healed, spec)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ from specctl.recipes.section import Section, flatten
 FREE = frozenset(
     {
         "name", "train.save_every", "train.keep", "train.lora.keep", "train.log_every",
-        "train.nan_patience", "train.trackers", "data.endpoint", "data.endpoint_model",
+        "train.nan_patience", "train.trackers", "train.tau_suite",
+        "data.endpoint", "data.endpoint_model",
         "data.endpoint_requests", "data.states", "data.features_at", "target.device_map",
         "target.tensor_parallel",
     }
@@ -74,8 +76,14 @@ def changed_fields(saved: Mapping[str, Any], now: Mapping[str, Any], part: str) 
     for key in sorted({*before, *after}):
         was, now_is = (fields.get(key, default_of(key)) for fields in (before, after))
         if was != now_is:
-            changed.append(f"{key}: {was} -> {now_is}")
+            changed.append(f"{key}: {_short(was)} -> {_short(now_is)}")
     return changed
+
+
+def _short(value: Any) -> Any:
+    """A digest in as many characters as it is called by elsewhere; any other value as it is."""
+    is_digest = isinstance(value, str) and re.fullmatch(r"(sha256:)?[0-9a-f]{64}", value)
+    return value.removeprefix("sha256:")[:12] if is_digest else value
 
 
 def default_of(field: str) -> Any:

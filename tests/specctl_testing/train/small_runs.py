@@ -48,11 +48,12 @@ SMALL = {
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a run left: its result, a digest of the packaged weights, what it said."""
+    """What a run left: its result, a digest of the packaged weights, what it said and warned of."""
 
     result: RunResult
     digest: str
     said: list[str]
+    warned: list[str]
 
 
 class Talk(SilentReporter):
@@ -101,7 +102,7 @@ def run(recipe: Recipe, out: Path, target: Target, **fields: Any) -> Ran:
         digests.append(digest(drafter.tensors()))
 
     result = train_draft(recipe, out, target=target, package=package, reporter=talk, **fields)
-    return Ran(result, digests[-1], talk.said)
+    return Ran(result, digests[-1], talk.said, talk.warnings)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

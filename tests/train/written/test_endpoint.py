@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 
 from specctl.core.errors import IncompatibleError, NetworkError, RecipeError
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
-from specctl.runtime.measure.reporter import Advance, SilentReporter
+from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.answers import AnswerJob, AnswerPlan, Dialogue, PromptCut
@@ -25,6 +23,7 @@ from specctl.train.data.records import Sample
 from specctl.train.data.written import endpoint as module
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.regenerate import regenerate
+from specctl_testing.train.dies_after import DiesAfter
 from specctl_testing.train.fake_endpoint import FAULTS, FakeEndpoint
 
 PLAN = AnswerPlan(40, 6, 8, temperature=0.9, greedy_share=0.5, seed=3, top_p=0.9, top_k=20)
@@ -102,23 +101,6 @@ def test_a_server_that_is_busy_is_left_alone_for_as_long_as_it_asks(
     in_a_minute = formatdate(time.time() + 60, usegmt=True)
     assert module._retry_after(in_a_minute) == pytest.approx(57, abs=4)
     assert module._retry_after("soon") is None
-
-
-class DiesAfter(SilentReporter):
-    """A console that interrupts the job when so many prompts are answered."""
-
-    def __init__(self, left: int) -> None:
-        super().__init__()
-        self.left = left
-
-    @contextmanager
-    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
-        def advance(amount: int, note: str = "") -> None:
-            self.left -= amount
-            if self.left < 0:
-                raise KeyboardInterrupt
-
-        yield advance
 
 
 def test_a_killed_job_asks_only_for_what_it_had_not(chat_target: Target, tmp_path: Path) -> None:

@@ -37,27 +37,11 @@ from specctl.train.data.written import regenerate as module
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.data.written.regenerate import regenerate, slots_for
 from specctl.train.distributed.ranks import Ranks
+from specctl_testing.train.dies_after import DiesAfter
 
 PLAN = AnswerPlan(
     prompts=10, prompt_tokens=6, new_tokens=8, temperature=0.9, greedy_share=0.5, seed=3
 )
-
-
-class DiesAfter(SilentReporter):
-    """A console that interrupts the job when so many prompts are answered."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.left = count
-
-    @contextmanager
-    def task(self, label: str, total: int, unit: str) -> Iterator[Advance]:
-        def advance(amount: int, note: str = "") -> None:
-            self.left -= amount
-            if self.left < 0:
-                raise KeyboardInterrupt
-
-        yield advance
 
 
 class Counting(SilentReporter):

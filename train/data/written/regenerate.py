@@ -143,8 +143,8 @@ def regenerate(
         if found.num_damaged:
             console.warn(f"regenerate: {found.num_damaged:,} damaged records, answered anew")
         if len(missing) < len(prompts):
-            num_done = len(prompts) - len(missing)
-            console.say(f"regenerate: {num_done:,} of {len(prompts):,} prompts are answered")
+            done = f"{len(prompts) - len(missing):,} of {len(prompts):,} prompts are answered"
+            console.say(f"regenerate: {done}, {len(missing):,} are left to write")
         mine = missing[ranks.rank :: ranks.size]
         label = "the target writes answers" + (f" (1 of {ranks.size})" if ranks.size > 1 else "")
         with ranks.together(), console.task(label, len(mine), "prompts") as advance:
