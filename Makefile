@@ -1,8 +1,8 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
 #   make quickstart   environment, then a drafter trained, proved and measured in ten minutes
 #   make test         the test suite
-# Others: docs (the site, in build/site), check (lint, types, tests), real (tests on SmolLM2), proof (long
-#   batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
+# Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md), check (lint, types, tests), real (tests on SmolLM2),
+#   proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
 
 SHELL := /bin/bash
@@ -24,7 +24,7 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs locks quickstart test real real-model lint types check proof bench gpu gpu-dry clean former \
+.PHONY: help install dev docs docs-tables locks quickstart test real real-model lint types check proof bench gpu gpu-dry clean former \
   proof-training proof-claims dist-check \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
@@ -128,6 +128,11 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+# docs/systems.md and docs/methods.md anew from the recipes and the entries of methods; a test fails
+# where they are stale.
+docs-tables: $(VENV)/.installed
+	$(BIN)/python docs/site/tables.py
 
 # Training that cannot lose work; every target of it can be made alone.
 PROOF := $(TEST_ENV) $(BIN)/python benchmarks

@@ -39,7 +39,7 @@ def family_infos() -> dict[str, FamilyInfo]:
         f.name: FamilyInfo(
             f.name,
             tuple(f.fields()),
-            f.values["trainable"],
+            bool(f.values.get("trainable", False)),
             bool(f.values.get("reads_stored", False)),
         )
         for f in found

@@ -248,7 +248,7 @@ def other_formats(recipe: Recipe) -> list[str]:
     family = recipe.drafter.family
     for name in wanted:
         if not formats()[name].holds(family):
-            fits = [n for n, form in formats().items() if form.holds(family)]
+            fits = [n for n, form in formats().working().items() if form.holds(family)]
             raise RecipeError(
                 f"format {name} cannot hold a drafter of family {family}",
                 where="export.formats",

@@ -79,7 +79,7 @@ def limits(kind: type[Any]) -> dict[str, Within | OneOf]:
     found: dict[str, Within | OneOf] = {}
     for base in reversed(kind.__mro__):
         for name, hint in get_type_hints(base, include_extras=True).items():
-            found.update((name, limit) for limit in _limits_of(hint))
+            found.update((name, limit) for limit in limits_of(hint))
     return found
 
 
@@ -97,7 +97,7 @@ def _element(hint: Any) -> type[Any] | None:
     return None
 
 
-def _limits_of(hint: Any) -> Iterator[Within | OneOf]:
+def limits_of(hint: Any) -> Iterator[Within | OneOf]:
     for part in (hint, *get_args(hint)):  # `Count | None` has it in a part
         for one in getattr(part, "__metadata__", ()):
             if isinstance(one, Within | OneOf):

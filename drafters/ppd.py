@@ -37,12 +37,16 @@ from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.borrowed_state import groups_behind
 from specctl.drafters.states.probes import with_probes
-from specctl.drafters.states.prompt_tree import Chances, PromptTables, even_trees, plan_trees
+from specctl.drafters.states.prompt_tree import (
+    Chances,
+    PromptTables,
+    even_trees,
+    plan_trees,
+    typical_chances,
+)
 from specctl.models.kernels import linear, prepared
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
-TYPICAL = (0.30, 0.10, 0.06, 0.04, 0.03)  # of a first guess, by rank
-FADE = 0.7  # further ones are right as much less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,7 @@ class PpdOptions(PlacesOptions):
         """The chances by level and rank."""
         if self.chances is not None:
             return tuple(tuple(level) for level in self.chances)
-        return tuple(
-            tuple(chance * FADE**level for chance in TYPICAL) for level in range(self.num_heads)
-        )
+        return typical_chances(self.num_heads)
 
 
 class PromptNet(nn.Module):

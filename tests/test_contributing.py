@@ -93,6 +93,33 @@ from specctl.export.imports import Importer
 IMPORTER = Importer("nothing", "", lambda config: False, print)
 """,
 }
+# One module of each kind that does not import; with them all else works, and they are named.
+BROKEN = {
+    "drafters/broken.py": 'FAMILY = Family(name="broken", options=None, trainable=False)',
+    "runtime/policies/broken.py": 'POLICY = PolicyEntry("broken", "", "", Broken)',
+    "runtime/stops/broken.py": 'STOP = Plugin("broken", "", "", Broken)',
+    "runtime/controllers/broken.py": 'CONTROLLER = Plugin("broken", "", "", Broken)',
+    "runtime/verify/broken.py": 'RULE = Rule("broken", "", "", broken)',
+    "runtime/batching/broken.py": 'BATCHING = BatchingEntry("broken", "", "", Broken)',
+    "drafters/losses/broken.py": 'LOSS = Loss("broken", "", "", broken)',
+    "train/vocab/selectors/broken.py": 'SELECTOR = Selector(name="broken")',
+    "export/formats/broken.py": 'FORMAT = Format(name="broken")',
+    "export/imports/broken.py": 'IMPORTER = Importer("broken", "", broken)',
+    "export/engines/broken.py": 'ENGINE = ServingEngine(name="broken")',
+    "runtime/server/tools/broken.py": 'TOOL_FORMAT = ToolFormat(name="broken")',
+}
+WITHOUT_THEM = """
+from specctl.cli.commands.doctor import _methods
+from specctl.cli.main import main
+
+few = " --max-new-tokens 4 x"
+for words in ("generate --draft prompt-lookup" + few, "recipes rules", "recipes ls --all"):
+    assert main(words.split()) == 0, words
+for words in ("broken", "prompt-lookup --rule broken", "auto --controller broken"):
+    assert main(f"generate --draft {words}{few}".split()) == 4, words
+named = [found for found in _methods() if found.state == "note"]
+print(len(named))
+"""
 KNOWN = """
 from specctl.core.errors import RecipeError
 from specctl.drafters.losses.head_losses import LossOptions
@@ -221,3 +248,18 @@ def test_one_module_is_enough_for_every_other_kind(tmp_path: Path) -> None:
         assert f'"{name}"' in schema, name
     assert "echo" in rules
     assert "halves" in serve
+
+
+def test_a_broken_module_stops_only_those_who_use_it(tmp_path: Path) -> None:
+    fault = "raise RuntimeError('made to fail')\n"
+    product = beside(tmp_path, {name: fault + entry + "\n" for name, entry in BROKEN.items()})
+    done = run(product, "-c", WITHOUT_THEM)
+    said = done.stderr
+    assert done.stdout.splitlines()[-1] == str(len(BROKEN))
+    assert "this is a bug" not in said
+    assert "left out: rule broken cannot be loaded" in said
+    for kind, module in (("family", "drafters"), ("rule", "runtime.verify")):
+        wanted = f"{kind} broken cannot be loaded: module specctl.{module}.broken is broken"
+        assert wanted in " ".join(said.split())
+    assert "RuntimeError: made to fail" in said
+    assert "broken.py:1" in said

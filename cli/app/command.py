@@ -23,6 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from specctl.cli.app.console import Console
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.core.plugins import LeftOut
 from specctl.core.printable import guarded_streams
 from specctl.recipes.built_in import HiddenName
 
@@ -98,14 +99,16 @@ def command(
 
 @contextmanager
 def hidden_names_said(console: Console) -> Iterator[None]:
-    """Where a built-in name and a folder are called alike, the console warns of it; all other
-    warnings of Python go where they went."""
+    """Where a built-in name and a folder are called alike, or a list lacks a broken plug-in, the
+    console warns of it; all other warnings of Python go where they went."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
-        warnings.simplefilter("always", HiddenName)
+        said = (HiddenName, LeftOut)
+        for kind in said:
+            warnings.simplefilter("always", kind)
 
         def show(message: Any, category: Any, *where: Any, **more: Any) -> None:
-            if issubclass(category, HiddenName):
+            if issubclass(category, said):
                 console.warn(str(message))
             else:
                 shown(message, category, *where, **more)

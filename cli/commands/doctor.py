@@ -21,6 +21,7 @@ from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
 from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.installed import distribution_name, foreign_distributions, pip_install
+from specctl.core.plugins import PLACES, plugins
 from specctl.core.printable import counted
 from specctl.models.native.library import BUILDING, is_to_be_built
 
@@ -52,7 +53,7 @@ def doctor(
         bool, typer.Option("--quick", help="Do not import torch (no device check).")
     ] = False,
 ) -> None:
-    """Check Python, libraries, device, memory, disk, cache and the hub token.
+    """Check Python, libraries, device, methods, memory, disk, cache and the hub token.
 
     Only the presence of the token is shown. Exit code 6 if something must be fixed.
 
@@ -82,9 +83,23 @@ def _checked(console: Console, quick: bool) -> list[Finding]:
         console.say(BUILDING)
     checks += [*_machine(), *_folders(), *_hub()]
     if not quick:
-        console.say("loading torch to see the device (--quick leaves that out)")
-        checks += _device()
+        console.say("loading torch to see the device, and every method (--quick leaves that out)")
+        checks += [*_device(), *_methods()]
     return checks
+
+
+def _methods() -> Iterator[Finding]:
+    """Each method whose module does not import; all others work without it."""
+    count = 0
+    for package, attribute in PLACES.items():
+        known = plugins(package, attribute)
+        broken = known.broken()
+        count += len(known) - len(broken)
+        for error in broken:
+            yield Finding(
+                "method", YELLOW, f"{error.what}: {error.found} ({error.where})", error.do
+            )
+    yield Finding("methods", GREEN, f"{count} load")
 
 
 def _python() -> Iterator[Finding]:

@@ -233,7 +233,7 @@ def rules(console: Console) -> None:
     from specctl.runtime.verify import RULES, default_rule
 
     rows, found = [], []
-    for rule in RULES.values():
+    for rule in RULES.working().values():
         kinds = [kind.value for kind in NodeKind if kind in rule.kinds]
         shown = "any" if len(kinds) == len(NodeKind) else ", ".join(kinds)
         rows.append((rule.name, "chain" if rule.chains_only else "tree", shown, rule.summary))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import HeadRows, LossOut, TrainBatch
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, teacher_of, teacher_rows
 from specctl.drafters.losses.divergences import (
@@ -48,7 +48,7 @@ __all__ = [
     "with_stretch",
 ]  # fmt: skip
 
-LOSSES: dict[str, Loss] = plugins("specctl.drafters.losses", "LOSS")
+LOSSES: Plugins[Loss] = plugins("specctl.drafters.losses", "LOSS")
 KINDS = ("ce", *LOSSES)
 CACHED, AT_ONCE = 2**20, 2**26  # logits of a slice: what a CPU's cache holds, what keeps a GPU busy
 Teacher = TypeVar("Teacher", TeacherLogits, TeacherLogits | None)

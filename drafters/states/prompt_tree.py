@@ -25,7 +25,14 @@ from torch import Tensor
 from specctl.drafters.states.template import Path, greedy_paths
 
 SWEEPS = 8  # of the relative values; they settle after three or four
+TYPICAL = (0.30, 0.10, 0.06, 0.04, 0.03)  # chances of a first guess, by rank
+FADE = 0.7  # further ones are right as much less often
 Chances = tuple[tuple[float, ...], ...]
+
+
+def typical_chances(levels: int) -> Chances:
+    """The chances of guesses by level and rank where none were measured."""
+    return tuple(tuple(chance * FADE**level for chance in TYPICAL) for level in range(levels))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
@@ -75,7 +75,7 @@ class ServingEngine:
 
 
 @cache
-def engines() -> dict[str, ServingEngine]:
+def engines() -> Plugins[ServingEngine]:
     """Every engine by name, in alphabetical order."""
     return plugins(__name__, "ENGINE")
 
@@ -83,7 +83,8 @@ def engines() -> dict[str, ServingEngine]:
 def find_engine(name: str | None, to: str) -> ServingEngine:
     """The engine of that name; without one the first that reads the format."""
     known = engines()
-    fits = [engine for engine in known.values() if to in engine.reads]
+    working = known.working()
+    fits = [engine for engine in working.values() if to in engine.reads]
     if name is None and fits:
         return fits[0]
     if name is not None and name not in known:
@@ -99,7 +100,7 @@ def find_engine(name: str | None, to: str) -> ServingEngine:
             f"format {to} cannot be proved in {name or 'an engine'} here",
             where="--prove",
             found=f"format {to}",
-            expected="; ".join(f"{e.name} reads {', '.join(e.reads)}" for e in known.values()),
+            expected="; ".join(f"{e.name} reads {', '.join(e.reads)}" for e in working.values()),
             do=f"--engine {fits[0].name}" if fits else "specctl export without --prove",
         )
     return known[name]

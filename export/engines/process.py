@@ -28,7 +28,7 @@ def chosen_engine(name: str | None, to: str, python: str) -> ServingEngine:
     transformers last, which others bring along."""
     found = find_engine(name, to)
     if name is None:
-        fits = [engine for engine in engines().values() if to in engine.reads]
+        fits = [engine for engine in engines().working().values() if to in engine.reads]
         fits.sort(key=lambda engine: engine.module == "transformers")
         found = next((engine for engine in fits if is_installed(engine, python)), found)
     check_installed(found, python)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.core.errors import FileError, IncompatibleError, RecipeError, nearest
-from specctl.core.plugins import declared, plugins
+from specctl.core.plugins import Plugins, declared, plugins
 from specctl.export.package.manifest import CARD, MANIFEST, Manifest
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Format:
 
 
 @cache
-def formats() -> dict[str, Format]:
+def formats() -> Plugins[Format]:
     """Every format by name, in alphabetical order."""
     return plugins(__name__, "FORMAT")
 
@@ -126,7 +126,7 @@ def check_name(name: str) -> None:
 
 def _fitting(family: str) -> list[str]:
     """The formats that hold a family, an engine's before our own."""
-    fits = [n for n, form in formats().items() if form.holds(family)]
+    fits = [n for n, form in formats().working().items() if form.holds(family)]
     return sorted(fits, key=lambda n: (n == "specctl", n not in PREFERRED, *_place(n)))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.core.errors import GateError, IncompatibleError
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
@@ -80,14 +80,14 @@ class Report:
 
 
 @cache
-def importers() -> dict[str, Importer]:
+def importers() -> Plugins[Importer]:
     """Every importer by name, in alphabetical order."""
     return plugins(__name__, "IMPORTER")
 
 
 def find_importer(config: Mapping[str, Any], names: Set[str] = frozenset()) -> Importer:
     """The one format that config.json, and the tensors of these names, are of."""
-    known = importers()
+    known = importers().working()
     found = [importer for importer in known.values() if importer.knows(config, names)]
     if len(found) == 1:
         return found[0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from specctl.core.errors import RecipeError, unknown
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 from specctl.runtime.batching.base import Batching, BatchingEntry, RowView
 from specctl.runtime.measure.cost_table import BatchCosts
 
-BATCHINGS: dict[str, BatchingEntry] = plugins(__name__, "BATCHING")
+BATCHINGS: Plugins[BatchingEntry] = plugins(__name__, "BATCHING")
 
 
 def make_batching(
@@ -25,7 +25,7 @@ def make_batching(
         if key != entry.setting:
             raise RecipeError(f"batch policy {name} has no {key}", do=f"leave {key} out")
     if entry.reads_costs and costs is None and not given:
-        free = [other for other, found in BATCHINGS.items() if not found.reads_costs]
+        free = [other for other, found in BATCHINGS.working().items() if not found.reads_costs]
         raise RecipeError(
             f"batch policy {name} needs measured costs",
             expected="the costs of this pair on this device",

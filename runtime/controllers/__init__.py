@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 from specctl.runtime.controllers.base import Controller
 
-CONTROLLERS: Mapping[str, type[Controller]] = {
-    name: entry.make for name, entry in plugins(__name__, "CONTROLLER").items()
-}
+CONTROLLERS: Plugins[type[Controller]] = plugins(__name__, "CONTROLLER", lambda entry: entry.make)

@@ -7,12 +7,15 @@ from typing import Any
 
 from specctl.core.drafter import Family
 from specctl.core.errors import unknown
-from specctl.core.plugins import plugins
-from specctl.runtime.policies.base import GrowRequest, Policy, PolicyEntry
+from specctl.core.plugins import Plugins, declared, plugins
+from specctl.runtime.policies.base import GrowRequest, Policy
 
-_ENTRIES: Mapping[str, PolicyEntry] = plugins(__name__, "POLICY")
-POLICIES: Mapping[str, type[Any]] = {name: entry.make for name, entry in _ENTRIES.items()}
-TREES = tuple(name for name, entry in _ENTRIES.items() if entry.is_tree)
+POLICIES: Plugins[type[Any]] = plugins(__name__, "POLICY", lambda entry: entry.make)
+TREES = tuple(
+    name
+    for name, entry in declared(__name__, "POLICY").items()
+    if not entry.problem and entry.values.get("is_tree", True)
+)
 
 
 def policies_of(family: Family) -> tuple[str, ...]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from specctl.drafters.ppd import PpdOptions
-from specctl.drafters.states.prompt_tree import plan_trees
+from specctl.drafters.states.prompt_tree import plan_trees, typical_chances
 from specctl.runtime.measure.cost_table import TreeCosts
 from specctl.runtime.policies.base import PolicyEntry
 from specctl.runtime.policies.direct import Direct
@@ -26,7 +25,7 @@ class PromptTree(Direct):
 
     length: int = 3
     nodes: int = 24
-    profile: tuple[tuple[float, ...], ...] = PpdOptions().levels()
+    profile: tuple[tuple[float, ...], ...] = typical_chances(3)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", check_profile(self.profile)[: self.length])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from specctl.core.errors import RecipeError, unknown
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 from specctl.runtime.stops.base import DraftStep, StopRule, Tested, tested_rows
 from specctl.runtime.stops.learned import LearnedStop, read_stop
 
-STOPS: Mapping[str, type[StopRule]] = {
-    name: entry.make for name, entry in plugins(__name__, "STOP").items()
-}
+STOPS: Plugins[type[StopRule]] = plugins(__name__, "STOP", lambda entry: entry.make)
 
 
 def make_stop(name: str, threshold: float | None = None, file: str | None = None) -> StopRule:
@@ -55,7 +52,7 @@ def make_stop(name: str, threshold: float | None = None, file: str | None = None
 
 
 def trained_stops() -> list[str]:
-    return [name for name, kind in STOPS.items() if issubclass(kind, LearnedStop)]
+    return [name for name, kind in STOPS.working().items() if issubclass(kind, LearnedStop)]
 
 
 __all__ = [

@@ -13,7 +13,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from specctl.core.errors import RecipeError, unknown
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.walk import Rule, Verdict
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _OWN = {NodeKind.REFILLED: "sequoia", NodeKind.TOP_PLUS_ONE: "top-plus-one"}
-RULES: dict[str, Rule] = plugins(__name__, "RULE")
+RULES: Plugins[Rule] = plugins(__name__, "RULE")
 
 
 def legal(rule: str, kind: NodeKind, is_chain: bool) -> bool:
@@ -41,21 +41,20 @@ def legal(rule: str, kind: NodeKind, is_chain: bool) -> bool:
 
 @lru_cache
 def legal_rules(kind: NodeKind, is_chain: bool) -> tuple[str, ...]:
-    return tuple(name for name in RULES if legal(name, kind, is_chain))
+    return tuple(name for name in RULES.working() if legal(name, kind, is_chain))
 
 
 def check_legal(rule: str, kind: NodeKind, is_chain: bool) -> None:
     """Raise RecipeError unless the rule is known and lossless for such trees."""
-    allowed = legal_rules(kind, is_chain)
     if rule not in RULES:
         known = ("auto", *RULES)
         raise unknown("verification rule", rule, known, "serve.rule", "specctl recipes rules")
-    if rule not in allowed:
+    if not legal(rule, kind, is_chain):
         shape = "chains" if is_chain else "trees"
         raise RecipeError(
             f"verification rule {rule!r} is not lossless for {shape} of kind {kind.value!r}",
             found=rule,
-            expected="one of " + ", ".join(allowed),
+            expected="one of " + ", ".join(legal_rules(kind, is_chain)),
             do=f"write rule: auto (here {default_rule(kind, is_chain)})",
         )
 

@@ -35,7 +35,9 @@ def row_part(recipe: Recipe, drafter: Drafter, ranks: Ranks) -> RowPart | None:
             where=WHERE,
             found=f"sequence_parallel {count}",
             expected="a family that looks at other positions by attention alone: "
-            + ", ".join(sorted(name for name, each in families().items() if _splits(each))),
+            + ", ".join(
+                sorted(name for name, each in families().working().items() if _splits(each))
+            ),
             do=f"--set {WHERE}=1",
         )
     if ranks.size % count:

@@ -211,7 +211,8 @@ def _tool_format(name: str, template: str) -> ToolFormat | None:
     if name == "none":
         return None
     if name == "auto":
-        shown = [one for one in TOOL_FORMATS.values() if any(s in template for s in one.signs)]
+        known = TOOL_FORMATS.working().values()
+        shown = [one for one in known if any(s in template for s in one.signs)]
         return shown[0] if shown else None
     if name not in TOOL_FORMATS:
         raise unknown("tool parser", name, ("auto", "none", *TOOL_FORMATS), "--tool-parser")

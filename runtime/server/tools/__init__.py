@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 from specctl.runtime.server.tools.base import ToolFormat
 
-TOOL_FORMATS: dict[str, ToolFormat] = plugins(__name__, "TOOL_FORMAT")
+TOOL_FORMATS: Plugins[ToolFormat] = plugins(__name__, "TOOL_FORMAT")
 
 __all__ = ["TOOL_FORMATS", "ToolFormat"]

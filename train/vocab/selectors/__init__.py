@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 from specctl.core.errors import unknown
-from specctl.core.plugins import plugins
+from specctl.core.plugins import Plugins, plugins
 from specctl.train.vocab.selectors.base import Evidence, Selector
 
 __all__ = ["Evidence", "Selector", "selector", "selectors"]
 
 
 @cache
-def selectors() -> dict[str, Selector]:
+def selectors() -> Plugins[Selector]:
     """Every selector by name, in alphabetical order."""
     return plugins(__name__, "SELECTOR")
 
