@@ -21,6 +21,7 @@ from specctl.core.gguf_header import read_header
 from specctl.core.model_folder import CONFIG, WEIGHTS
 from specctl.export.package.manifest import MANIFEST, read_manifest
 from specctl.recipes.ollama_store import pulled
+from specctl.recipes.published import place_of_name, published_names
 from specctl.recipes.targets import KnownShape, ResolvedTarget, aliases, resolve
 
 RUNS = Path("runs")
@@ -170,8 +171,10 @@ class _Package:
 
 
 def _packages(runs: Path) -> Iterator[_Package]:
-    """Packages below a folder and in the hub's cache, with the name of the target each is for."""
-    places = [(folder, str(folder)) for folder in _below(runs, DEEPEST)]
+    """Published drafters, and packages below a folder and in the hub's cache, with the name of the
+    target each is for."""
+    places = [(place_of_name(name), name) for name in published_names()]
+    places += [(folder, str(folder)) for folder in _below(runs, DEEPEST)]
     places += [(folder, repo) for repo, folder in _snapshots()]
     for folder, name in places:
         if not (folder / MANIFEST).is_file():
