@@ -1,8 +1,8 @@
 """The models that this machine has, and which drafts fit each. No torch, no hub, nothing loaded.
 
 Looked at: the hub's cache (folders with weights, GGUF files, packages), the folders of LM Studio,
-Ollama and llama.cpp, and packages below ./runs. A place of another program is a function of
-`PLACES` that yields models.
+Ollama and llama.cpp, published drafters, and packages below ./runs. A place of another program is
+a function of `PLACES` that yields models.
 """
 
 from __future__ import annotations

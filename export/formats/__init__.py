@@ -202,7 +202,7 @@ def export(
             *form.notes(source),
         ]
         if publication is not None:
-            about |= publication.fields(about, source)
+            about |= publication.fields(about, target)
         sealed = seal_folder(temp, {k: v for k, v in about.items() if k != "digest"})
         form.check(source, temp)
         return sealed

@@ -17,7 +17,7 @@ from specctl.recipes.published import NAME, place_of_name
 from specctl.recipes.targets import aliases, is_hub_id
 
 if TYPE_CHECKING:
-    from specctl.export.formats import ExportSource
+    from specctl.runtime.target.target import Target
 
 MOST = 200_000  # characters of a benchmark's card
 STORE = "bfloat16"
@@ -34,16 +34,16 @@ class Publication:
     license: str
     measured: str = ""
 
-    def fields(self, about: Mapping[str, Any], source: ExportSource) -> dict[str, Any]:
+    def fields(self, about: Mapping[str, Any], target: Target) -> dict[str, Any]:
         """The fields of the manifest that differ from `about`."""
         acceptance = about["acceptance"]
         if acceptance is not None:
             words = tuple(shlex.split(acceptance["command"]))
             acceptance = acceptance | {"command": shown_command(words)}
-        notes = [self._use(source.target.name), *about["notes"]]
+        notes = [self._use(target.name), *about["notes"]]
         return {
             "license": self.license,
-            "target": _public_record(source),
+            "target": _public_record(target),
             "command": shlex.split(shown_command(tuple(about["command"]))),
             "acceptance": acceptance,
             "notes": notes + ([_as_part(self.measured)] if self.measured else []),
@@ -116,21 +116,21 @@ def read_measured(path: Path) -> str:
     return text
 
 
-def _public_record(source: ExportSource) -> dict[str, Any]:
+def _public_record(target: Target) -> dict[str, Any]:
     """The target's record under its public name, with its sketch."""
     from specctl.export.package.folder import target_record
     from specctl.runtime.target.likeness import sketch_of
 
-    sketch = sketch_of(source.target)
+    sketch = sketch_of(target)
     if sketch is None:
         raise IncompatibleError(
             "of this target no sketch can be made",
             where="--target",
-            found=f"{source.target.name} in {source.target.dtype_name}",
+            found=f"{target.name} in {target.dtype_name}",
             expected="a target whose norms and embedding are in memory",
             do="--dtype auto, without --device-map and --tp",
         )
-    return target_record(source.target) | {"sketch": asdict(sketch)}
+    return target_record(target) | {"sketch": asdict(sketch)}
 
 
 def _as_part(card: str) -> str:

@@ -3,7 +3,7 @@ nothing else, and whoever loads it beside a target takes them from there.
 
 Which tensors may be such rows is the family's to say (`Drafter.target_rows`); whether they are is
 looked at when the package is written. What differs in one bit is stored.
-Letters: D hidden width, K draft vocabulary.
+Letters: D hidden width, K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -201,8 +201,8 @@ def test_a_published_name_is_replaced_by_force_alone(
         publish(package, "two", **about | {"license": ""})
     with pytest.raises(SpecctlError, match="no drafter can be published as 'eagle3'"):
         publish(package, "eagle3", **about)
+    private = replace(target, name=str(package))
     with pytest.raises(SpecctlError, match="names its target as everybody can"):
-        private = replace(target, name=str(package))
         publish(package, "two", license="mit", target=private)
     assert [path.name for path in room.iterdir()] == ["one"]
 
