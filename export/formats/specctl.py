@@ -84,8 +84,8 @@ def check(source: ExportSource, folder: Path) -> None:
     """The copy has the source's hashes and loads as the same drafter; written anew, as the rounded
     one."""
     if source.store is not None:
-        loaded = package_tensors(read_package(folder, source.target, source.allow))
-        compare_tensors(_as_read(source, loaded), loaded)
+        found = package_tensors(read_package(folder, source.target, source.allow))
+        compare_tensors(_as_read(source, found), found)
         return
     fresh, old = check_files(folder).files, source.manifest.files
     if fresh.get(WEIGHTS) != old.get(WEIGHTS):
