@@ -19,6 +19,7 @@ from specctl.export.package import folder as packages
 from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
 from specctl.recipes.built_in import as_path_word, is_built_in
 from specctl.recipes.drafter_names import drafter_names, drafter_words
+from specctl.recipes.published import path_named
 from specctl.recipes.serve import POLICY_FIELDS
 from specctl.runtime.cross_vocab.translate import check_method
 from specctl.runtime.measure.cost import measure_costs
@@ -270,7 +271,7 @@ def _ignored(key: str, value: str, policy: str, policies: Sequence[str]) -> Reci
 
 def _source(name: str) -> str:
     """What tells two drafters apart: the digest of a package, else the name; of several, each."""
-    folders = [(part, package_in(Path(part))) for part in drafter_names(name)]
+    folders = [(part, package_in(path_named(part))) for part in drafter_names(name)]
     return "+".join(
         part
         if part in drafter_words() or not (folder / MANIFEST).is_file()

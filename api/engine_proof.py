@@ -23,6 +23,7 @@ from specctl.export.engines import Answers, EngineJob, ServingEngine
 from specctl.export.engines.process import chosen_engine, own_python
 from specctl.export.package.folder import write_served
 from specctl.export.package.manifest import check_files, package_in
+from specctl.recipes.published import path_named
 from specctl.recipes.targets import resolve
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -100,7 +101,7 @@ def prove_export(
     manifest = check_files(folder)
     python = python or own_python()
     found = chosen_engine(engine, manifest.format, python)
-    model = target_or_own(target, package_in(Path(package)), dtype="float32")
+    model = target_or_own(target, package_in(path_named(package)), dtype="float32")
     ids = [prompt.ids for prompt in heldout_prompts(model, prompts)]
     length = manifest.serve.get("length")
     length = length if isinstance(length, int) and length > 0 else 3

@@ -10,11 +10,20 @@ from typing import Any
 from specctl.api.failures import raises_user_errors
 from specctl.api.outputs import check_folder
 from specctl.api.targets import TargetLike, target_or_own
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.table import Table, Tabled
 from specctl.export.formats import export as write
 from specctl.export.formats import filled, find_format, format_for
 from specctl.export.package.manifest import Manifest, package_in, read_manifest
+from specctl.export.package.publication import (
+    STORE,
+    Publication,
+    check_public,
+    check_publication,
+    place_of,
+    read_measured,
+)
+from specctl.recipes.published import path_named
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.hub import with_file
 
@@ -65,20 +74,24 @@ def export(
     target: TargetLike = None,
     allow: Sequence[str] = (),
     engine_python: str | None = None,
+    store: str | None = None,
 ) -> ExportResult:
     """Write a package (its folder, or its run's) in the format of a serving engine at `out`. What
     was written is read back by that engine's rules and must draft what the drafter drafts.
     `to` is a format, or an engine (vllm, sglang, llama.cpp, trtllm, openvino, mlx), whose
     format is chosen by the family. `target`: the one that it was made for, unless another is given;
     docs/export.md lists formats. `engine_python` is one that has the engine's converter (openvino).
+    `store`: with "specctl", the dtype in which the package's weights are written anew, without rows
+    that are the target's own.
     """
-    folder, out = package_in(Path(drafter)), Path(out)
+    folder, out = package_in(path_named(drafter)), Path(out)
     manifest = read_manifest(folder)
     to = format_for(to, manifest.family)
     find_format(to, manifest.family)
     check_folder(out)
     model = target_or_own(target, folder)
-    manifest = write(folder, to, out, model, allow=allow, engine_python=engine_python)
+    _refuse_store(store, to)
+    manifest = write(folder, to, out, model, allow=allow, engine_python=engine_python, store=store)
     try:
         found = with_file(resolve(model.name, model.revision), offline=True)
         place = found.file if to == "gguf" else found.path
@@ -87,3 +100,45 @@ def export(
     return ExportResult(
         out, manifest, tuple(filled(line, out, place) for line in manifest.served_by)
     )
+
+
+@raises_user_errors
+def publish(
+    drafter: str | Path,
+    name: str,
+    *,
+    license: str,
+    target: TargetLike = None,
+    measured: str | Path | None = None,
+    store: str = STORE,
+    force: bool = False,
+    allow: Sequence[str] = (),
+) -> ExportResult:
+    """Put a package (its folder, or its run's) among the drafters that come with specctl, as
+    `name`: in `store`, without rows that are the target's. `target` is an alias or a hub id, which
+    the package then names; `measured` the card of a benchmark; `force` replaces what is there.
+    """
+    check_publication(name, license)
+    out = place_of(name, force)
+    card = "" if measured is None else read_measured(Path(measured))
+    folder = package_in(path_named(drafter))
+    model = target_or_own(target, folder)
+    check_public(model.name)
+    publication = Publication(name, license, card)
+    manifest = write(
+        folder, "specctl", out, model, allow=allow, store=store, publication=publication
+    )
+    return ExportResult(
+        out, manifest, tuple(filled(line, name, None) for line in manifest.served_by)
+    )
+
+
+def _refuse_store(store: str | None, to: str) -> None:
+    if store is not None and to != "specctl":
+        raise RecipeError(
+            f"--store is ignored by format {to}",
+            where="--store",
+            found=store,
+            expected="--to specctl",
+            do="leave --store out, or --to specctl",
+        )

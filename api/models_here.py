@@ -1,8 +1,8 @@
 """The models that this machine has, and which drafts fit each. No torch, no hub, nothing loaded.
 
 Looked at: the hub's cache (folders with weights, GGUF files, packages), the folders of LM Studio,
-Ollama and llama.cpp, and packages below ./runs. A place of another program is a function of
-`PLACES` that yields models.
+Ollama and llama.cpp, published drafters, and packages below ./runs. A place of another program is
+a function of `PLACES` that yields models.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specctl.core.gguf_header import read_header
 from specctl.core.model_folder import CONFIG, WEIGHTS
 from specctl.export.package.manifest import MANIFEST, read_manifest
 from specctl.recipes.ollama_store import pulled
+from specctl.recipes.published import place_of_name, published_names
 from specctl.recipes.targets import KnownShape, ResolvedTarget, aliases, resolve
 
 RUNS = Path("runs")
@@ -170,8 +171,10 @@ class _Package:
 
 
 def _packages(runs: Path) -> Iterator[_Package]:
-    """Packages below a folder and in the hub's cache, with the name of the target each is for."""
-    places = [(folder, str(folder)) for folder in _below(runs, DEEPEST)]
+    """Published drafters, and packages below a folder and in the hub's cache, with the name of the
+    target each is for."""
+    places = [(place_of_name(name), name) for name in published_names()]
+    places += [(folder, str(folder)) for folder in _below(runs, DEEPEST)]
     places += [(folder, repo) for repo, folder in _snapshots()]
     for folder, name in places:
         if not (folder / MANIFEST).is_file():

@@ -13,6 +13,7 @@ from specctl.core.errors import FileError, SpecctlError
 from specctl.core.model_folder import refuse_stand_ins
 from specctl.recipes.built_in import as_path_word
 from specctl.recipes.drafter_names import drafter_names, drafter_words
+from specctl.recipes.published import path_named
 from specctl.recipes.targets import resolve
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _package(drafters: Sequence[object]) -> Path | None:
 
     named = (as_path_word(one) for one in drafters if isinstance(one, (str, Path)))
     parts = (part for one in named for part in drafter_names(one) if part not in drafter_words())
-    folders = (package_in(Path(part).expanduser()) for part in parts)
+    folders = (package_in(path_named(part)) for part in parts)
     return next((f for f in folders if (f / MANIFEST).is_file()), None)
 
 

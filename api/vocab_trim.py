@@ -21,6 +21,7 @@ from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.table import Table, Tabled
 from specctl.export.package.manifest import MANIFEST, Manifest, read_manifest
 from specctl.recipes.load import load_recipe
+from specctl.recipes.published import path_named
 from specctl.recipes.schema import Recipe, VocabPart
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter
@@ -328,5 +329,5 @@ def _package(
 
 def _recipe_digest(draft: str) -> str:
     """The recipe of the package that is trimmed; empty for a foreign model."""
-    folder = Path(draft)
+    folder = path_named(draft)
     return read_manifest(folder).recipe_digest if (folder / MANIFEST).is_file() else ""

@@ -316,6 +316,11 @@ class Drafter(ABC):
         """What a package stores: own weights only, never borrowed ones."""
         return {} if self.module is None else dict(self.module.state_dict())
 
+    def target_rows(self) -> tuple[str, ...]:
+        """Names among `tensors` that are the target's own rows: of its LM head, in the order of
+        `vocab`, and never trained. A package leaves them out where they are still the same."""
+        return ()
+
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Strict: a missing or unexpected name is an error."""
         if self.module is not None:

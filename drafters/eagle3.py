@@ -137,6 +137,9 @@ class Eagle3(BorrowingDrafter):
     def needs(self) -> Needs:
         return Needs(self.options.taps, teacher=self.options.loss != "ce", borrow=True)
 
+    def target_rows(self) -> tuple[str, ...]:
+        return ("lm_head.weight",) if self.options.lm_head == "frozen" else ()
+
     def bind(self, borrowed: Borrowed) -> None:
         self.borrowed = borrowed
         if self._is_fresh:

@@ -15,6 +15,7 @@ from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.cli.options.training import run_training
 from specctl.core.errors import RecipeError
+from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:
     from specctl.api.train import TrainResult
@@ -60,7 +61,7 @@ def adapt(
       specctl adapt runs/distill --target tiny --data notes.txt --rank 16
       specctl adapt runs/eagle3 --adapter ./my-lora --data chats.jsonl --out runs/new
     """
-    source = Path(one_drafter(package, draft, "specctl adapt runs/NAME"))
+    source = path_named(one_drafter(package, draft, "specctl adapt runs/NAME"))
     check_package(str(source))
     given = drafter_fields(source)
     if rank is not None:

@@ -18,9 +18,11 @@ from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Allow, panel
 from specctl.cli.options.names import ENGINES, check_package, complete_format
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
+from specctl.cli.options.publishing import NOT_PUBLISHED, PublishFlags
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
 from specctl.core.errors import GateError, RecipeError
 from specctl.core.plugins import declared
+from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:
     from specctl.export.push import PushPlan
@@ -116,9 +118,18 @@ def export(
             "--engine-python", help="Python with the engine or its converter; else this one."
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            help="With --to specctl: write the weights anew in bfloat16, float16 or float32, "
+            "without rows that are the target's.",
+        ),
+    ] = None,
     push: Push = None,
     public: Public = False,
     yes: Yes = False,
+    publish: PublishFlags = NOT_PUBLISHED,
     target: TargetChoice = OWN_TARGET,
 ) -> None:
     """Write a package in a serving engine's format. The result is read back by that engine's rules
@@ -130,6 +141,8 @@ def export(
     --push uploads it to the hub or, without --out, uploads the package itself with the record of
     its proof: to a private repository, after every byte was checked and the plan shown.
 
+    --publish puts it among the drafters that come with specctl and are named without a folder.
+
     docs/export.md lists the formats of each family and the engines that read them.
 
     Examples:
@@ -139,6 +152,7 @@ def export(
       specctl export runs/distill --to hf --out distill-hf --prove
       specctl export --target tiny --to gguf --out tiny-gguf
       specctl export runs/eagle3 --push OWNER/my-eagle3
+      specctl export runs/eagle3 --to specctl --store bfloat16 --out small
     """
     if to is not None:
         from specctl.export.formats import check_name
@@ -149,7 +163,10 @@ def export(
         return
     word = one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER")
     check_package(word)
-    folder = Path(word)
+    folder = path_named(word)
+    if publish.check({"--out": out, "--to": to, "--push": push, "--prove": prove}):
+        _publish(console, word, publish, store, tuple(allow or ()), target)
+        return
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
     if out is None:
         assert push is not None
@@ -171,7 +188,13 @@ def export(
         console.say(f"{to} reads a drafter of family {family} in format {form}")
     model = target.or_own(str(folder)).load(console, is_read_only=True)
     result = export_(
-        folder, form, out, target=model, allow=tuple(allow or ()), engine_python=engine_python
+        folder,
+        form,
+        out,
+        target=model,
+        allow=tuple(allow or ()),
+        engine_python=engine_python,
+        store=store,
     )
     console.out(f"{out}: {', '.join(result.files)}")
     for note in result.notes:
@@ -183,6 +206,38 @@ def export(
     if push is not None:
         told["push"] = pushed(console, out, push, public, yes)
     console.done(told, next=[command_line("show", out), *result.serve])
+
+
+def _publish(
+    console: Console,
+    word: str,
+    how: PublishFlags,
+    store: str | None,
+    allow: tuple[str, ...],
+    choice: TargetChoice,
+) -> None:
+    """The package among the drafters that come with specctl."""
+    from specctl.api.export import publish
+    from specctl.export.package.publication import STORE, check_publication, place_of
+
+    name, licence = str(how.name), str(how.license or "")
+    check_publication(name, licence)
+    place_of(name, how.force)
+    model = choice.or_own(word).load(console, is_read_only=True)
+    result = publish(
+        word,
+        name,
+        license=licence,
+        target=model,
+        measured=how.measured,
+        store=store or STORE,
+        force=how.force,
+        allow=allow,
+    )
+    size = sum(path.stat().st_size for path in result.out.iterdir())
+    console.out(f"{result.out}: {', '.join(result.files)} ({size:,} bytes)")
+    command = command_line("generate", "--target", model.name, "--draft", name, "PROMPT")
+    console.done(result.to_json() | {"name": name, "bytes": size}, next=[command])
 
 
 def _write_target(console: Console, out: Path | None, to: str | None, choice: TargetChoice) -> None:

@@ -49,9 +49,10 @@ def show(
         no_gguf_file,
         something_else,
     )
+    from specctl.recipes.published import path_named
     from specctl.recipes.targets import gguf_at
 
-    target, path = _target_named(word), Path(word)
+    target, path = _target_named(word), path_named(word)
     if target is not None:
         result, following = _target(console, target)
         console.done(result, next=following)

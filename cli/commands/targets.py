@@ -21,8 +21,9 @@ def targets(
     """List the models that this machine has, and the drafts that fit each.
 
     Models of the hub's cache, GGUF files of LM Studio, Ollama and llama.cpp, and the built-in
-    names. Drafts are packages made for the model (below ./runs and in the hub's cache), and models
-    of at most half its size with the same vocabulary. Families without training fit every target.
+    names. Drafts are packages made for the model (published with specctl, below ./runs and in the
+    hub's cache), and models of at most half its size with the same vocabulary.
+    Families without training fit every target.
 
     Examples:
 

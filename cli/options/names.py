@@ -40,6 +40,7 @@ def check_drafter(name: str) -> None:
     from specctl.api.families import family_infos
     from specctl.export.package.files import open_folder
     from specctl.recipes.files import recipe_names
+    from specctl.recipes.published import published_names
     from specctl.recipes.targets import aliases, is_hub_id
 
     if not name or Path(name).expanduser().exists():
@@ -48,15 +49,19 @@ def check_drafter(name: str) -> None:
         if not is_hub_id(name.partition("@")[0]):
             open_folder(Path(name).expanduser())
         return
-    known = {NONE, *family_infos(), *recipe_names(), *aliases()}
+    published = published_names()
+    known = {NONE, *family_infos(), *recipe_names(), *aliases(), *published}
     if name not in known:
         raise FileError(
             f"unknown drafter {ascii(name)[:80]}",
             where="the command line",
             found=ascii(name)[:80],
-            expected="a package or run folder, a hub id owner/name, or a drafter without training",
+            expected="a package or run folder, a hub id owner/name, a drafter without training, or "
+            f"a published one ({', '.join(published) or 'there is none yet'})",
             do=did_you_mean(
-                name, [*free_drafters(), *aliases()], "`specctl recipes ls --all` shows them"
+                name,
+                [*published, *free_drafters(), *aliases()],
+                "`specctl recipes ls --all` shows them",
             )
             + " (a folder is written ./NAME)",
         )
@@ -115,9 +120,11 @@ def complete_format(incomplete: str) -> list[str]:
 
 
 def complete_draft(incomplete: str) -> list[str]:
-    """Names of drafters without training, and the packages below runs/."""
+    """Names of drafters without training, published drafters, and the packages below runs/."""
+    from specctl.recipes.published import published_names
+
     packages = [str(file.parent) for file in Path("runs").glob("*/package/manifest.json")]
-    return _starting(incomplete, [NONE, *free_drafters(), *sorted(packages)])
+    return _starting(incomplete, [NONE, *free_drafters(), *published_names(), *sorted(packages)])
 
 
 def complete_family(incomplete: str) -> list[str]:

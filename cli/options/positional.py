@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from specctl.cli.options.flags import DRAFTING
 from specctl.cli.options.names import complete_draft
 from specctl.core.errors import SpecctlError, one_of_two
 from specctl.recipes.drafter_names import drafter_names
+from specctl.recipes.published import path_named
 
 Word = Annotated[
     str | None,
@@ -53,9 +53,11 @@ def one_drafter(word: str | None, flag: str | None, example: str) -> str:
 
 
 def looks_like_package(word: str) -> bool:
-    """Whether a word is the folder of a package or of a run that holds one, rather than a text; of
-    several joined by `+`, one at least."""
+    """Whether a word is the folder of a package or of a run that holds one, or a published drafter,
+    rather than a text; of several joined by `+`, one at least."""
     if len(word) > 1000 or "\0" in word or "\n" in word:
         return False
     inside = ("manifest.json", "package/manifest.json")
-    return any((Path(name) / file).is_file() for name in drafter_names(word) for file in inside)
+    return any(
+        (path_named(name) / file).is_file() for name in drafter_names(word) for file in inside
+    )

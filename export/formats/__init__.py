@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specctl.core.errors import FileError, IncompatibleError, RecipeError, nearest
 from specctl.core.plugins import Plugins, declared, plugins
@@ -19,6 +19,7 @@ from specctl.export.package.manifest import CARD, MANIFEST, Manifest
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter
+    from specctl.export.package.publication import Publication
     from specctl.runtime.target.target import Target
 
 FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the commands of a card
@@ -28,7 +29,9 @@ FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the comman
 class ExportSource:
     """What is exported: the verified package folder, its manifest, and the loaded drafter beside a
     target. The manifest names that target, which --allow may have let differ from the package's.
-    `engine_python` has the engine's own tools, for formats that these write; None is this one."""
+    `engine_python` has the engine's own tools, for formats that these write; None is this one.
+    `store`: the dtype that a package is written anew in, without rows that are the target's; None
+    copies its weights as they are."""
 
     folder: Path
     manifest: Manifest
@@ -36,6 +39,7 @@ class ExportSource:
     target: Target
     allow: tuple[str, ...] = ()
     engine_python: str | None = None
+    store: str | None = None
 
 
 def _no_notes(source: ExportSource) -> tuple[str, ...]:
@@ -48,6 +52,7 @@ class Format:
     files; `check(source, folder)` reads the sealed folder back and raises if anything differs;
     `serve(source, folder)` gives the shell commands that serve it from `folder`, with TARGET where
     the target's folder or repository belongs; `notes(source)` is what a user must know of it;
+    `fields(source)` are those of the manifest that are not as in the source's;
     `fits(source)` raises for a drafter of these families that the format has no place for, and
     `ready(engine_python)` where what writes it is not installed, which is asked second."""
 
@@ -58,6 +63,7 @@ class Format:
     check: Callable[[ExportSource, Path], None]
     serve: Callable[[ExportSource, str], tuple[str, ...]]
     notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
+    fields: Callable[[ExportSource], dict[str, Any]] = lambda source: {"target_rows": []}
     fits: Callable[[ExportSource], object] = lambda source: None
     ready: Callable[[str | None], object] = lambda engine_python: None
 
@@ -157,11 +163,14 @@ def export(
     *,
     allow: Sequence[str] = (),
     engine_python: str | None = None,
+    store: str | None = None,
+    publication: Publication | None = None,
 ) -> Manifest:
     """Write `package` (its folder, or that of its run) in format `to` at `out`; the new manifest.
 
     The source is verified byte for byte first, what was written is read back and compared before
-    it takes its place, and nothing foreign is overwritten.
+    it takes its place, and nothing foreign is overwritten. `store` is for packages alone (see
+    ExportSource); `publication` says what one that comes with specctl adds.
     """
     from specctl.export.package.atomic import new_folder
     from specctl.export.package.files import open_folder
@@ -176,14 +185,14 @@ def export(
     form = find_format(to, manifest.family)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
     beside = _beside(manifest, target)
-    source = ExportSource(folder, beside, drafter, target, tuple(allow), engine_python)
+    source = ExportSource(folder, beside, drafter, target, tuple(allow), engine_python, store)
     form.fits(source)
     form.ready(engine_python)
     with new_folder(out, own_files) as temp:
         form.write(source, temp)
         written = [path.name for path in temp.iterdir()]
         assert not {CARD, MANIFEST} & set(written), f"format {to} wrote {written}"
-        about = manifest.to_json() | {"format": to, "versions": versions()}
+        about = manifest.to_json() | {"format": to, "versions": versions()} | form.fields(source)
         record = beside.target
         named = TARGET if record.adapters else record.repo or TARGET
         about["served_by"] = [line.replace(TARGET, named) for line in form.serve(source, FOLDER)]
@@ -192,6 +201,8 @@ def export(
             *_with_adapters(source),
             *form.notes(source),
         ]
+        if publication is not None:
+            about |= publication.fields(about, target)
         sealed = seal_folder(temp, {k: v for k, v in about.items() if k != "digest"})
         form.check(source, temp)
         return sealed

@@ -34,7 +34,10 @@ def shown_target(manifest: Manifest) -> str:
 
 
 def given_target(record: TargetRecord) -> str:
-    """What a command line takes as --target; a local folder is for the reader to fill in."""
+    """What a command line takes as --target; a local folder is for the reader to fill in. What is
+    published for a model in whatever numbers names it as it was published."""
+    if record.sketch is not None:
+        return record.name
     return record.repo or (record.name if _last(record.name) == record.name else "TARGET_FOLDER")
 
 
@@ -62,7 +65,13 @@ def _front(manifest: Manifest) -> str:
     lines = ["---", "library_name: " + ("transformers" if manifest.format == "hf" else "specctl")]
     if manifest.target.repo and "/" in manifest.target.repo:
         lines.append(f"base_model: {manifest.target.repo}")
-    lines += ["license: other", "tags:", "- speculative-decoding", f"- {manifest.family}", "---"]
+    lines += [
+        f"license: {manifest.license or 'other'}",
+        "tags:",
+        "- speculative-decoding",
+        f"- {manifest.family}",
+        "---",
+    ]
     return "\n".join(lines)
 
 
@@ -100,6 +109,11 @@ def _summary(manifest: Manifest) -> str:
         text += (
             f" It drafts {vocabulary.draft_size:,} of the target's "
             f"{vocabulary.target_size:,} token ids."
+        )
+    if manifest.target_rows:
+        text += (
+            " The rows of the target's LM head that it reads with are not stored: they are taken "
+            "from the target."
         )
     return text
 
@@ -203,6 +217,12 @@ def _identity(manifest: Manifest) -> str:
 
 
 def _licence(manifest: Manifest) -> str:
+    if manifest.license is not None:
+        return (
+            f"## Licence\n\nThese weights are published under {manifest.license}. They derive from "
+            f"{shown_target(manifest)}, on whose outputs or hidden states they were trained; its "
+            "licence and notices apply to them, too."
+        )
     return (
         "## Licence\n\n"
         f"The drafter was trained on the outputs or hidden states of {shown_target(manifest)}; "

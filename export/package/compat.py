@@ -35,6 +35,8 @@ _SOFT_SPEC = (
     "embed_scale",
 )
 _SHAPE = ("num_layers", "hidden_size")
+# What may differ where a model is the same in other numbers: its files say it in other ways.
+_OF_FILES = ("target", "tokenizer", "template", "max-positions", "bos-id", "eos-ids", "pad-id")
 
 ALLOWABLE = (
     "target",
@@ -105,7 +107,44 @@ def made_for(manifest: Manifest) -> str:
 
 
 def mismatches(manifest: Manifest, target: Target) -> list[Mismatch]:
-    """Every difference between a package's manifest and a target, the gravest first."""
+    """Every difference between a package's manifest and a target, the gravest first; those between
+    the files of one model in two precisions are none (`other_numbers`)."""
+    found = _differences(manifest, target)
+    if not _is_same_model(manifest, target):
+        return found
+    return [one for one in found if one.allow not in _OF_FILES]
+
+
+def other_numbers(manifest: Manifest, target: Target) -> str:
+    """What a user should know of a target that is the package's in other numbers; empty for the
+    very same, and for another model."""
+    if not _is_same_model(manifest, target):
+        return ""
+    others = [one.field for one in _differences(manifest, target) if one.field != "target"]
+    text = (
+        f"the drafter was made for {made_for(manifest)} in other numbers (weights "
+        f"{_short(manifest.target.fingerprint)}) than those of {target.name} (weights "
+        f"{_short(target.fingerprint)}): the same model, judged by its norms and its embedding. "
+        "Its card was measured with those; acceptance may be lower here, answers are the target's "
+        "in any case"
+    )
+    return text + (f". Their files differ in {', '.join(others)}, too" if others else "")
+
+
+def _is_same_model(manifest: Manifest, target: Target) -> bool:
+    """Whether a target has other weights than those that a published drafter was made for, and is
+    that model all the same: quantised, or as it was before."""
+    from specctl.runtime.target.likeness import Sketch, are_alike, sketch_of
+
+    record = manifest.target
+    if record.sketch is None or record.fingerprint == target.fingerprint or target.adapters:
+        return False
+    here = sketch_of(target)
+    there = Sketch(record.sketch.vectors, record.sketch.signs)
+    return here is not None and are_alike(here, there)
+
+
+def _differences(manifest: Manifest, target: Target) -> list[Mismatch]:
     return [
         *_taps(manifest, target),
         *_shape(manifest, target),

@@ -37,6 +37,7 @@ from specctl.recipes.built_in import is_built_in
 from specctl.recipes.drafter_names import drafter_words
 from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
+from specctl.recipes.published import published_folder, published_names
 from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import ResolvedTarget, gguf_at, is_gguf_name, is_hub_id, resolve
 from specctl.runtime.target.hub import with_file
@@ -77,7 +78,7 @@ def locate(path_or_name: str | Path) -> Found:
         return _gguf(with_file(resolve(name), bool(forbidden_by())))
     if plain and name not in (".", "..", "~"):
         known = drafter_words() | families().keys()
-        return _word(name) if is_built_in(name, known, "drafter or recipe") else _place(path)
+        return _word(name) if is_built_in(name, known, "drafter or recipe") else _place(name, path)
     repo, _, revision = name.partition("@")
     if path.exists() or not is_hub_id(repo):
         return _folder(path)
@@ -101,10 +102,12 @@ def _gguf(target: ResolvedTarget) -> Found:
     return Found(Kind.GGUF, target.name, target.file)
 
 
-def _place(path: Path) -> Found:
-    """A word that is no built-in name: a folder here."""
+def _place(name: str, path: Path) -> Found:
+    """A word that is no built-in name: a folder here, or a published drafter."""
     if path.exists():
         return _folder(path)
+    if (published := published_folder(name)) is not None:
+        return _folder(published)
     raise unknown(str(path))
 
 
@@ -251,12 +254,13 @@ def unknown(name: str) -> FileError:
     if is_file_name(Path(name)):
         return no_gguf_file(Path(name))
     made = sorted(Path("runs").glob(f"*/package/{MANIFEST}"))
-    known = [*families(), *(str(file.parents[1]) for file in made)]
+    known = [*families(), *published_names(), *(str(file.parents[1]) for file in made)]
     known += [p.name for p in sorted(Path().iterdir()) if (p / MANIFEST).exists()]
     return FileError(
         f"unknown drafter {ascii(name)[:80]}",
         found=ascii(name)[:80],
-        expected="a package folder, a hub id owner/name, or a training-free family",
+        expected="a package folder, a hub id owner/name, a training-free family, or a published "
+        f"drafter ({', '.join(published_names()) or 'there is none yet'})",
         do=did_you_mean(name, known, "`specctl recipes ls --all` shows the families")
         + " (a folder is written ./NAME)",
     )

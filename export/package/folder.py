@@ -1,6 +1,6 @@
 """Our own package folder: written whole or not at all, loaded only by the target it was made for.
 
-    model.safetensors   the drafter's own weights (never borrowed ones), d2t and t2d when trimmed
+    model.safetensors   the drafter's own weights (never the target's), d2t and t2d when trimmed
     manifest.json       everything else a loader must know; see docs/package-format.md
     README.md           the model card, written from the manifest
 
@@ -45,10 +45,12 @@ from specctl.export.package.manifest import (
 )
 from specctl.export.package.origin import redacted, utc_now, versions
 from specctl.export.package.proof_record import RECORDS
+from specctl.export.package.target_rows import rows_left_out
 from specctl.export.package.tensors import (
     MAP_NAMES,
     compare_tensors,
     refuse_not_finite,
+    widest_float,
     write_tensors,
 )
 from specctl.models.fast_llama import LlamaModel
@@ -75,8 +77,11 @@ def save_package(
     """
     tensors = package_tensors(drafter)
     refuse_unbuildable(drafter)
+    left_out = rows_left_out(drafter, target, tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     about = describe(drafter, target, tensors)
     about |= {
+        "target_rows": list(left_out),
         "serve": dict(serve),
         "recipe_digest": recipe_digest,
         "acceptance": None if acceptance is None else dict(acceptance),
@@ -200,13 +205,6 @@ def _repo(name: str) -> str | None:
         return resolve(name).repo
     except SpecctlError:
         return None
-
-
-def widest_float(tensors: Mapping[str, Tensor]) -> str:
-    """The widest floating dtype among tensors, in which nothing is lost."""
-    floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
-    widest = max(floats, key=lambda d: (torch.finfo(d).bits, str(d)), default=torch.float32)
-    return str(widest).removeprefix("torch.")
 
 
 def package_tensors(drafter: Drafter) -> dict[str, Tensor]:

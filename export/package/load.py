@@ -30,7 +30,13 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.drafters.nets.options import read_options
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.export.package.compat import Mismatch, check_compatible, made_for, raise_first
+from specctl.export.package.compat import (
+    Mismatch,
+    check_compatible,
+    made_for,
+    other_numbers,
+    raise_first,
+)
 from specctl.export.package.files import open_folder
 from specctl.export.package.manifest import (
     CARD,
@@ -38,11 +44,13 @@ from specctl.export.package.manifest import (
     WEIGHTS,
     Manifest,
     check_files,
+    read_manifest,
     refuse_export,
     written_by,
 )
 from specctl.export.package.padding import DrafterParts, padded_parts, padded_small_lm
-from specctl.export.package.tensors import MAP_NAMES, read_tensors
+from specctl.export.package.target_rows import check_target_rows, with_target_rows
+from specctl.export.package.tensors import MAP_NAMES, read_tensors, widest_float
 from specctl.runtime.target.target import Target
 
 # Options that count modules, and how many may share a tensor.
@@ -52,11 +60,15 @@ _MODULES = 64
 
 def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
     """The drafter of a package folder, after every check; on the target's device and dtype."""
-    return read_package(path, target, allow).to(target.device, target.dtype)
+    drafter = read_package(path, target, allow).to(target.device, target.dtype)
+    if note := other_numbers(read_manifest(path), target):
+        drafter.note = f"{drafter.note}; {note}" if drafter.note else note
+    return drafter
 
 
 def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -> Drafter:
-    """The drafter of a package folder, after every check; on the CPU, in the dtype it is stored.
+    """The drafter of a package folder, after every check; on the CPU, in the dtype it is stored, or
+    in that of the target's rows where these are wider and left out of the package.
     Without a target the package is read as it is, fitting or not."""
     folder = open_folder(path)
     manifest = check_files(folder)
@@ -71,6 +83,7 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     _check_modest(manifest, len(tensors))
     options = parse_options(family, manifest.options)
     own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}
+    own = with_target_rows(manifest, own, vocab, target)
     size = manifest.vocabulary.target_size if target is None else target.spec.vocab_size
     with _building():
         if size == manifest.vocabulary.target_size:
@@ -116,9 +129,11 @@ def _built(
         else:  # what it was trained on has the sizes of before
             whole = VocabMap(vocab.ids_K, manifest.model_spec.vocab_size) if vocab else None
             _check_needs(manifest, family.build(options, manifest.model_spec, whole))
+    check_target_rows(manifest, shell)
     _check_layout(shell, own)
     drafter = family.build(options, spec, vocab)
-    drafter.to(torch.device("cpu"), getattr(torch, manifest.dtype))
+    dtype = widest_float(own) if manifest.target_rows else manifest.dtype
+    drafter.to(torch.device("cpu"), getattr(torch, dtype))
     drafter.load_tensors(own)
     if drafter.module is not None:
         drafter.module.eval()

@@ -86,10 +86,20 @@ class AdapterRecord(Record):
     digest: Sha256
 
 
+class SketchRecord(Record):
+    """What tells a model in other numbers from another model: `vectors` is a digest of its norms
+    and biases, which quantisation leaves alone, `signs` the signs of evenly spaced numbers of its
+    embedding, in hexadecimal."""
+
+    vectors: Sha256
+    signs: Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,4096}$")]
+
+
 class TargetRecord(Record):
     """The model the drafter was made for. `inflated` is the size it was grown to, or null; `dtype`
     is what it computed in then (packages of before do not say); `changed` stands only where joint
-    training made that model, `adapters` only where some were added (`fingerprint` covers them)."""
+    training made that model, `adapters` only where some were added (`fingerprint` covers them),
+    `sketch` where the package is published for that model in whatever numbers."""
 
     name: str
     repo: str | None
@@ -99,6 +109,7 @@ class TargetRecord(Record):
     dtype: str | None = None
     changed: ChangeRecord | None = None
     adapters: tuple[AdapterRecord, ...] = ()
+    sketch: SketchRecord | None = None
 
     def adapter_words(self) -> list[str]:
         """The adapters as --adapter takes them."""
@@ -143,7 +154,8 @@ class Acceptance(Record):
 
 
 class Manifest(Record):
-    """See docs/package-format.md for every field; `served_by` and `notes` stand only in
+    """See docs/package-format.md for every field; `target_rows` names tensors that are the target's
+    own and not stored, `license` stands where the package was published, `served_by` and `notes` in
     exports."""
 
     format_version: Literal[1]
@@ -167,6 +179,8 @@ class Manifest(Record):
     acceptance: Acceptance | None
     versions: dict[str, str]
     command: tuple[str, ...]
+    target_rows: tuple[str, ...] = ()
+    license: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")] | None = None
     served_by: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -200,12 +214,12 @@ class Manifest(Record):
 
     def to_json(self) -> dict[str, Any]:
         body = self.model_dump(mode="json")
-        for name in ("dtype", "changed"):
+        for name in ("dtype", "changed", "sketch"):
             if body["target"][name] is None:
                 del body["target"][name]
         if not body["target"]["adapters"]:
             del body["target"]["adapters"]
-        for name in ("served_by", "notes"):
+        for name in ("target_rows", "license", "served_by", "notes"):
             if not body[name]:
                 del body[name]
         return body

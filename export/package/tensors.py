@@ -35,6 +35,13 @@ def compare_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -
     return len(before)
 
 
+def widest_float(tensors: Mapping[str, Tensor]) -> str:
+    """The widest floating dtype among tensors, in which nothing is lost."""
+    floats = {t.dtype for t in tensors.values() if t.is_floating_point()}
+    widest = max(floats, key=lambda d: (torch.finfo(d).bits, str(d)), default=torch.float32)
+    return str(widest).removeprefix("torch.")
+
+
 def _shown(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 

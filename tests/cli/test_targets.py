@@ -8,7 +8,9 @@ import pytest
 
 from specctl.api import models_here
 from specctl.api.models_here import ModelHere
+from specctl.runtime.target.target import Target
 from specctl_testing.cli.ran import Run
+from specctl_testing.export.engine_cases import packaged, shaken
 
 
 def test_what_is_here_is_listed_with_a_next_step(
@@ -49,3 +51,27 @@ def test_a_gguf_file_is_offered_where_it_can_be_a_target(
     monkeypatch.setattr(models_here, "models_here", lambda: files)
     ran = run("targets", "--here")
     assert f"specctl bench prompt-lookup --target {tiny_gguf}" in ran.err
+
+
+def test_a_published_drafter_is_listed_beside_its_target_and_drafts_by_its_name(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_target: Target
+) -> None:
+    monkeypatch.setattr("specctl.recipes.published.published_room", lambda: tmp_path / "room")
+    monkeypatch.setattr(models_here, "models_here", list)
+    monkeypatch.chdir(tmp_path)
+    drafter = shaken("eagle3", tiny_target, taps=(1,), intermediate=32)
+    package = packaged(drafter, tiny_target, tmp_path / "package")
+    publish = ("export", package, "--publish", "tiny-one", "--license", "mit", "--target", "tiny")
+    assert run(*publish).code == 0
+    assert run(*publish).code == 4, "the name is taken"
+    assert run(*publish, "--force").code == 0
+    (tiny,) = (
+        one for one in run("targets", "--json").json["result"]["aliases"] if one["name"] == "tiny"
+    )
+    assert "tiny-one" in tiny["drafts"]
+    drafted = run("generate", "-d", "tiny-one", "-t", "tiny", "def f(", "--max-new-tokens", "4")
+    plain = run("generate", "-t", "tiny", "def f(", "--max-new-tokens", "4")
+    assert (drafted.code, drafted.out) == (0, plain.out)
+    unknown = run("generate", "-d", "tiny-two", "-t", "tiny", "def f(")
+    assert unknown.code == 4
+    assert "tiny-one" in unknown.err

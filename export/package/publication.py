@@ -1,0 +1,139 @@
+"""What a package gains when it is published: public names in the place of this machine's, a
+licence, the sketch by which its target is known in other numbers, and what was measured with it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl.core.errors import FileError, IncompatibleError, RecipeError
+from specctl.export.package.card import shown_command
+from specctl.recipes.drafter_names import drafter_words
+from specctl.recipes.published import NAME, place_of_name
+from specctl.recipes.targets import aliases, is_hub_id
+
+if TYPE_CHECKING:
+    from specctl.runtime.target.target import Target
+
+MOST = 200_000  # characters of a benchmark's card
+STORE = "bfloat16"
+_ABSOLUTE = re.compile(r"(?<![\w:/.~-])(?:/[\w.+-]+)+/(?=[\w.+-])")
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A published package: its name, the licence of its weights, and a benchmark's card (Markdown,
+    empty for none)."""
+
+    name: str
+    license: str
+    measured: str = ""
+
+    def fields(self, about: Mapping[str, Any], target: Target) -> dict[str, Any]:
+        """The fields of the manifest that differ from `about`."""
+        acceptance = about["acceptance"]
+        if acceptance is not None:
+            words = tuple(shlex.split(acceptance["command"]))
+            acceptance = acceptance | {"command": shown_command(words)}
+        notes = [self._use(target.name), *about["notes"]]
+        return {
+            "license": self.license,
+            "target": _public_record(target),
+            "command": shlex.split(shown_command(tuple(about["command"]))),
+            "acceptance": acceptance,
+            "notes": notes + ([_as_part(self.measured)] if self.measured else []),
+        }
+
+    def _use(self, target: str) -> str:
+        words = ["specctl", "generate", "--target", target, "--draft", self.name, "PROMPT"]
+        return f"It comes with specctl under the name `{self.name}`:\n\n    {shlex.join(words)}"
+
+
+def check_publication(name: str, licence: str | None) -> None:
+    """Refuse a name that means something else, and weights without a licence."""
+    if NAME.fullmatch(name) is None or name in drafter_words():
+        raise RecipeError(
+            f"no drafter can be published as {name!r}",
+            where="--publish",
+            found=ascii(name)[:80],
+            expected="a name of lower-case letters, digits, dots and dashes that no family, recipe "
+            "or target has",
+            do="--publish TARGET-FAMILY",
+        )
+    if licence is None or _LICENCE.fullmatch(licence) is None:
+        raise RecipeError(
+            "a published drafter names the licence of its weights",
+            where="--license",
+            found="none" if licence is None else ascii(licence)[:80],
+            expected="an identifier in lower case, such as apache-2.0",
+            do="--license apache-2.0, if the target's licence and that of the data allow it",
+        )
+
+
+def place_of(name: str, is_forced: bool) -> Path:
+    """The folder that a drafter is published in; one that is there is refused unless forced."""
+    folder = place_of_name(name)
+    if folder.exists() and not is_forced:
+        raise FileError(
+            f"a drafter is published as {name} already",
+            where=str(folder),
+            found=name,
+            expected="a free name, or --force",
+            do=f"--publish {name} --force replaces it",
+        )
+    return folder
+
+
+def check_public(target: str) -> None:
+    """Refuse a target that others cannot name."""
+    if target in aliases() or (is_hub_id(target) and not Path(target).exists()):
+        return
+    raise IncompatibleError(
+        "a published drafter names its target as everybody can",
+        where="--target",
+        found=ascii(target)[:200],
+        expected="an alias or a hub id",
+        do="--target ALIAS (specctl targets lists them)",
+    )
+
+
+def read_measured(path: Path) -> str:
+    """The card of a benchmark, as `specctl bench --card` writes it."""
+    text = path.read_text(encoding="utf-8")
+    if not text.startswith("# ") or len(text) > MOST:
+        raise FileError(
+            "this is no card of a benchmark",
+            where=str(path),
+            found=ascii(text[:60])[1:-1] or "an empty file",
+            expected="Markdown that begins with a title",
+            do="specctl bench --target TARGET PACKAGE --suite NAME --card FILE",
+        )
+    return text
+
+
+def _public_record(target: Target) -> dict[str, Any]:
+    """The target's record under its public name, with its sketch."""
+    from specctl.export.package.folder import target_record
+    from specctl.runtime.target.likeness import sketch_of
+
+    sketch = sketch_of(target)
+    if sketch is None:
+        raise IncompatibleError(
+            "of this target no sketch can be made",
+            where="--target",
+            found=f"{target.name} in {target.dtype_name}",
+            expected="a target whose norms and embedding are in memory",
+            do="--dtype auto, without --device-map and --tp",
+        )
+    return target_record(target) | {"sketch": asdict(sketch)}
+
+
+def _as_part(card: str) -> str:
+    """A card as a part of another: titles one level lower, paths of this machine cut."""
+    text = re.sub(r"(?m)^#(?=#* )", "##", card.strip())
+    return _ABSOLUTE.sub("", text)
