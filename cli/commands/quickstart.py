@@ -16,7 +16,7 @@ from specctl.api.models_here import is_here
 from specctl.api.preflight import check_out, check_run
 from specctl.api.recipe import folder_name
 from specctl.cli.app.console import Console
-from specctl.cli.commands.quickstart_chat import chat_story
+from specctl.cli.commands.quickstart_chat import MEASURED, chat_story
 from specctl.cli.commands.quickstart_story import FULL_MINUTES, StoryPlace
 from specctl.cli.commands.quickstart_text import scaled, text_story
 from specctl.cli.options.flags import Sets
@@ -88,7 +88,8 @@ def quickstart(
     loaded = load_recipe(recipe or (TEXT if is_embedded else CHAT), sets, target=name)
     words = ("--recipe", recipe or CHAT, *(word for one in sets for word in ("--set", one)))
     place = StoryPlace(console, name, out or default_folder(name), minutes, words)
-    check_out(place.out)
+    if not (place.out / MEASURED).is_file():  # of a story without training, which leaves no run
+        check_out(place.out)
     check_run(loaded, place.out)
     console.kept = partial(kept_in, place.out)
     size = inflate or ("300m" if is_embedded else NO_COST)

@@ -95,13 +95,17 @@ def test_a_time_too_short_for_training_leaves_the_drafters_without(
     def refuse(*given: Any, **more: Any) -> None:
         raise RecipeError("the time is too short", where="--time", found="6 min", expected="20 min")
 
-    monkeypatch.setattr("specctl.api.derive.derive_recipe", refuse)
-    ran = run(*words, "--json")
+    with monkeypatch.context() as patch:
+        patch.setattr("specctl.api.derive.derive_recipe", refuse)
+        ran = run(*words, "--json")
     assert ran.code == 0, ran.err[-3000:]
     assert any("no drafter is trained: the time is too short" in w for w in ran.json["warnings"])
     result = ran.json["result"]
     assert result["package"] is None
     assert {row["name"] for row in result["bench"]["rows"]} == {"plain", *story.FREE}
+    again = run(*words, "--json")
+    assert again.code == 0, again.err[-3000:]
+    assert again.json["result"]["package"] == "runs/quickstart-chatty/package"
 
 
 def test_a_chat_model_is_not_measured_at_another_cost(run: Run, words: list[Any]) -> None:
