@@ -151,15 +151,6 @@ def aliases_here(models: Sequence[ModelHere] = (), runs: Path = RUNS) -> list[Al
     ]
 
 
-def is_here(name: str) -> bool:
-    """Whether a model of that name can be read without a hub: it is a place on this machine, in the
-    hub's cache, or in an installed package."""
-    found = resolve(name)
-    if found.repo is None or _is_installed(found):
-        return True
-    return any(one.name == found.repo for one in _of_hub())
-
-
 def _is_installed(target: ResolvedTarget) -> bool:
     return target.installed is not None and target.installed.path() is not None
 

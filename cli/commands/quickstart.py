@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from specctl.api.models_here import is_here
 from specctl.api.preflight import check_out, check_run
 from specctl.api.recipe import folder_name
 from specctl.cli.app.console import Console
@@ -124,9 +123,12 @@ def quickstart(
 
 def default_target(console: Console) -> str:
     """The real chat model where it is on this machine; else the embedded one, and why."""
-    if is_here(REAL):
+    from specctl.runtime.target.hub import is_local
+
+    real = resolve(REAL)
+    if is_local(real):
         return REAL
-    installed = resolve(REAL).installed
+    installed = real.installed
     assert installed is not None, f"a package has {REAL}"
     console.say(
         f"{REAL}, a real chat model, is not on this machine: {EMBEDDED} stands in. For the real "

@@ -25,11 +25,12 @@ from specctl.runtime.measure.doubt import PAYS
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
+    from specctl.api.generate import GenerateResult
     from specctl.recipes.schema import Recipe
     from specctl.runtime.target.target import Target
 
 QUESTION = "Explain in two sentences why the sky is blue."
-ANSWER_TOKENS = 96
+ANSWER_TOKENS, ANSWER_RUNS = 96, 3  # of which the fastest is shown: the first pays for allocations
 COPIER = "prompt-lookup"  # drafts without training, from the first token on
 FREE = (COPIER, "auto")  # what is measured beside the trained drafter
 TRAINED = "trained"  # its name in tables
@@ -52,7 +53,7 @@ def chat_story(place: StoryPlace, target: Target, recipe: Recipe) -> None:
     answered = answer(console, target)
     console.heading("3/5 Train a drafter")
     recipe, source = begun_from(recipe)
-    console.say(
+    console.explain(
         f"It begins from {source}. The model writes questions and answers them, and the drafter "
         "learns to guess these answers."
     )
@@ -87,15 +88,16 @@ def answer(console: Console, target: Target) -> dict[str, Any]:
     from specctl.runtime.sampling.sampling import Sampling
 
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS)
-    runs = []
     drafts = [PLAIN, load_draft(COPIER, target, adaptive=False)]
-    with console.task("answer", 2 * len(drafts), "runs") as advance:
-        for draft in drafts:
-            for _ in range(2):  # the first one pays for allocations and kernel choice
+    best: dict[str, GenerateResult] = {}
+    with console.task("answer", ANSWER_RUNS * len(drafts), "runs") as advance:
+        for _ in range(ANSWER_RUNS):
+            for draft in drafts:
                 run = generate(target, QUESTION, draft, sampling=sampling)
+                if draft.name not in best or run.stats.seconds < best[draft.name].stats.seconds:
+                    best[draft.name] = run
                 advance(1, draft.name)
-            runs.append(run)
-    plain, fast = runs
+    plain, fast = (best[draft.name] for draft in drafts)
     console.out(f"> {QUESTION}")
     console.prose(" ".join(plain.text.split()))
     console.out()
@@ -107,7 +109,7 @@ def answer(console: Console, target: Target) -> dict[str, Any]:
             (COPIER, f"{fast.stats.tokens_per_second:.0f}", f"{fast.stats.tau:.2f}", is_same),
         ],
     )
-    console.say(
+    console.explain(
         f"{COPIER} guesses that the text repeats itself; the model checks several guesses in one "
         "pass and keeps those that it would have written."
     )
@@ -157,15 +159,15 @@ def derived(console: Console, recipe: Recipe, out: Path, seconds: float) -> Reci
 
     found = kept(recipe, out, None)
     if found is not None:
-        console.say(f"{_amounts(found)}, as chosen by an earlier run")
+        console.explain(f"{_amounts(found)}, as chosen by an earlier run")
         return found
-    console.say("First the pace of this machine is measured, for what fits into the time.")
+    console.explain("First the pace of this machine is measured, for what fits into the time.")
     made = derive_recipe(recipe=recipe, time=seconds, progress=StoryReporter(console))
     keep(made, out)
     for choice in made.choices:
         console.detail(f"{choice.field}: {choice.value} ({choice.reason})")
     low, high = (sum(part.seconds_range[i] for part in made.parts) for i in (0, 1))
-    console.say(f"{_amounts(made.recipe)}; expected: {duration(low)} to {duration(high)}")
+    console.explain(f"{_amounts(made.recipe)}; expected: {duration(low)} to {duration(high)}")
     return made.recipe
 
 
@@ -185,7 +187,7 @@ def measure(place: StoryPlace, target: Target, drafts: Sequence[LoadedDraft]) ->
     from specctl.runtime.sampling.sampling import Sampling
 
     console, file = place.console, place.out / MEASURED
-    console.say(
+    console.explain(
         "The same questions of six kinds are answered plainly and with each drafter, in turn; "
         f"{FREE[1]} drafts only where it has measured that this pays."
     )
@@ -210,7 +212,7 @@ def measure(place: StoryPlace, target: Target, drafts: Sequence[LoadedDraft]) ->
         place.out.mkdir(parents=True, exist_ok=True)
         write_json(file, {"of": of, "report": report})
     else:
-        console.say("measured by an earlier run")
+        console.explain("measured by an earlier run")
     show(console, report)
     return report
 

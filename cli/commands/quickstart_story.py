@@ -134,7 +134,7 @@ def prove(console: Console, target: Target, draft: LoadedDraft) -> None:
     one of this target is shown again."""
     from specctl.api.verify import prove_draft
 
-    console.say(
+    console.explain(
         f"The target checks every guess, so drafting must not change the text. This is tested with "
         f"{draft.name}."
     )

