@@ -13,12 +13,16 @@ from specctl.api.failures import raises_user_errors
 from specctl.api.progress import Progress, as_reporter
 from specctl.api.recipe import RecipeLike, recipe_of
 from specctl.core.errors import FileError, RecipeError
-from specctl.core.files import write_json
+from specctl.core.files import digest_of, sha256_file, write_json
 from specctl.recipes.load import with_fields
 from specctl.recipes.made_for import DEMONSTRATION, is_same, made_for, target_of
 from specctl.recipes.schema import Recipe
 from specctl.recipes.section import flatten
 from specctl.recipes.targets import resolve
+from specctl.train.runs.finished import MARK
+from specctl.train.saving.integrity import saved_steps
+from specctl.train.saving.run_file import RECORD as RUN_FILE
+from specctl.train.saving.run_file import recorded
 
 if TYPE_CHECKING:
     from specctl.train.planning.derive import Derived
@@ -96,16 +100,39 @@ def is_derivable(recipe: Recipe) -> bool:
     return True
 
 
-def keep(derived: Derived, out: Path) -> None:
-    """Write OUT/derived.json, which the same command reads when the run goes on. What was chosen
-    before and not chosen anew stays in it."""
+def keep(derived: Derived, out: Path, given: Recipe) -> None:
+    """Write OUT/derived.json, which the same command reads when the run goes on. `given`: the
+    recipe that was derived. What was chosen for a run before and not chosen anew stays in it."""
     out.mkdir(parents=True, exist_ok=True)
-    record, before = derived.to_json(), _record(out)
-    if before is not None:
+    record = {"of": origin_digest(given), **derived.to_json()}
+    before = _record(out)
+    if before is not None and has_learned(out):
         anew = {choice["field"] for choice in record["choices"]}
         stays = [choice for choice in before["choices"] if choice["field"] not in anew]
         record["choices"] = [*stays, *record["choices"]]
     write_json(out / RECORD, record)
+
+
+def origin_digest(recipe: Recipe) -> str:
+    """A digest of what choices are derived from, beside the time: target, method and data. Data
+    sets of the hub count by their name."""
+    from specctl.train.data.sources import find_source, names_of
+
+    data = recipe.data
+    sources = [find_source(name, data.format, data.split) for name in names_of(data.source)]
+    files = [[sha256_file(file) for file, _ in source.files] for source in sources]
+    return digest_of(
+        {
+            "target": recipe.target.model_dump(mode="json"),
+            "method": [recipe.name, recipe.drafter.family],
+            "data": [[source.name for source in sources], files],
+        }
+    )
+
+
+def has_learned(out: Path) -> bool:
+    """Whether the folder holds what a run has learned: a checkpoint, or its end."""
+    return (out / MARK).exists() or bool(saved_steps(out / "checkpoints"))
 
 
 def longer(recipe: Recipe, out: Path, seconds: float) -> Recipe | None:
@@ -120,10 +147,18 @@ def longer(recipe: Recipe, out: Path, seconds: float) -> Recipe | None:
 
 def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
     """The recipe with the choices that were kept in the folder of a run; None without any.
-    `seconds` as they are given now: others than those of the run are refused."""
+    `seconds` as they are given now: others than those of the run are refused. Choices of a run that
+    has learned nothing yet hold for its own target, method and data alone; where no run was begun
+    at all, for its own time alone, too."""
     found = _record(out)
     if found is None:
         return None
+    if found["of"] is not None and not has_learned(out):
+        is_other_time = seconds is not None and seconds != found["seconds"]
+        if is_other_time and recorded(out / RUN_FILE) is None:
+            return None
+        if found["of"] != origin_digest(recipe):
+            return None
     earlier = found["seconds"]
     if seconds is not None and seconds != earlier:
         more = "; --allow data goes on with more answers and steps" if seconds > earlier else ""
@@ -148,7 +183,7 @@ def _record(out: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         choices = [dict(one, field=one["field"], value=one["value"]) for one in found["choices"]]
-        return {"seconds": float(found["seconds"]), "choices": choices}
+        return {"of": found.get("of"), "seconds": float(found["seconds"]), "choices": choices}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

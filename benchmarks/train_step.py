@@ -80,7 +80,7 @@ def work(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("specctl.train.features.reading"):  # not in older checkouts
         from specctl.train.features.reading import reading_target
 
-        target = reading_target(target)
+        target = reading_target(target, recipe.train)
     if importlib.util.find_spec("specctl.core.kept_memory"):  # nor this
         from specctl.core.kept_memory import kept_memory
 

@@ -94,7 +94,7 @@ def make_job(
     order = Order(num_rows, settings.seed, recipe.data.on_policy)
     text = text_of(recipe, target, data, trained, order, ranks)
     features = Features(text.batch)
-    reading = reading_target(target)
+    reading = reading_target(target, settings)
     if joint is None:
         features = feature_source(recipe, reading, data, needs, out, reporter, ranks)
     check_overlap(recipe, drafter)
@@ -208,6 +208,7 @@ def _initial_drafter(
     vocab = _vocab(recipe, target, inputs.data, initial)
     if recipe.vocab.size is not None and vocab is not None and ranks.is_main:
         keep_vocab(vocab, recipe, target, inputs.data)
+        reporter.say(f"draft vocabulary: {vocab.size:,} of {target.spec.vocab_size:,} ids")
     drafter = build_drafter(complete, target.spec, vocab).to(ranks.device, torch.float32)
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())

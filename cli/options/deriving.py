@@ -16,6 +16,7 @@ from specctl.api.derive import (
     longer,
     seconds_of,
 )
+from specctl.api.derive import RECORD as CHOICES
 from specctl.api.preflight import check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.launch import is_launched
@@ -51,7 +52,7 @@ class Deriving:
         derived = self.now(console, recipe, out)
         if derived is None:
             return recipe
-        keep(derived, out)
+        keep(derived, out, recipe)
         return derived.recipe
 
     def of_plan(self, console: Console, recipe: Recipe, out: Path) -> tuple[Recipe, Pace | None]:
@@ -84,6 +85,8 @@ class Deriving:
         found = kept(recipe, out, None if self.time is None else seconds_of(self.time))
         if found is not None:
             console.say(f"recipe: as it was derived for the run in {out}")
+        elif (out / CHOICES).exists():
+            console.say(f"recipe: {out / CHOICES} is of other data, or another time: not used")
         return found
 
     def _longer(self, recipe: Recipe, out: Path) -> Recipe | None:

@@ -12,9 +12,12 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.language_model import Masks
 from specctl.core.masks import chain_mask
+from specctl.recipes.schema import TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.data.pack import Document, pack
+from specctl.train.features import reading
 from specctl.train.features.capture import capture
+from specctl.train.features.reading import reading_target
 
 
 def packed(lengths: list[int], seq_len: int = 16) -> TrainBatch:
@@ -91,3 +94,25 @@ def test_captured_features_can_be_trained_on(make_target: Callable[..., Target])
     assert weight.grad is not None
     assert not batch.taps[1].requires_grad
     assert all(p.grad is None for p in target.lm.module.parameters())
+
+
+def test_the_target_is_read_in_the_precision_that_is_fast_here(
+    make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = make_target(num_layers=2)
+    batch, needs = packed([7, 5]), Needs(taps=(1, 2))
+    plain = capture(wide, batch, needs)
+    short, full = TrainPart(precision="bf16"), TrainPart()
+    monkeypatch.setattr(reading, "has_fast_bf16", lambda: True)
+    assert reading_target(wide, full) is wide
+    read = reading_target(wide, short)
+    assert (wide.dtype, read.dtype) == (torch.float32, torch.bfloat16)
+    rounded = capture(read, batch, needs)
+    for tap in needs.taps:
+        assert rounded.taps[tap].dtype == torch.bfloat16
+        error = (rounded.taps[tap].float() - plain.taps[tap]).norm() / plain.taps[tap].norm()
+        assert 0.0 < error < 0.03
+    assert reading_target(read, short) is read
+    monkeypatch.setattr(reading, "has_fast_bf16", lambda: False)
+    assert reading_target(wide, short) is wide
+    assert reading_target(read, short).dtype == torch.float32

@@ -199,11 +199,15 @@ def test_three_prompts_are_no_error_where_the_target_writes_the_others(
     assert made.recipe.data.source == (str(file), "self")
     assert reasons(made)["data.source"].startswith("3 prompts are too few for 20 min")
     assert "in 16 tried" in reasons(made)["data.prompts"]
-    keep(made, tmp_path / "run")
+    keep(made, tmp_path / "run", recipe_of(other, file))
+    (tmp_path / "run" / "run.yaml").write_text("recipe: {}")
     again = kept(recipe_of(other, file), tmp_path / "run", 1200.0)
     assert again is not None
     assert (again.to_json(), again.origin) == (made.recipe.to_json(), made.recipe.origin)
-    mine = kept(recipe_of(other, tmp_path / "b.jsonl"), tmp_path / "run", 1200.0)
+    another = recipe_of(other, shutil.copy(file, tmp_path / "b.jsonl"))
+    assert kept(another, tmp_path / "run", 1200.0) is None
+    (tmp_path / "run" / "checkpoints" / "step000003").mkdir(parents=True)
+    mine = kept(another, tmp_path / "run", 1200.0)
     assert mine is not None
     assert mine.data.source == str(tmp_path / "b.jsonl")
     with pytest.raises(RecipeError, match="too few prompts"):
@@ -318,25 +322,38 @@ def test_what_time_does_not_decide_is_refused(
 
 def test_no_prompt_at_all_is_an_error_of_the_data(other: Path, tmp_path: Path) -> None:
     file = tmp_path / "empty.jsonl"
-    file.write_text((json.dumps({"text": "x"}) + "\n") * 40)
-    with pytest.raises(RecipeError, match="no prompt of the data can be answered"):
-        derived(recipe_of(other, file))
+    for text, error in (
+        ((json.dumps({"text": "x"}) + "\n") * 40, "no prompt of the data can be answered"),
+        ("", "the data hold nothing to learn from"),
+    ):
+        file.write_text(text)
+        with pytest.raises(RecipeError, match=error):
+            derived(recipe_of(other, file))
 
 
 @pytest.mark.usefixtures("known_data")
 def test_a_run_that_goes_on_has_the_same_recipe(other: Path, prompts: Path, tmp_path: Path) -> None:
+    prompts = Path(shutil.copy(prompts, tmp_path))
     recipe = recipe_of(other, prompts)
     made = derived(recipe)
     assert kept(recipe, tmp_path / "run", None) is None
-    keep(made, tmp_path / "run")
+    keep(made, tmp_path / "run", recipe)
+    (tmp_path / "run" / "run.yaml").write_text("recipe: {}")
     assert kept(recipe, tmp_path / "run", None) == made.recipe
     assert kept(recipe, tmp_path / "run", 600.0) == made.recipe
     with pytest.raises(RecipeError, match="derived for another time") as caught:
         kept(recipe, tmp_path / "run", 1200.0)
     assert "--time 600s" in str(caught.value.do)
+    (tmp_path / "run" / "run.yaml").unlink()  # derived, but never begun
+    assert kept(recipe, tmp_path / "run", 1200.0) is None
     changed = kept(recipe_of(other, prompts, "train.steps=9"), tmp_path / "run", None)
     assert changed is not None
     assert changed.train.steps == 9
+    with prompts.open("a") as file:
+        file.write(json.dumps({"text": "one more line of text to learn"}) + "\n")
+    assert kept(recipe, tmp_path / "run", None) is None
+    (tmp_path / "run" / "checkpoints" / "step000003").mkdir(parents=True)
+    assert kept(recipe, tmp_path / "run", None) == made.recipe  # whether it may is the run's to say
     (tmp_path / "run" / "derived.json").write_text("{")
     with pytest.raises(Exception, match=r"derived\.json cannot be read"):
         kept(recipe, tmp_path / "run", None)

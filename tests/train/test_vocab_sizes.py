@@ -11,6 +11,7 @@ from specctl.core.errors import SpecctlError
 from specctl.core.vocab import VocabMap
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.target.target import Target
+from specctl.train.planning.data_facts import USUAL_TEXTS, expected_ids
 from specctl.train.vocab.candidates import (
     Predictions,
     Scored,
@@ -23,14 +24,37 @@ from specctl.train.vocab.coverage import (
     always_kept,
     count_tokens,
     coverage_curve,
+    fewest,
     ranking,
+    seen_ranking,
     vocab_map,
 )
 from specctl.train.vocab.measure import HeadCost, fit_cost
 from specctl.train.vocab.report import kendall
 from specctl_testing.train.vocab_cases import COST, counts
 
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 # -- what is kept -----------------------------------------------------------------------------
+
+
+def test_a_few_texts_let_expect_as_many_ids_as_a_run_keeps() -> None:
+    """Of a vocabulary of 20,000 whose words are as frequent as words are (Zipf)."""
+    weights = 1.0 / torch.arange(1, 20_001, dtype=torch.float64)
+    texts = torch.multinomial(weights, USUAL_TEXTS * 200, True, generator=seeded(0)).view(-1, 200)
+    ranked, heldout = count_tokens(((text, "text") for text in texts), 20_000)
+    kept = fewest(seen_ranking(ranked, ()), heldout, (), 0.95)
+    for few in (32, 200):
+        assert 0.7 * kept < expected_ids(texts[:few].tolist(), 20_000, (), 0.95) < 1.5 * kept
+
+
+def test_no_id_is_kept_that_was_never_counted() -> None:
+    few = counts(0, 5, 0, 5, 9, 0)
+    assert seen_ranking(few, always=(5,)).tolist() == [5, 4, 1, 3]
+    assert fewest(seen_ranking(few, (5,)), counts(9, 1, 9, 0, 0, 0), (5,), 0.95) == 4
 
 
 def test_ids_rank_by_count_then_by_id_and_special_tokens_come_first() -> None:

@@ -33,6 +33,7 @@ from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.run_device import run_device
 from specctl.train.features.capture import to_device, training_needs
 from specctl.train.features.kept import Form, Tensors, decode, encode, read_target, with_features
+from specctl.train.features.reading import reading_target
 from specctl.train.job import RunInputs, make_job
 from specctl.train.loop import Job, TrainProgress, save, take_step
 from specctl.train.planning.pace import Pace
@@ -261,7 +262,7 @@ class _Pieces:
         return short + (train.rows * batches / rows - 1) * max(0.0, long - short)
 
     def _features(self, job: Job, data: TokenData) -> _Features:
-        needs, target = training_needs(job.drafter), self.target
+        needs, target = training_needs(job.drafter), reading_target(self.target, self.recipe.train)
         if self.is_elsewhere:
             return _Features(lambda rows: (job.batch(rows), ()), lambda batch, kept: batch)
         form = Form.of(self.recipe.data, target, needs)

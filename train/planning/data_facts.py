@@ -36,7 +36,13 @@ from specctl.train.data.written.self_source import check_self, others_of, uses_s
 from specctl.train.data.written.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.planning.work import QUESTION_TOKENS
-from specctl.train.vocab.coverage import always_kept, count_tokens, fewest, ranking
+from specctl.train.vocab.coverage import (
+    always_kept,
+    count_tokens,
+    fewest,
+    ranking,
+    seen_ranking,
+)
 
 LOOKED_AT = 1024  # prompts that are encoded
 TRIED = 16  # of them that are answered
@@ -46,6 +52,9 @@ PREDICTED_TEXTS, PREDICTED, LEAST_PREDICTED = 8, 64, 4
 # Bits for a byte of a prompt. SmolLM2-135M: English 0.8 to 1.0, code 0.9; of languages that it was
 # hardly trained on Chinese 2.4, French 2.5, German 2.8, Amharic 3.2, Finnish 3.6.
 UNKNOWN_BITS = 2.0
+# Texts of a usual run; and the power of the number of tokens by which ids grow: 1,060 in 8,000
+# tokens of SmolLM2's answers, 1,820 in 16,000, 6,150 in 127,000, 8,880 in 253,000.
+USUAL_TEXTS, HEAPS = 1000, 0.6
 GUESSED = 0.75  # of the longest answer, where no answer could be tried
 
 Tried = Callable[[], None]
@@ -118,7 +127,7 @@ def look_at_data(
         answer_tokens=sum(len(ids) for ids, _ in answers) / max(1, len(answers)),
         tried=len(answers),
         ended=sum(reason == OVER for _, reason in answers) / max(1, len(answers)),
-        ids=_covering(seen, target, coverage),
+        ids=expected_ids(seen, target.spec.vocab_size, always_kept(target), coverage),
         coverage=coverage,
     )
     return facts if answers else replace(facts, answer_tokens=GUESSED * data.new_tokens)
@@ -135,7 +144,7 @@ def _with_questions(
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
         small = recipe.model_copy(update={"data": few})
         data = with_questions(small, target, Path(folder), None, reporter, Ranks())
-        return [*samples, *_samples(data)]
+        return [*samples, *_samples(data, Defects())]
 
 
 def _of_documents(
@@ -151,23 +160,25 @@ def _of_documents(
         texts += [document.ids.tolist() for document in documents]
         said += sum(int(document.mask.sum()) for document in documents)
     if not texts:
-        raise _nothing(recipe, "no sample of the data can be learned", Defects())
-    lengths, ids = sorted(map(len, texts)), _covering(texts, target, coverage)
+        raise _nothing(recipe.data, "no sample of the data can be learned", Defects())
+    lengths = sorted(map(len, texts))
+    ids = expected_ids(texts, target.spec.vocab_size, always_kept(target), coverage)
     mean, answer = sum(lengths) / len(texts), said / len(texts)
     long = lengths[int(0.95 * (len(texts) - 1))]
     return DataFacts(count, mean - answer, long, answer, len(texts), 1.0, ids, coverage)
 
 
 def some_prompts(data: DataPart) -> SomePrompts:
-    """How many samples the sources hold, and some of them. A data set of the hub is not read to its
-    end."""
+    """How many samples the sources hold, and some of them; RecipeError where they hold none. A data
+    set of the hub is not read to its end."""
     others = others_of(data)
     if others is None:
         return SomePrompts(0, ())
     names = names_of(others.source)
     is_far = any(find_source(n, data.format, data.split).kind == HUB for n in names)
     random, kept, count = Random(data.seed), list[Sample](), 0
-    for sample in _samples(others):
+    defects = Defects()
+    for sample in _samples(others, defects):
         count += 1
         if len(kept) < LOOKED_AT:
             kept.append(sample)
@@ -175,12 +186,14 @@ def some_prompts(data: DataPart) -> SomePrompts:
             return SomePrompts(None, tuple(kept))
         elif (place := random.randrange(count)) < LOOKED_AT:
             kept[place] = sample
+    if not count:
+        raise _nothing(others, "the data hold nothing to learn from", defects)
     return SomePrompts(count, tuple(kept))
 
 
-def _samples(data: DataPart) -> Iterator[Sample]:
+def _samples(data: DataPart, defects: Defects) -> Iterator[Sample]:
     choices = field_choices(data)
-    return read_samples(data.source, data.format, data.split, data.seed, Defects(), choices)
+    return read_samples(data.source, data.format, data.split, data.seed, defects, choices)
 
 
 def _prompts(recipe: Recipe, target: Target, samples: Sequence[Sample]) -> list[PromptCut]:
@@ -189,14 +202,14 @@ def _prompts(recipe: Recipe, target: Target, samples: Sequence[Sample]) -> list[
     cuts = cut_prompts(target, samples, plan, defects)
     if cuts:
         return cuts
-    raise _nothing(recipe, "no prompt of the data can be answered", defects)
+    raise _nothing(recipe.data, "no prompt of the data can be answered", defects)
 
 
-def _nothing(recipe: Recipe, what: str, defects: Defects) -> RecipeError:
+def _nothing(data: DataPart, what: str, defects: Defects) -> RecipeError:
     return RecipeError(
         what,
         where="data.source",
-        found="; ".join(defects.lines()) or str(recipe.data.source),
+        found="; ".join(defects.lines()) or f"nothing in {', '.join(names_of(data.source))}",
         expected="conversations that end before an assistant's turn, prompts, or text",
         do="correct the file, or choose a target that can answer it",
     )
@@ -286,10 +299,14 @@ def _check_answers(target: Target, found: Sequence[tuple[Sequence[int], str]]) -
     )
 
 
-def _covering(texts: Sequence[Sequence[int]], target: Target, coverage: float) -> int:
-    """How many ids cover that share of the texts' tokens, measured on texts that were not ranked,
-    as `vocab.size: auto` will find it."""
+def expected_ids(
+    texts: Sequence[Sequence[int]], vocab_size: int, always: Sequence[int], coverage: float
+) -> int:
+    """How many ids `vocab.size: auto` is expected to keep: those that cover that share of texts
+    that were not ranked, and at most as many as a run's texts will hold. A few texts hold only a
+    part of these, which grows by Heaps' law."""
     documents = ((ids, "text") for ids in texts)
-    counts, heldout = count_tokens(documents, target.spec.vocab_size)
-    always = always_kept(target)
-    return fewest(ranking(counts, always), heldout, always, coverage)
+    counts, heldout = count_tokens(documents, vocab_size)
+    growth = max(1.0, USUAL_TEXTS / len(texts)) ** HEAPS
+    seen = int(growth * len(seen_ranking(counts, always)))
+    return min(seen, fewest(ranking(counts, always), heldout, always, coverage))

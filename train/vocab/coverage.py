@@ -121,6 +121,14 @@ def ranking(
     return order_V[torch.isin(order_V, allowed.ids_K.cpu())]
 
 
+def seen_ranking(counts: TokenCounts, always: Sequence[int]) -> Tensor:
+    """The ids worth keeping at all, the first to keep first: `always` and those that were counted.
+    Of an id that never comes a drafter learns nothing."""
+    count_V = counts.total_V.clone()
+    count_V[list(always)] += 1
+    return ranking(counts, always)[: int((count_V > 0).sum())]
+
+
 def vocab_map(rank: Tensor, size: int, always: Sequence[int], vocab_size: int) -> VocabMap:
     """The map that keeps the first `size` ranked ids; all of `always` must fit."""
     if not max(len(always), 1) <= size <= rank.numel():

@@ -1,8 +1,9 @@
 """A draft vocabulary made before training, when there is no drafter whose speed could be measured.
 
 Ids are ranked by the recipe's selector over the run's own data (or its raw text); with size "auto"
-as few are kept as cover `min_coverage`. The map is kept beside the rows: its ids are rows of the
-drafter's head, so it stays when the run gets more data.
+as few are kept as cover `min_coverage`, or all that were seen where these cover less. The map is
+kept beside the rows: its ids are rows of the drafter's head, so it stays when the run gets more
+data.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from specctl.train.vocab.coverage import (
     count_tokens,
     fewest,
     ranking,
+    seen_ranking,
     vocab_map,
 )
 from specctl.train.vocab.selectors import Evidence, selector
@@ -97,7 +99,7 @@ def _counted(recipe: Recipe, target: Target, data: TokenData) -> VocabMap:
     always = always_kept(target)
     rank, size = ranking(counts, always), part.size
     if size == "auto":
-        size = fewest(rank, heldout, always, part.min_coverage)
+        size = fewest(seen_ranking(counts, always), heldout, always, part.min_coverage)
     return vocab_map(rank, int(size), always, target.spec.vocab_size)
 
 
