@@ -173,7 +173,7 @@ def prove_draft(
 ) -> VerifyResult:
     """The checks of losslessness on a loaded drafter, where the level asks for them."""
     result = VerifyResult(draft.name, level, tuple(stored))
-    if level not in LEVELS[2:]:
+    if level not in prove.LEVELS:
         return result
     if draft.drafter is None:
         raise SpecctlError(

@@ -28,6 +28,7 @@ from specctl.train.runs.kept import kept_in
 
 REAL = "smollm2-135m"  # the chat model that a package of the Python index carries
 CHAT, TEXT = "eagle3", "quickstart"  # recipes
+FEW_ROWS = ("train.rows=2",)  # of a batch: few answers make more steps of smaller batches
 NO_COST = "none"
 
 
@@ -84,6 +85,8 @@ def quickstart(
     """
     name = target or default_target(console)
     sets, is_embedded = tuple(set_ or ()), name == EMBEDDED
+    if recipe is None and not is_embedded:
+        sets = (*FEW_ROWS, *sets)
     loaded = load_recipe(recipe or (TEXT if is_embedded else CHAT), sets, target=name)
     words = ("--recipe", recipe or CHAT, *(word for one in sets for word in ("--set", one)))
     place = StoryPlace(console, name, out or default_folder(name), minutes, words)

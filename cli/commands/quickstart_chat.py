@@ -40,6 +40,7 @@ HEATS = (0.0, 1.0)
 MEASURED = "quickstart-bench.json"
 SURE = 2  # standard errors of which a category's gain is more than the noise
 LONGER = "1h"
+LEVEL = "quick"  # of the proof
 
 Row = Mapping[str, Any]  # of a BenchReport, as JSON
 
@@ -61,7 +62,10 @@ def chat_story(place: StoryPlace, target: Target, recipe: Recipe) -> None:
     console.heading("4/5 Prove that the answers stay the same")
     package = place.out / "package"
     draft = DraftChoice(COPIER if tau is None else str(package)).load(target)
-    prove(console, target, draft)
+    prove(console, target, draft, LEVEL)
+    console.explain(
+        "This is the short proof; specctl verify takes four times as many samples, and longer."
+    )
     console.heading("5/5 Measure")
     drafts = [] if tau is None else [replace(draft, name=TRAINED)]
     report = measure(place, target, drafts)
@@ -163,7 +167,7 @@ def derived(console: Console, recipe: Recipe, out: Path, seconds: float) -> Reci
         return found
     console.explain("First the pace of this machine is measured, for what fits into the time.")
     made = derive_recipe(recipe=recipe, time=seconds, progress=StoryReporter(console))
-    keep(made, out)
+    keep(made, out, recipe)
     for choice in made.choices:
         console.detail(f"{choice.field}: {choice.value} ({choice.reason})")
     low, high = (sum(part.seconds_range[i] for part in made.parts) for i in (0, 1))

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
 
 FULL_MINUTES = 10.0  # the budget for which sizes are meant, on two CPU cores
-LEVEL = "lossless"  # of the proof
 CHECKS = {
     "rules, exact": ("the rule that accepts guesses keeps the distribution, exactly", "case"),
     "rules, fast": ("its fast and its plain implementation decide alike", "random draft"),
@@ -129,23 +128,23 @@ def train(place: StoryPlace, recipe: Recipe) -> float | None:
     return result.tau
 
 
-def prove(console: Console, target: Target, draft: LoadedDraft) -> None:
+def prove(console: Console, target: Target, draft: LoadedDraft, level: str = "lossless") -> None:
     """Prove a drafter lossless as it is served, and say how. A package keeps its proof: an earlier
-    one of this target is shown again."""
+    one of this level and target is shown again."""
     from specctl.api.verify import prove_draft
 
     console.explain(
         f"The target checks every guess, so drafting must not change the text. This is tested with "
         f"{draft.name}."
     )
-    earlier = proved_before(Path(draft.name), target)
+    earlier = proved_before(Path(draft.name), target, level)
     if earlier:
         console.say("proved by an earlier run:")
         for line in in_plain_words(earlier):
             console.say(line)
         return
-    proof = prove_draft(target, draft, LEVEL, [], reporter=ProofReporter(console)).proof
-    assert proof is not None, f"{LEVEL} is a level with a proof"
+    proof = prove_draft(target, draft, level, [], reporter=ProofReporter(console)).proof
+    assert proof is not None, f"{level} is a level with a proof"
     show = console.detail if proof.passed else console.say
     for line in proof.lines():
         if not line.startswith("warning:"):
@@ -163,9 +162,9 @@ def prove(console: Console, target: Target, draft: LoadedDraft) -> None:
         console.say(line)
 
 
-def proved_before(package: Path, target: Target) -> tuple[Check, ...]:
-    """The checks of the proof that a package keeps, if it passed on this very target in this
-    arithmetic; else none."""
+def proved_before(package: Path, target: Target, level: str) -> tuple[Check, ...]:
+    """The checks of the proof that a package keeps, if it passed at this level on this very target
+    in this arithmetic; else none."""
     from specctl.export.package.manifest import MANIFEST
     from specctl.export.package.proof_record import read_record
     from specctl.runtime.proof.proof_report import Check
@@ -179,6 +178,6 @@ def proved_before(package: Path, target: Target) -> tuple[Check, ...]:
         target.dtype_name,
         target.inflated,
     )
-    if not (same and found["level"] == LEVEL and proof["passed"]):
+    if not (same and found["level"] == level and proof["passed"]):
         return ()
     return tuple(Check(**one) for one in proof["checks"])

@@ -45,8 +45,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(derive, "calibrate", lambda *given, **more: PACE)
     monkeypatch.setattr(derive, "look_at_data", lambda *given: FACTS)
     monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 1)
-    level = replace(prove.LEVELS["lossless"], prompts=2, tokens=6, samples=100)
-    monkeypatch.setitem(prove.LEVELS, "lossless", level)
+    level = replace(prove.LEVELS["quick"], prompts=2, tokens=6, samples=100)
+    monkeypatch.setitem(prove.LEVELS, "quick", level)
     small = {"ANSWER_TOKENS": 8, "SUITE_TOKENS": 3, "SUITE_RUNS": 1, "HEATS": (0.0,)}
     for name, value in small.items():
         monkeypatch.setattr(story, name, value)
