@@ -21,7 +21,7 @@ from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.files import digest_of, write_json
 from specctl.core.printable import counted
 from specctl.recipes.load import with_fields
-from specctl.runtime.measure.doubt import PAYS
+from specctl.runtime.measure.doubt import PAYS, SLACK
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -287,8 +287,8 @@ def verdict(rows: Sequence[Row], target: str) -> list[str]:
         first = [row for row in rows if row["setting"] == rows[0]["setting"]]
         others = ", ".join(f"{r['name']} {r['speedup']:.2f}x" for r in first if not _is_plain(r))
         found = [
-            f"Verdict: over all questions nothing pays here, {target} alone is as fast ({others}, "
-            f"{first[0]['setting']})."
+            f"Verdict: over all questions no drafter pays here, {target} alone is as fast or "
+            f"faster ({others}; {first[0]['setting']})."
         ]
     return found + [line for line in (best_category(rows), break_even(rows)) if line]
 
@@ -308,14 +308,19 @@ def best_category(rows: Sequence[Row]) -> str:
         (one["speedup"], row, one["category"])
         for row in rows
         for one in row["by_category"]
-        if not _is_plain(row)
-        and one["speedup_error"] is not None
-        and one["speedup"] - SURE * one["speedup_error"] > PAYS
+        if not _is_plain(row) and not row["doubts"] and _gains(one)
     ]
     if not each:
         return ""
     speedup, row, category = max(each, key=lambda one: one[0])
     return f"Most is gained in {category}: {speedup:.2f}x with {row['name']} ({row['setting']})."
+
+
+def _gains(figures: Row) -> bool:
+    """Whether a category's speed-up is beyond its noise, and no more than its tau can bring."""
+    speedup, error = figures["speedup"], figures["speedup_error"]
+    sure = error is not None and speedup - SURE * error > PAYS
+    return bool(sure and speedup <= figures["tau"] * SLACK)
 
 
 def break_even(rows: Sequence[Row]) -> str:

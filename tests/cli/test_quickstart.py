@@ -142,7 +142,8 @@ def test_each_target_has_a_folder_of_its_own() -> None:
 
 
 def row(name: str, setting: str, speedup: float, tau: float = 1.3, **more: Any) -> dict[str, Any]:
-    gain = {"category": "editing", "speedup": 1.9, "speedup_error": more.pop("error", 0.5)}
+    gain = {"category": "editing", "speedup": 1.9, "tau": more.pop("by_pass", 2.0)}
+    gain["speedup_error"] = more.pop("error", 0.5)
     found = {"name": name, "setting": setting, "speedup": speedup, "tau": tau, "doubts": []}
     return {**found, "by_category": [gain], **more}
 
@@ -168,7 +169,9 @@ def test_the_verdict_says_what_is_missing_where_nothing_pays() -> None:
         *both("auto", 1.0, 1.0, error=0.2),
     ]
     verdict, category, trained = story.verdict(rows, "m")
-    assert "m alone is as fast (trained 0.70x, auto 1.00x, greedy)" in verdict
+    assert "m alone is as fast or faster (trained 0.70x, auto 1.00x; greedy)" in verdict
     assert category == "Most is gained in editing: 1.90x with auto (greedy)."
+    noise = [*rows[:4], *both("auto", 1.0, 1.0, error=0.2, by_pass=1.1)]
+    assert not story.best_category(noise), "more than its tokens per pass can bring"
     assert "takes as long as 1.86 plain ones and makes 1.30 tokens" in trained
     assert len(story.verdict([*both("plain", 1.0, 1.0), *both("auto", 1.0, 1.0)], "m")) == 1
