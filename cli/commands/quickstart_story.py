@@ -69,7 +69,7 @@ class StoryReporter:
 
     console: Console
     BOOKKEEPING: ClassVar[re.Pattern[str]] = re.compile(
-        r"(answers|data|package|self): |(starts from|trains|frozen|counting tokens|vocab-trim:) |"
+        r"(answers|data|package|self|features|draft vocabulary): |(starts from|trains|frozen|counting tokens|vocab-trim:) |"
         r"frozen, shared|[\d,]+ rows? to train on"
     )
 
