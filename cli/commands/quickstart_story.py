@@ -69,8 +69,9 @@ class StoryReporter:
 
     console: Console
     BOOKKEEPING: ClassVar[re.Pattern[str]] = re.compile(
-        r"(answers|data|package|self|features|draft vocabulary): |(starts from|trains|frozen|counting tokens|vocab-trim:) |"
-        r"frozen, shared|[\d,]+ rows? to train on"
+        r"(answers|data|package|self|features|draft vocabulary): |"
+        r"(starts from|trains|frozen|counting tokens|vocab-trim:) |frozen, shared|"
+        r"[\d,]+ rows? to train on"
     )
 
     def say(self, text: str) -> None:
