@@ -16,7 +16,6 @@ from specctl.cli.commands import quickstart as command
 from specctl.cli.commands import quickstart_chat as story
 from specctl.core.errors import Exit, RecipeError
 from specctl.recipes.installed_models import InstalledModel
-from specctl.recipes.load import load_recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.proof import prove
 from specctl.runtime.target import hub
@@ -84,10 +83,11 @@ def test_a_chat_model_is_trained_for_proved_measured_and_judged(run: Run, words:
     assert again.json["result"]["bench"] == kept["bench"]
 
     Path("chatty-eagle3").symlink_to("runs/quickstart-chatty/package")  # as a published one stands
-    begun, source = story.begun_from(load_recipe("eagle3", target="chatty"))
-    assert source == "the published drafter chatty-eagle3"
-    assert begun.drafter.init == "chatty-eagle3"
-    assert begun.vocab.size is None
+    begun = run(*words, "--out", "second")
+    assert begun.code == 0, begun.err[-3000:]
+    assert "It begins from the published drafter ./chatty-eagle3" in begun.err
+    assert "--allow data" not in begun.err, "that command would begin without it"
+    assert json.loads(Path("second/package/manifest.json").read_text())["family"] == "eagle3"
 
 
 def test_a_time_too_short_for_training_leaves_the_drafters_without(
