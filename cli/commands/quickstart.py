@@ -1,485 +1,148 @@
-"""`specctl quickstart`: from nothing to a measured, lossless speed-up on this machine."""
+"""`specctl quickstart`: from nothing to a proved and measured drafter on this machine.
+
+A chat model answers questions (`quickstart_chat.py`), any other target continues texts
+(`quickstart_text.py`).
+"""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from specctl.api.preflight import check_out, check_run
+from specctl.api.recipe import folder_name
 from specctl.cli.app.console import Console
-from specctl.cli.app.follow_up import command_line, noted
-from specctl.cli.app.memory import peak_memory, peak_text
-from specctl.cli.app.progress import duration
-from specctl.cli.commands.quickstart_story import (
-    ProofReporter,
-    StoryReporter,
-    TrimReporter,
-    in_plain_words,
-)
+from specctl.cli.commands.quickstart_chat import MEASURED, chat_story
+from specctl.cli.commands.quickstart_story import FULL_MINUTES, StoryPlace
+from specctl.cli.commands.quickstart_text import scaled, text_story
 from specctl.cli.options.flags import Sets
-from specctl.core.printable import counted
-from specctl.runtime.measure.doubt import PAYS, doubts
+from specctl.cli.options.names import complete_recipe, complete_target
+from specctl.cli.options.target_choice import TargetChoice
+from specctl.core.errors import RecipeError
+from specctl.recipes.load import EMBEDDED, load_recipe
+from specctl.recipes.targets import resolve
 from specctl.train.runs.kept import kept_in
 
-if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
-    from specctl.recipes.schema import Recipe
-    from specctl.runtime.generate import Generated
-    from specctl.runtime.measure.cost_table import CostTable
-    from specctl.runtime.measure.reporter import Advance
-    from specctl.runtime.sampling.sampling import Sampling
-    from specctl.runtime.target.target import Target
-
-FULL_MINUTES = 10.0  # the budget for which the recipe's own sizes are meant, on two CPU cores
-LEAST = {"data.prompts": 32, "train.steps": 40}
-TRIM_PROMPTS, TRIM_TOKENS = 12, 48
-COMPARE_PROMPTS, COMPARE_TOKENS = 12, 64
-RATE_REPEATS = 5
-MUCH_REST = 0.2  # share of rounds without a draft from which tokens per pass need a word
-TURNS = 3  # runs of each way; one run says little where other work slows the machine for seconds
+REAL = "smollm2-135m"  # the chat model that a package of the Python index carries
+CHAT, TEXT = "eagle3", "quickstart"  # recipes
+FEW_ROWS = ("train.rows=2",)  # of a batch: few answers make more steps of smaller batches
+NO_COST = "none"
 
 
 def quickstart(
     console: Console,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Run folder; an interrupted run continues there.")
-    ] = Path("runs/quickstart"),
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Run folder, where an interrupted run continues; else runs/quickstart-TARGET, of "
+            "tiny runs/quickstart.",
+        ),
+    ] = None,
     target: Annotated[
-        str, typer.Option("--target", "-t", help="tiny (embedded), or another target.")
-    ] = "tiny",
+        str | None,
+        typer.Option(
+            "--target",
+            "-t",
+            help=f"Any target; else {REAL}, or {EMBEDDED} (embedded) where that is not here.",
+            autocompletion=complete_target,
+        ),
+    ] = None,
     recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="A recipe's name or a YAML file.")
-    ] = "quickstart",
+        str | None,
+        typer.Option(
+            "--recipe",
+            "-r",
+            help=f"A recipe's name or a YAML file; else {CHAT} for a chat model, or {TEXT}.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Rough time budget; data and steps are scaled to it.")
     ] = FULL_MINUTES,
     inflate: Annotated[
         str | None,
-        typer.Option(help="Also compare at this cost (100m, 300m, 1b, none); 300m for tiny."),
+        typer.Option(
+            help="Compare at this cost, too (100m, 300m, 1b, none); 300m for tiny. Not of chat "
+            "models."
+        ),
     ] = None,
     set_: Sets = None,
 ) -> None:
-    """Train a drafter for the embedded target, trim it, prove it lossless, and measure it.
+    """Train a drafter for a real chat model, prove it lossless, measure it, say what pays.
 
-    About ten minutes on two CPU cores, no download. If interrupted, the same command continues.
+    About ten minutes on two CPU cores, no download: where the chat model is not on this machine,
+    the embedded target stands in. If interrupted, the same command continues.
 
     Examples:
 
       specctl quickstart
-      specctl quickstart --minutes 3 --out runs/small
+      specctl quickstart --target tiny --minutes 3 --out runs/small
     """
-    started = time.monotonic()
-    loaded = scaled(recipe, target, minutes, tuple(set_ or ()))
-    check_out(out)
-    check_run(loaded, out)
-    console.kept = partial(kept_in, out)
-    from specctl.cli.options.target_choice import TargetChoice
-    from specctl.runtime.target.inflate import inflatable, size_named
+    name = target or default_target(console)
+    sets, is_embedded = tuple(set_ or ()), name == EMBEDDED
+    of_chat = sets if recipe is not None else (*FEW_ROWS, *sets)
+    if is_embedded:
+        loaded = load_recipe(recipe or TEXT, sets, target=name)
+    else:
+        loaded = load_recipe(recipe or CHAT, of_chat, target=name)
+    words = ("--recipe", recipe or CHAT, *(word for one in of_chat for word in ("--set", one)))
+    place = StoryPlace(console, name, out or default_folder(name), minutes, words)
+    if not (place.out / MEASURED).is_file():  # of a story without training, which leaves no run
+        check_out(place.out)
+    check_run(loaded, place.out)
+    console.kept = partial(kept_in, place.out)
+    size = inflate or ("300m" if is_embedded else NO_COST)
+    if size != NO_COST:
+        from specctl.runtime.target.inflate import size_named
 
-    size = inflate or ("300m" if target == "tiny" else "none")
-    if size != "none":
-        size_named(size)
+        size_named(size)  # before anything is loaded
 
-    console.heading(f"1/5 Load the target: {target}")
-    if target == "tiny":
+    console.heading(f"1/5 Load the target: {name}")
+    if is_embedded:
         console.say("A small Llama, trained on Python text, stands in for your own model.")
-    model = TargetChoice(target, loaded.target.revision, loaded.target.dtype).load(console)
-    if size != "none":
-        inflatable(model, size, model.dtype)  # known now rather than after the training
+    model = TargetChoice(name, loaded.target.revision, loaded.target.dtype).load(console)
     spec = model.spec
     console.say(
         f"{spec.model_type}, {spec.num_layers} layers, width {spec.hidden_size}, "
         f"vocabulary {spec.vocab_size:,}"
     )
-    console.heading("2/5 Train a drafter")
-    console.say(
-        "A drafter has to guess what this target will write. So the target answers some prompts "
-        "first, and the drafter learns from its answers."
-    )
-    run = _train(console, loaded, out)
-    console.heading("3/5 Trim the drafter's vocabulary")
-    console.say(
-        "A drafter that scores fewer tokens is faster, and guesses a little less. The trimmed "
-        "one is used only if it is faster in the end."
-    )
-    package = _faster(console, model, out, _trim(console, model, out))
-    console.heading("4/5 Prove that the output stays the same")
-    console.say(
-        "The target checks every guess, so drafting must not change the text. This is tested "
-        "with the drafter just trained."
-    )
-    _prove(console, model, package)
-    console.heading("5/5 Measure the speed")
-    console.say(
-        "The same held-out prompts are decoded plainly and with the drafter. Plain decoding "
-        "makes one token per forward pass of the target."
-    )
-    report = compare(
-        console, model, package, None if size == "none" else size, out / "quickstart.png"
-    )
-    seconds = time.monotonic() - started
-    console.say(f"\nDone in {duration(seconds)}, {peak_text()}. Everything is in {out}.")
-    result = {"out": str(out), "package": str(package), "seconds": round(seconds, 1)}
-    result["peak_bytes"] = peak_memory()
-    result |= {"tau_trained": run, **report}
-    (out / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
-    inflated = [] if size == "none" else ["--inflate", size]
-    trained = TargetChoice.of_recipe(loaded.target).training_words()
-    console.done(
-        result,
-        next=[
-            noted(
-                command_line("generate", package, "def main("),
-                "accepted guesses are green at a terminal",
-            ),
-            noted(
-                command_line("bench", package, f"{package}+prompt-lookup", *inflated),
-                "copying, too",
-            ),
-            noted(
-                command_line("train-draft", *trained, "--recipe", "eagle3"),
-                "an EAGLE-3 head instead",
-            ),
-        ],
-    )
-
-
-def scaled(recipe: str, target: str, minutes: float, sets: tuple[str, ...]) -> Recipe:
-    """The recipe with data and steps in proportion to the budget (never less than a minimum)."""
-    from specctl.recipes.load import load_recipe
-
-    base = load_recipe(recipe, target=target)
-    share = min(1.0, minutes / FULL_MINUTES)
-    flags: dict[str, Any] = {
-        "data.prompts": max(LEAST["data.prompts"], round(base.data.prompts * share)),
-        "train.steps": max(LEAST["train.steps"], round(base.train.steps * share)),
-        "data.text_tokens": round(base.data.text_tokens * share),
-    }
-    flags["train.save_every"] = max(10, round(base.train.save_every * share))
-    flags["train.tau_every"] = max(10, round(base.train.tau_every * share))
-    # Trimming is a step of its own here, so that its effect can be seen.
-    flags["vocab.size"] = None
-    if share == 1.0:
-        flags = {"vocab.size": None}
-    return load_recipe(recipe, sets, target=target, flags=flags)
-
-
-def _train(console: Console, recipe: Recipe, out: Path) -> float | None:
-    from specctl.api.train import train_and_package
-
-    result = train_and_package(
-        StoryReporter(console), recipe, out, command=["specctl", *sys.argv[1:]]
-    )
-    steps = f"trained {counted(result.steps, 'step')}"  # the time stands behind the bar
-    tau = "" if result.tau is None else f": {result.tau:.2f} tokens per forward pass of the target"
-    console.say(steps + tau)
-    return result.tau
-
-
-def _trim(console: Console, model: Target, out: Path) -> Path:
-    """OUT/trimmed; kept when it was made from the same weights."""
-    from specctl.api.vocab_trim import TrimJob, trim_and_package
-    from specctl.cli.options.loading import DraftChoice
-    from specctl.export.package.manifest import WEIGHTS, check_files
-    from specctl.train.vocab.candidates import TrimSettings
-    from specctl.train.vocab.selectors import selector
-
-    source, folder = out / "package", out / "trimmed"
-    mark = folder / "of.json"
-    digest = check_files(source).files[WEIGHTS].sha256
-    if mark.is_file() and json.loads(mark.read_text()).get("digest") == digest:
-        console.say("trimmed by an earlier run")
-        return folder
-    draft = DraftChoice(str(source)).load(model)
-    settings = TrimSettings(new_tokens=TRIM_TOKENS)
-    words = ["specctl", *sys.argv[1:]]
-    job = TrimJob(
-        model, draft, settings, selector("vocab-trim"), num_prompts=TRIM_PROMPTS, command=words
-    )
-    report = trim_and_package(TrimReporter(console), job, folder).report
-    console.say(
-        f"{report.size:,} of {report.size_before:,} tokens are kept; they make up "
-        f"{report.coverage:.0%} of held-out text"
-    )
-    mark.write_text(json.dumps({"digest": digest}))
-    return folder
-
-
-def _faster(console: Console, model: Target, out: Path, trimmed: Path) -> Path:
-    """The package to go on with, whole or trimmed: what cut words cost in acceptance is not always
-    won back by the smaller head. Measured once, and kept beside the trimmed one."""
-    mark, packages = trimmed / "of.json", {"whole": out / "package", "trimmed": trimmed / "package"}
-    kept = json.loads(mark.read_text())
-    if "tokens_per_second" not in kept:
-        kept["tokens_per_second"] = _rates(model, packages)
-        mark.write_text(json.dumps(kept))
-    found = kept["tokens_per_second"]
-    faster = max(packages, key=lambda name: float(found[name]))
-    console.say(
-        f"{found['whole']:.0f} tokens/s with the whole drafter, {found['trimmed']:.0f} with the "
-        f"trimmed one: the {faster} one is used"
-    )
-    return packages[faster]
-
-
-def _prove(console: Console, model: Target, package: Path) -> None:
-    from specctl.cli.options.loading import DraftChoice
-    from specctl.core.errors import GateError
-    from specctl.runtime.proof.prove import verify
-
-    draft = DraftChoice(str(package)).load(model)
-    assert draft.drafter is not None, "a package holds a drafter"
-    proof = verify(
-        model, draft.drafter, policy=draft.policy, rule=draft.rule, reporter=ProofReporter(console)
-    )
-    show = console.detail if proof.passed else console.say
-    for line in proof.lines():
-        if not line.startswith("warning:"):
-            show(line)
-    if proof.passed:
-        for line in in_plain_words(proof.checks):
-            console.say(line)
+    if not model.is_chat:
+        made = scaled(recipe or TEXT, name, minutes, sets)
+        text_story(place, model, made, None if size == NO_COST else size)
+    elif size == NO_COST:
+        chat_story(place, model, loaded)
     else:
-        raise GateError(
-            "the drafter is not lossless",
-            where=str(package),
-            found="a failed check above",
-            expected="every check passed",
-            do=f"report it with the output of `specctl verify {package} --json`",
+        raise RecipeError(
+            f"{name} is a chat model, which is measured as it is",
+            where="--inflate",
+            found=size,
+            expected="no --inflate, or a target that is no chat model",
+            do="leave --inflate out; specctl bench --inflate measures at another cost",
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The same prompts decoded plainly and with the drafter."""
+def default_target(console: Console) -> str:
+    """The real chat model where it is on this machine; else the embedded one, and why."""
+    from specctl.runtime.target.hub import is_local
 
-    setting: str
-    target: str
-    plain: Generated
-    fast: Generated
-    rested: float = 0.0  # share of the rounds in which nothing was drafted
-    identical: bool | None = None  # the texts of every turn; None where they are drawn
-
-    @property
-    def speedup(self) -> float:
-        return self.fast.stats.tokens_per_second / max(self.plain.stats.tokens_per_second, 1e-9)
-
-    @property
-    def shown(self) -> str:
-        """The target in the words of a reader."""
-        name, _, size = self.target.partition(" as ")
-        return f"{name} at the cost of {size.upper()}" if size else name
-
-    @property
-    def is_same_text(self) -> bool:
-        pairs = zip(self.plain.outputs, self.fast.outputs, strict=True)
-        return all(a.token_ids == b.token_ids for a, b in pairs)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "setting": self.setting,
-            "target": self.target,
-            "plain": self.plain.stats.to_json(),
-            "speculative": self.fast.stats.to_json(),
-            "speedup": round(self.speedup, 3),
-            "identical": self.identical,
-            "rested": round(self.rested, 3),
-        }
-
-
-def compare(
-    console: Console, model: Target, package: Path, inflate: str | None, picture: Path
-) -> dict[str, Any]:
-    """Held-out prompts, greedy and at T = 0.8, plain and speculative; and at a larger cost."""
-    targets: list[tuple[Target, int, tuple[float, ...]]] = [(model, COMPARE_PROMPTS, (0.0, 0.8))]
-    if inflate is not None:
-        from specctl.cli.options.target_choice import TargetChoice
-
-        console.say(
-            "So small a target gains little. It is also measured at the cost of "
-            f"{inflate.upper()} parameters."
-        )
-        large = TargetChoice(model.name, inflate=inflate).load(console)
-        targets.append((large, max(1, COMPARE_PROMPTS // 3), (0.0,)))
-    pairs: list[Pair] = []
-    runs = 2 * TURNS * sum(len(heats) for *_, heats in targets)
-    with console.task("compare", runs, "runs") as advance:
-        for target, count, heats in targets:
-            pairs += _pairs(target, package, count, heats, advance)
-    _show(console, pairs)
-    dtypes = {str(t.dtype).removeprefix("torch.") for t, *_ in targets if t.inflated}
-    if "bfloat16" in dtypes and any(p.identical is False for p in pairs):
-        console.out("in bfloat16 near-ties may flip; --dtype float32 gives token identity")
-    console.out(verdict(pairs))
-    drawn = draw(pairs, picture)
-    if drawn is not None:
-        console.say(f"Picture: {drawn}")
-    return {
-        "lossless": True,
-        "comparisons": [pair.to_json() for pair in pairs],
-        "picture": None if drawn is None else str(drawn),
-    }
-
-
-def middle_of(turns: Sequence[Pair]) -> Pair:
-    """That of the median speed-up; its texts are identical if those of all turns are."""
-    middle = sorted(turns, key=lambda pair: pair.speedup)[len(turns) // 2]
-    is_greedy = middle.setting == "greedy"
-    return replace(middle, identical=all(p.is_same_text for p in turns) if is_greedy else None)
-
-
-def verdict(pairs: Sequence[Pair]) -> str:
-    """One sentence: what drafting brings where it was measured, at the largest cost first."""
-    told = []
-    for pair in reversed([pair for pair in pairs if pair.setting == "greedy"]):
-        text = {True: ", identical text", False: ", texts differ by rounding"}[bool(pair.identical)]
-        why = doubts(pair.speedup, pair.fast.stats.tau, pair.fast.stats.tokens)
-        if why:
-            told.append(f"{_place(pair)}: {pair.speedup:.2f}x, no finding yet ({'; '.join(why)})")
-        elif pair.speedup > PAYS:
-            told.append(f"{_place(pair)}: {pair.speedup:.1f}x faster{text}")
-        elif pair.speedup * PAYS >= 1:
-            told.append(
-                f"{_place(pair)}: no gain ({pair.speedup:.2f}x), drafting costs what it saves"
-            )
-        else:
-            told.append(
-                f"{_place(pair)}: slower ({pair.speedup:.2f}x), drafting costs more than it saves"
-            )
-    return "Verdict: " + "; ".join(told) + "."
-
-
-def _place(pair: Pair) -> str:
-    name, _, size = pair.target.partition(" as ")
-    return f"on a target of the cost of {size.upper()} parameters" if size else f"on {name} itself"
-
-
-def draw(pairs: Sequence[Pair], path: Path) -> Path | None:
-    """Speed-up on every target, and acceptance by position; None without matplotlib."""
-    from specctl.train.comparison_plot import save_comparison
-
-    names = list(dict.fromkeys(pair.shown for pair in pairs))
-    speeds: dict[str, dict[str, float]] = {}
-    for pair in pairs:
-        speeds.setdefault(pair.setting, {})[pair.shown] = pair.speedup
-    series = {setting: [by.get(name) for name in names] for setting, by in speeds.items()}
-    positions = {
-        f"{pair.shown}, {pair.setting}": shares
-        for pair in pairs
-        if (shares := pair.fast.stats.well_counted)
-    }
-    return save_comparison(
-        names, series, positions, "The trained drafter on held-out prompts", path
+    real = resolve(REAL)
+    if is_local(real):
+        return REAL
+    installed = real.installed
+    assert installed is not None, f"a package has {REAL}"
+    console.say(
+        f"{REAL}, a real chat model, is not on this machine: {EMBEDDED} stands in. For the real "
+        f"one: {installed.command} (93 MB), then specctl quickstart again"
     )
+    return EMBEDDED
 
 
-def _rates(target: Target, packages: Mapping[str, Path]) -> dict[str, float]:
-    """Tokens per second of each draft on the same held-out prompts, greedy, at its own length:
-    medians of runs in turn, so that other work on the machine slows all of them."""
-    from specctl.cli.options.loading import DraftChoice
-    from specctl.runtime.measure.bench import bench, engine_contender
-    from specctl.runtime.sampling.sampling import Sampling
-    from specctl.train.data.heldout import heldout_prompts
-
-    drafts = {name: DraftChoice(str(package)).load(target) for name, package in packages.items()}
-    ways = [
-        engine_contender(name, target, draft.drafter, draft.policy, rule=draft.rule)
-        for name, draft in drafts.items()
-    ]
-    prompts = [p.ids for p in heldout_prompts(target, COMPARE_PROMPTS // 2)]
-    sampling = Sampling(max_new_tokens=COMPARE_TOKENS)
-    report = bench(target, ways, prompts, [sampling], repeats=RATE_REPEATS)
-    return {row.name: round(row.tokens_per_second, 2) for row in report.rows}
-
-
-def _pairs(
-    target: Target,
-    package: Path,
-    count: int,
-    heats: tuple[float, ...],
-    advance: Advance,
-) -> Iterator[Pair]:
-    """At each temperature the runs in turn: the pair of the median speed-up."""
-    from specctl.cli.options.loading import DraftChoice
-    from specctl.runtime.generate import generate
-    from specctl.runtime.sampling.sampling import Sampling
-    from specctl.train.data.heldout import heldout_prompts
-
-    draft = DraftChoice(str(package)).load(target)
-    prompts = [p.ids for p in heldout_prompts(target, count)]
-    name = target.name + (f" as {target.inflated}" if target.inflated else "")
-    for heat in heats:
-        setting = f"T={heat:g}" if heat else "greedy"
-        costs = draft.costs(target, prompts, sampled=heat > 0, measure=True)
-        sampling = Sampling(temperature=heat, max_new_tokens=COMPARE_TOKENS)
-        generate(target, prompts[:1], sampling=sampling)  # pays for allocations
-        _speculate(target, draft, prompts[:1], sampling, costs)
-        turns = []
-        for _ in range(TURNS):
-            plain = generate(target, prompts, sampling=sampling)
-            advance(1, f"{name} {setting} plain")
-            fast, rested = _speculate(target, draft, prompts, sampling, costs)
-            advance(1, f"{name} {setting} speculative")
-            turns.append(Pair(setting, name, plain, fast, rested))
-        yield middle_of(turns)
-
-
-def _speculate(
-    target: Target,
-    draft: LoadedDraft,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    costs: CostTable | None,
-) -> tuple[Generated, float]:
-    """With the drafter, its lengths chosen by what a round was measured to cost; and the share of
-    the rounds in which it was left alone."""
-    from specctl.runtime.generate import generate
-    from specctl.runtime.measure.cost import equip
-
-    chosen = equip(draft.policy, costs)
-    made = generate(
-        target,
-        prompts,
-        drafter=draft.drafter,
-        sampling=sampling,
-        policy=chosen.policy,
-        rule=draft.rule,
-        chooser=chosen.chooser,
-    )
-    chooser = chosen.chooser
-    return made, 0.0 if chooser is None else chooser.rounds_off / max(1, chooser.rounds)
-
-
-def _show(console: Console, pairs: list[Pair]) -> None:
-    columns = (
-        "target", "sampling", "tokens per pass", "plain tokens/s", "drafted tokens/s", "speed-up",
-        "same text",
-    )  # fmt: skip
-    rows = [
-        (
-            pair.shown,
-            pair.setting,
-            f"{pair.fast.stats.tau:.2f}",
-            f"{pair.plain.stats.tokens_per_second:.0f}",
-            f"{pair.fast.stats.tokens_per_second:.0f}",
-            f"{pair.speedup:.2f}x",
-            pair.identical,
-        )
-        for pair in pairs
-    ]
-    console.table(columns, rows)
-    for pair in pairs:
-        if pair.rested > MUCH_REST:
-            console.out(
-                f"{pair.shown}, {pair.setting}: {pair.fast.stats.tau:.2f} tokens per pass, fewer "
-                f"than in training, because {pair.rested:.0%} of the rounds drafted nothing: "
-                "there a draft costs more time than it saves"
-            )
+def default_folder(target: str) -> Path:
+    """A folder for each target: runs/quickstart, or runs/quickstart-TARGET."""
+    named = "" if target == EMBEDDED else f"-{folder_name(target)}"
+    return Path("runs") / f"quickstart{named}"

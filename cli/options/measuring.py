@@ -36,8 +36,8 @@ class AskedFlags:
         asked_option(
             "--suite",
             metavar="NAME[=PATH],...",
-            help="Public question sets: spec-bench, mt-bench, humaneval, gsm8k, alpaca, "
-            "speed-bench, from the hub or from PATH, a file or folder.",
+            help="Question sets: everyday (comes with specctl), spec-bench, mt-bench, humaneval, "
+            "gsm8k, alpaca, speed-bench, from the hub or from PATH, a file or folder.",
         ),
     ] = None
     limit: Annotated[

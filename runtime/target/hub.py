@@ -111,6 +111,15 @@ def cached_folder(resolved: ResolvedTarget) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def is_local(resolved: ResolvedTarget) -> bool:
+    """Whether its weights are on this machine: in a place of their own, in an installed package, or
+    as safetensors in the hub's cache."""
+    if resolved.repo is None or (resolved.installed is not None and resolved.installed.path()):
+        return True
+    folder = cached_folder(resolved) if resolved.gguf is None else None
+    return folder is not None and has_weights(folder)
+
+
 def folder_of(resolved: ResolvedTarget, offline: bool = False) -> Path:
     """Where the files of a resolved name lie, fetched where they are not here."""
     return resolved.path or download(resolved, offline, lambda _: None)

@@ -373,7 +373,7 @@ def test_trimming_writes_a_smaller_package(trained: Path, run: Any, tmp_path: Pa
 def test_the_quickstart_goes_on_with_the_faster_draft_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: float, trimmed: float
 ) -> None:
-    from specctl.cli.commands import quickstart
+    from specctl.cli.commands import quickstart_text as quickstart
 
     told: list[str] = []
     console: Any = SimpleNamespace(say=told.append)
@@ -445,7 +445,7 @@ def test_the_exit_code_of_several_processes_is_the_first_ones(start: Any, tmp_pa
 def test_quickstart_goes_from_nothing_to_a_table(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specctl.cli.commands import quickstart
+    from specctl.cli.commands import quickstart_text as quickstart
     from specctl.runtime.proof import prove
 
     level = prove.LEVELS["lossless"]
@@ -456,7 +456,16 @@ def test_quickstart_goes_from_nothing_to_a_table(
     for step in ("TRIM", "COMPARE"):
         monkeypatch.setattr(quickstart, f"{step}_PROMPTS", 3)
         monkeypatch.setattr(quickstart, f"{step}_TOKENS", 8)
-    words = ("quickstart", "--out", tmp_path / "q", "--inflate", "100m", *sets(*SMALL))
+    words = (
+        "quickstart",
+        "-t",
+        "tiny",
+        "--out",
+        tmp_path / "q",
+        "--inflate",
+        "100m",
+        *sets(*SMALL),
+    )
     ran = run(*words)
     assert ran.code == 0, ran.err[-2000:]
     for heading in ("1/5", "2/5", "3/5", "4/5", "5/5"):
@@ -473,6 +482,7 @@ def test_quickstart_goes_from_nothing_to_a_table(
     assert again.json["result"]["lossless"] is True
     assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 100m"
     assert "trimmed by an earlier run" in again.err
+    assert "proved by an earlier run" in again.err
     assert "one is used" in ran.err
     kept = json.loads((tmp_path / "q" / "trimmed" / "of.json").read_text())
     assert set(kept["tokens_per_second"]) == {"whole", "trimmed"}
@@ -480,7 +490,7 @@ def test_quickstart_goes_from_nothing_to_a_table(
 
 
 def test_the_verdict_of_the_quickstart_speaks_of_gains_beyond_the_noise() -> None:
-    from specctl.cli.commands.quickstart import Pair, middle_of, verdict
+    from specctl.cli.commands.quickstart_text import Pair, middle_of, verdict
 
     def turn(name: str, setting: str, plain: float, fast: float, last: int = 2) -> Pair:
         def of(rate: float, *ids: int) -> Any:

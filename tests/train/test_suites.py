@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -137,5 +138,13 @@ def test_a_suite_that_is_nowhere_is_refused_with_a_working_step(tmp_path: Path) 
     with pytest.raises(FileError, match=r"bad.jsonl:1"):
         read_suite(f"gsm8k={write(tmp_path / 'bad.jsonl', {'turns': 3})}")
     assert set(SUITES) == {
-        "spec-bench", "mt-bench", "humaneval", "gsm8k", "alpaca", "speed-bench"
+        "everyday", "spec-bench", "mt-bench", "humaneval", "gsm8k", "alpaca", "speed-bench"
     }  # fmt: skip
+
+
+def test_the_questions_that_ship_are_three_of_each_of_six_kinds() -> None:
+    found = read_suite("everyday")
+    kinds = Counter(one.category for one in found.questions)
+    assert kinds == dict.fromkeys(("writing", "facts", "maths", "code", "summary", "editing"), 3)
+    assert len({one.text for one in found.questions}) == 18
+    assert not found.withheld

@@ -1,8 +1,9 @@
-"""The public question sets that speculative decoding is measured on, as their files are laid out.
+"""The question sets that speculative decoding is measured on, as their files are laid out.
 
 A suite is read from its file, from a folder that has it, or from the hub. Questions keep their
 categories; those of MT-Bench and SPEED-Bench follow each other, and are asked one by one.
 
+everyday     comes with specctl: 18 questions in six categories, written for it
 Spec-Bench   arXiv 2401.07851, github.com/hemingkx/Spec-Bench: data/spec_bench/question.jsonl
 SPEED-Bench  arXiv 2604.09557; a part of its questions must be fetched from their sources
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +32,21 @@ MT_BENCH = (
 class SuiteSource:
     """Where a suite is published: `hub` as owner/name[:config] with its `split` ("" for one that is
     no data set of the hub: `address` says where its file is), `files` where a folder has it.
-    `request`: how a bare prompt is worded to a chat model; `joined`: categories under one name;
-    `category` of questions that name none."""
+    `shipped`: a file of specctl's own, in recipes/. `request`: how a bare prompt is worded to a
+    chat model; `joined`: categories under one name; `category` of questions that name none."""
 
     hub: str = ""
     split: str = "test"
     address: str = ""
     files: tuple[str, ...] = ("question.jsonl",)
+    shipped: str = ""
     request: str = "{prompt}"
     category: str = ""
     joined: Mapping[str, str] = field(default_factory=dict)
 
 
 SUITES = {
+    "everyday": SuiteSource(shipped="questions.jsonl"),
     "spec-bench": SuiteSource(
         address="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/"
         "question.jsonl",
@@ -144,6 +148,8 @@ def evenly(questions: Sequence[SuiteQuestion], limit: int | None) -> list[SuiteQ
 
 def _records(suite: SuiteSource, name: str, place: str) -> Iterator[tuple[str, Any]]:
     """Place and value of every record."""
+    if suite.shipped and not place:
+        place = str(files("specctl.recipes") / suite.shipped)
     if not place and not suite.hub:
         raise RecipeError(
             f"suite {name} is no data set of the hub",

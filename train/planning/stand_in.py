@@ -26,6 +26,7 @@ from specctl.core.drafter import Needs
 from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve
+from specctl.runtime.target.hub import is_local
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.data.pack import Document, pack
 from specctl.train.data.prepare import encode_document, field_choices
@@ -55,8 +56,8 @@ def stand_in(recipe: Recipe, shape: TargetShape, device: torch.device) -> Target
     part, is_cuda = recipe.target, device.type == "cuda"
     is_here = recipe.data.target_source == "inprocess"
     spec = shape.spec
-    there = resolve(part.name, part.revision)
-    if is_here and there.repo is None and shape.parameters <= LIGHT:
+    is_there = is_local(resolve(part.name, part.revision))
+    if is_here and is_there and shape.parameters <= LIGHT:
         alone = {"device_map": None, "tensor_parallel": False}
         return load_part(part, device=str(device), is_read_only=True, is_widened=True, **alone)
     count = shape.parameters if is_here else 2 * spec.vocab_size * spec.hidden_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specctl.cli.commands.bench import _next
-from specctl.cli.commands.quickstart import Pair, verdict
+from specctl.cli.commands.quickstart_text import Pair, verdict
 from specctl.cli.options.loading import DraftingFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.runtime.generate import Generated
