@@ -39,7 +39,7 @@ from specctl.drafters.option_checks import Options
 
 @dataclass(frozen=True, slots=True)
 class TeamOptions(Options):
-    """Names of training-free families, in the order in which a cascade asks them."""
+    """Names of training-free families, in the order in which a cascade tries them."""
 
     members: tuple[str, ...] = ("prompt-lookup",)
 

@@ -100,7 +100,7 @@ def bench(
     Speed-ups are over plain decoding by specctl on the same target. The repetition rate of the
     outputs is shown because text that loops flatters drafters that look things up.
 
-    --suite asks what papers ask, by category, questions that follow each other turn by turn.
+    --suite measures on the questions of papers, by category, those of a conversation turn by turn.
 
     The cost of a round is measured and kept, and generate then chooses its draft lengths by it.
     Here they stay as the drafter has them, as papers measure, unless --adaptive is given.

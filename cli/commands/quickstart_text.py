@@ -237,23 +237,23 @@ def middle_of(turns: Sequence[Pair]) -> Pair:
 
 def verdict(pairs: Sequence[Pair]) -> str:
     """One sentence: what drafting brings where it was measured, at the largest cost first."""
-    told = []
+    said = []
     for pair in reversed([pair for pair in pairs if pair.setting == "greedy"]):
         text = {True: ", identical text", False: ", texts differ by rounding"}[bool(pair.identical)]
         why = doubts(pair.speedup, pair.fast.stats.tau, pair.fast.stats.tokens)
         if why:
-            told.append(f"{_place(pair)}: {pair.speedup:.2f}x, no finding yet ({'; '.join(why)})")
+            said.append(f"{_place(pair)}: {pair.speedup:.2f}x, no finding yet ({'; '.join(why)})")
         elif pair.speedup > PAYS:
-            told.append(f"{_place(pair)}: {pair.speedup:.1f}x faster{text}")
+            said.append(f"{_place(pair)}: {pair.speedup:.1f}x faster{text}")
         elif pair.speedup * PAYS >= 1:
-            told.append(
+            said.append(
                 f"{_place(pair)}: no gain ({pair.speedup:.2f}x), drafting costs what it saves"
             )
         else:
-            told.append(
+            said.append(
                 f"{_place(pair)}: slower ({pair.speedup:.2f}x), drafting costs more than it saves"
             )
-    return "Verdict: " + "; ".join(told) + "."
+    return "Verdict: " + "; ".join(said) + "."
 
 
 def _place(pair: Pair) -> str:

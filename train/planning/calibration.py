@@ -2,7 +2,7 @@
 
 The recipe's own job is set up in a folder that is thrown away: the loop's steps on rows of its
 length, the engine's rounds as answers are written and tau is measured, a checkpoint. A batch that
-takes long is measured with fewer rows and reckoned up. Nothing is asked of the network,
+takes long is measured with fewer rows and reckoned up. The network is not used,
 but for a suite of the hub that the recipe measures tau on.
 """
 
