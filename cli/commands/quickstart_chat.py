@@ -21,7 +21,7 @@ from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.files import digest_of, write_json
 from specctl.core.printable import counted
 from specctl.recipes.load import with_fields
-from specctl.runtime.measure.doubt import PAYS, SLACK
+from specctl.runtime.measure.doubt import PAYS, SLACK, SURE, standing
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -38,7 +38,6 @@ TRAINED_SHARE = 0.6  # of the minutes
 SUITE, SUITE_TOKENS, SUITE_RUNS = "everyday", 48, 2
 HEATS = (0.0, 1.0)
 MEASURED = "quickstart-bench.json"
-SURE = 2  # standard errors of which a category's gain is more than the noise
 LONGER = "1h"
 LEVEL = "quick"  # of the proof
 
@@ -280,25 +279,39 @@ def _with_error(row: Row) -> str:
 def verdict(rows: Sequence[Row], target: str) -> list[str]:
     """What pays on this machine with this model, by how much, and for which questions."""
     best = winner(rows)
+    gains, level = ([row for row in best if _stands(row) == what] for what in ("faster", "level"))
     if best:
-        gains = " and ".join(f"{row['speedup']:.2f}x ({row['setting']})" for row in best)
-        found = [f"Verdict: {best[0]['name']} pays here: {gains} the speed of {target} alone."]
+        line = f"Verdict: {best[0]['name']} pays here: {_each(gains)} the speed of {target} alone"
+        line += f", and level with it otherwise: {_each(level)}." if level else "."
     else:
         first = [row for row in rows if row["setting"] == rows[0]["setting"]]
         others = ", ".join(f"{r['name']} {r['speedup']:.2f}x" for r in first if not _is_plain(r))
-        found = [
+        line = (
             f"Verdict: over all questions no drafter pays here, {target} alone is as fast or "
             f"faster ({others}; {first[0]['setting']})."
-        ]
-    return found + [line for line in (best_category(rows), break_even(rows)) if line]
+        )
+    return [line, *(more for more in (best_category(rows), break_even(rows)) if more)]
+
+
+def _each(rows: Sequence[Row]) -> str:
+    return " and ".join(f"{row['speedup']:.2f}x ({row['setting']})" for row in rows)
+
+
+def _stands(row: Row) -> str:
+    """Faster, level or slower than plain decoding; doubtful where nothing can be said."""
+    return "doubtful" if row["doubts"] else standing(row["speedup"], row["speedup_error"])
 
 
 def winner(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the drafter that gains in every setting, of several the one that gains most in
-    its worst; empty where none does."""
+    """The rows of the drafter that is faster in a setting and slower in none, of several the one
+    with the best worst; empty where there is none."""
     names = dict.fromkeys(row["name"] for row in rows if not _is_plain(row))
     each = [[row for row in rows if row["name"] == name] for name in names]
-    gaining = [of for of in each if all(r["speedup"] > PAYS and not r["doubts"] for r in of)]
+    gaining = [
+        of
+        for of in each
+        if (stands := {_stands(row) for row in of}) <= {"faster", "level"} and "faster" in stands
+    ]
     return max(gaining, key=lambda of: min(row["speedup"] for row in of), default=[])
 
 
@@ -326,7 +339,7 @@ def _gains(figures: Row) -> bool:
 def break_even(rows: Sequence[Row]) -> str:
     """From how many tokens per pass on the trained drafter would pay; nothing where it does."""
     row = next((row for row in rows if row["name"] == TRAINED), None)
-    if row is None or row["speedup"] > PAYS:
+    if row is None or _stands(row) == "faster":
         return ""
     need = row["tau"] / row["speedup"]
     return (

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 PAYS = 1.05  # a smaller gain is within the noise
 FEW_TOKENS = 128  # timed tokens from which a speed says something
 FEW_COUNTS = 10  # tested drafts from which a share says something
 SLACK = 1.02  # clocks are read to this
+SURE = 2  # standard errors beyond which a difference is more than the noise
+
+
+def standing(speedup: float, error: float | None) -> Literal["faster", "level", "slower"]:
+    """How a drafter stands to plain decoding: level where the difference is within the noise.
+    `error`: standard error of the speed-up; None where one run says nothing of it."""
+    noise = PAYS - 1.0 if error is None else SURE * error
+    if abs(speedup - 1.0) <= noise:
+        return "level"
+    return "faster" if speedup > 1.0 else "slower"
 
 
 def doubts(

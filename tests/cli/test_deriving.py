@@ -17,13 +17,10 @@ from specctl.train.planning import amounts as amounts_of_time
 from specctl.train.planning import derive as deriving
 from specctl.train.planning import plan as planning
 from specctl.train.planning.amounts import SPENT, TimeLeft
-from specctl.train.planning.data_facts import DataFacts
-from specctl.train.planning.pace import Pace
 from specctl_testing.cli.ran import Run
+from specctl_testing.train.known_pace import is_known
 
 # Sizes are set by hand so that the run itself takes seconds.
-PACE = Pace(once=1.0, answer=0.5, step=0.5, tau=0.1, save=0.1)
-FACTS = DataFacts(60, 8.0, 8, 8.0, 16, 0.5, 900, 0.95)
 SMALL = (
     "data.new_tokens=8", "data.prompt_tokens=8", "train.rows=2", "train.seq_len=32",
     "train.tau_prompts=2", "train.tau_tokens=6", "vocab.size=64", "data.features=online",
@@ -34,10 +31,7 @@ SMALL = (
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """--target, --data and small sizes, for a target whose pace and data are known."""
     monkeypatch.chdir(tmp_path)
-    for module in (deriving, amounts_of_time):  # how busy this machine is decides nothing
-        monkeypatch.setattr(module, "now", lambda: 0.0)
-    monkeypatch.setattr(deriving, "calibrate", lambda *given, **more: PACE)
-    monkeypatch.setattr(deriving, "look_at_data", lambda *given: FACTS)
+    is_known(monkeypatch)
     monkeypatch.setattr(deriving, "stand_in", lambda *given: None)
     shutil.copytree(str(resolve("tiny").path), tmp_path / "other")
     texts = (f"def function_{i}(value):\n    return value + {i}\n" for i in range(60))

@@ -19,15 +19,11 @@ from specctl.recipes.installed_models import InstalledModel
 from specctl.recipes.targets import resolve
 from specctl.runtime.proof import prove
 from specctl.runtime.target import hub
-from specctl.train.planning import amounts, derive
-from specctl.train.planning.data_facts import DataFacts
-from specctl.train.planning.pace import Pace
 from specctl_testing.cli import commands
 from specctl_testing.cli.ran import Run
 from specctl_testing.runtime.chat_targets import TEMPLATE
+from specctl_testing.train.known_pace import is_known
 
-PACE = Pace(once=1.0, answer=0.5, step=0.5, tau=0.1, save=0.1)
-FACTS = DataFacts(60, 8.0, 8, 8.0, 16, 0.5, 900, 0.95)
 SMALL = (
     "data.source=chats.jsonl", "data.new_tokens=8", "data.prompt_tokens=16", "data.prompts=40",
     "train.rows=2", "train.seq_len=48", "train.steps=3", "train.tau_prompts=2",
@@ -39,10 +35,7 @@ SMALL = (
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A quickstart of seconds, in a folder with a small chat model whose pace is known."""
     monkeypatch.chdir(tmp_path)
-    for module in (derive, amounts):  # how busy this machine is decides nothing
-        monkeypatch.setattr(module, "now", lambda: 0.0)
-    monkeypatch.setattr(derive, "calibrate", lambda *given, **more: PACE)
-    monkeypatch.setattr(derive, "look_at_data", lambda *given: FACTS)
+    is_known(monkeypatch)
     monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 1)
     level = replace(prove.LEVELS["quick"], prompts=2, tokens=6, samples=100)
     monkeypatch.setitem(prove.LEVELS, "quick", level)
@@ -141,10 +134,13 @@ def test_each_target_has_a_folder_of_its_own() -> None:
     assert folders == [Path("runs") / name for name in wanted]
 
 
-def row(name: str, setting: str, speedup: float, tau: float = 1.3, **more: Any) -> dict[str, Any]:
+def row(
+    name: str, setting: str, speedup: float, tau: float = 1.3, noise: float = 0.02, **more: Any
+) -> dict[str, Any]:
     gain = {"category": "editing", "speedup": 1.9, "tau": more.pop("by_pass", 2.0)}
     gain["speedup_error"] = more.pop("error", 0.5)
     found = {"name": name, "setting": setting, "speedup": speedup, "tau": tau, "doubts": []}
+    found["speedup_error"] = noise
     return {**found, "by_category": [gain], **more}
 
 
@@ -159,7 +155,21 @@ def test_the_verdict_names_what_gains_in_every_setting() -> None:
         "Verdict: trained pays here: 1.20x (greedy) and 1.15x (T=1) the speed of m alone."
     ]
     doubtful = both("trained", 1.2, 1.15, doubts=["few tokens"])
-    assert story.verdict([*plain, *copy, *doubtful], "m")[0].startswith("Verdict: over all")
+    assert "prompt-lookup pays here" in story.verdict([*plain, *copy, *doubtful], "m")[0]
+    assert story.verdict([*plain, *doubtful], "m")[0].startswith("Verdict: over all")
+
+
+def test_a_gain_beyond_the_noise_pays_however_small_and_one_within_it_does_not() -> None:
+    plain = both("plain", 1.0, 1.0)
+    small = [row("auto", "greedy", 1.08, noise=0.03), row("auto", "T=1", 0.98, noise=0.03)]
+    assert story.verdict([*plain, *small], "m")[0] == (
+        "Verdict: auto pays here: 1.08x (greedy) the speed of m alone, and level with it "
+        "otherwise: 0.98x (T=1)."
+    )
+    noisy = both("auto", 1.08, 0.98, noise=0.05)
+    assert "no drafter pays here" in story.verdict([*plain, *noisy], "m")[0]
+    slower = [row("auto", "greedy", 1.08, noise=0.03), row("auto", "T=1", 0.9, noise=0.03)]
+    assert "no drafter pays here" in story.verdict([*plain, *slower], "m")[0]
 
 
 def test_the_verdict_says_what_is_missing_where_nothing_pays() -> None:

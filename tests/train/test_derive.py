@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +28,12 @@ from specctl.train.planning import derive as deriving
 from specctl.train.planning.amounts import EPOCHS, FILL, LEAST_STEPS, MOST_EPOCHS
 from specctl.train.planning.data_facts import DataFacts, SomePrompts
 from specctl.train.planning.derive import Derived, derive
+from specctl.train.planning.other_programs import OtherPrograms
 from specctl.train.planning.pace import Pace
 from specctl.train.planning.work import QUESTION_TOKENS
 from specctl.train.products import bf16_gain
 from specctl_testing.runtime.chat_targets import spoken_with
+from specctl_testing.train.known_pace import is_idle
 
 PACE = Pace(once=5.0, answer=0.5, step=2.0, tau=1.0, save=0.1, read=0.001)
 # A million prompts of 20 tokens; answers of 40 tokens, where 48 are the most.
@@ -56,6 +59,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def known_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_idle(monkeypatch)
     monkeypatch.setattr(deriving, "calibrate", lambda *given, **more: PACE)
 
 
@@ -70,6 +74,13 @@ def known_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Facts of data that are not looked at, for a target that is not loaded."""
     facts_are(monkeypatch, FACTS)
     monkeypatch.setattr(deriving, "stand_in", lambda *given: None)
+
+
+def seconds_named(error: RecipeError) -> float:
+    """The time that an error names as long enough."""
+    found = re.match(r"--time (\d+m)", str(error.do))
+    assert found is not None, error.do
+    return seconds_of(found[1])
 
 
 def facts_are(monkeypatch: pytest.MonkeyPatch, facts: DataFacts) -> None:
@@ -218,7 +229,7 @@ def test_three_prompts_are_no_error_where_the_target_writes_the_others(
 def test_a_time_that_is_too_short_names_one_that_is_not(other: Path, prompts: Path) -> None:
     with pytest.raises(RecipeError, match="too short") as caught:
         derived(recipe_of(other, prompts), 20.0)
-    enough = seconds_of(str(caught.value.do).removeprefix("--time "))
+    enough = seconds_named(caught.value)
     assert derived(recipe_of(other, prompts), enough).recipe.train.steps >= LEAST_STEPS
 
 
@@ -234,10 +245,15 @@ def test_a_calibration_ends_where_its_pieces_need_more_than_the_time(
     with pytest.raises(RecipeError, match="too short") as caught:
         derived(recipe_of(other, prompts), 80.0)
     assert str(caught.value.expected).startswith("more than ")
-    assert caught.value.do == "--time 42m"
+    assert caught.value.do == "--time 42m, to leave room for the others"
     with pytest.raises(RecipeError, match="too short") as caught:
         derived(recipe_of(other, prompts), 100.0)
     assert str(caught.value.expected).startswith("at least ")
+    monkeypatch.setattr(OtherPrograms, "share", lambda counted: 0.6)
+    with pytest.raises(RecipeError) as caught:
+        derived(recipe_of(other, prompts), 100.0)
+    assert "other programs kept 60% of the processors busy" in str(caught.value.found)
+    assert "when those have ended" in str(caught.value.do)
 
 
 @pytest.mark.usefixtures("known_data")
@@ -246,7 +262,7 @@ def test_what_is_known_so_far_refuses_no_time_that_is_enough(
 ) -> None:
     with pytest.raises(RecipeError) as caught:
         derived(recipe_of(other, prompts), 20.0)
-    enough = seconds_of(str(caught.value.do).removeprefix("--time "))
+    enough = seconds_named(caught.value)
 
     def piece_by_piece(*given: Any, so_far: Any, **more: Any) -> Pace:
         for known in (replace(PACE, once=0.0, tau=0.0, answer=0.0), replace(PACE, answer=0.0)):

@@ -3,12 +3,13 @@ steps take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specctl.core.errors import RecipeError
 from specctl.recipes.schema import Recipe
 from specctl.train.data.written.self_source import uses_self
 from specctl.train.planning.data_facts import DataFacts
+from specctl.train.planning.other_programs import OtherPrograms
 from specctl.train.planning.pace import Pace
 from specctl.train.planning.stand_in import now
 from specctl.train.planning.work import QUESTION_TOKENS
@@ -78,6 +79,7 @@ class TimeLeft:
     seconds: float
     began: float
     taken: float = 0.0
+    others: OtherPrograms = field(default_factory=OtherPrograms)
 
     def left(self) -> float:
         """Seconds of the run itself: what nobody has spent yet, less what no calibration sees."""
@@ -89,14 +91,22 @@ class TimeLeft:
         if least < self.left():
             return
         need = now() - self.began + self.taken + least / SPENT
-        longer = max(USUAL_SECONDS, 2 * need)  # where nobody knows yet what is enough
+        expected, do = f"at least {minutes(need + 60)}", _whole_minutes(need)
+        if not is_all:
+            expected = f"more than {minutes(need)}, which the pieces measured first need alone"
+            do = f"{_whole_minutes(max(USUAL_SECONDS, 2 * need))}, to leave room for the others"
+        busy = self.others.note()
         raise RecipeError(
             "the time is too short for a drafter of this target",
             where="--time",
-            found=minutes(self.seconds),
-            expected=f"at least {minutes(need + 60)}" if is_all else f"more than {minutes(need)}",
-            do=f"--time {int((need if is_all else longer) / 60) + 2}m",
+            found=minutes(self.seconds) + (f"; {busy}" if busy else ""),
+            expected=expected,
+            do=f"--time {do}" + ("; or the same again when those have ended" if busy else ""),
         )
+
+
+def _whole_minutes(seconds: float) -> str:
+    return f"{int(seconds / 60) + 2}m"
 
 
 def minutes(seconds: float) -> str:

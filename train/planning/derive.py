@@ -134,6 +134,8 @@ def derive(
     pace = replace(pace, answer=share * pace.answer)  # it was measured on the longest answers
     clock.check(deriving.least(facts, pace, seconds), is_all=True)
     deriving.amounts(facts, pace, seconds, clock.left())
+    if busy := clock.others.note():
+        reporter.warn(f"the pace here is that of a busy machine: {busy}")
     parts = [*before, *pace.parts(deriving.recipe, deriving.row_tokens(facts), CALIBRATED)]
     return Derived(deriving.recipe, tuple(deriving.choices), tuple(parts), pace, seconds)
 
