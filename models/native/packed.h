@@ -94,9 +94,89 @@ template <> struct Rows<Packed> {
     }
 };
 
-constexpr int PACKED_ROWS = 4;  // rows by 16 outputs that the registers hold at once
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr int PACKED_ROWS = 8;  // rows by 16 outputs that the registers hold at once
 
-#if defined(__AVX2__) && defined(__F16C__)
+inline __m512 halves(const uint8_t *at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
+}
+template <bool IS_SIGNED> inline __m512 wholes(const uint8_t *at) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(at));
+    return _mm512_cvtepi32_ps(IS_SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
+
+// Of 16 outputs the weights of inputs 4 k on, of 8 bits.
+template <class L> inline __m512i weights_at(const uint8_t *w, int k) {
+    if constexpr (L::LOW == 8) return _mm512_loadu_si512(w + k * 64);
+    const __m512i two = _mm512_loadu_si512(w + k / 2 * 64);
+    const __m512i low = (k % 2 ? _mm512_srli_epi16(two, 4) : two) & _mm512_set1_epi8(15);
+    if constexpr (L::HIGH == 0) return low;
+    const int to = 4, from = L::HIGH == 1 ? k : k % 4 * 2;  // places of the bit in its byte
+    const __m512i all = _mm512_loadu_si512(w + L::HIGHER_AT + (L::HIGH == 2 ? k / 4 * 64 : 0));
+    const __m512i moved = from < to ? _mm512_slli_epi16(all, to - from) : _mm512_srli_epi16(all, from - to);
+    return low | (moved & _mm512_set1_epi8(L::HIGH == 1 ? 16 : 48));
+}
+
+// Sixteen outputs of N rows: out [N, 16]. Meanwhile the next sixteen outputs' weights come.
+template <class L, int N>
+void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool asks, float *out) {
+    const size_t next = asks ? L::strip(x.G) : 0;
+    const ptrdiff_t apart = ptrdiff_t(x.G) * 32;  // rows
+    __m512 sum[N] = {}, front = {}, least_front = {};
+    for (int g = 0; g < x.G; g++, w += L::RECORD) {
+        if (L::HAS_WHOLES && g % L::EVERY == 0) {
+            front = halves(w);
+            if (L::HAS_LEAST) least_front = halves(w + 32);
+            w += L::FRONT;
+        }
+        if (next)
+            for (int line = 0; line < L::RECORD; line += LINE) __builtin_prefetch(w + next + line, 0, CACHE);
+        const int8_t *own = x.numbers + (size_t(r) * x.G + g) * 32;
+        const uint8_t *scales = w + L::WEIGHTS;
+#pragma GCC unroll 2
+        for (int part = 0; part < L::PARTS; part++) {
+            __m512i total[N] = {};
+#pragma GCC unroll 8
+            for (int k = part * 8 / L::PARTS; k < (part + 1) * 8 / L::PARTS; k++) {
+                const __m512i wide = weights_at<L>(w, k);
+                // One factor has no sign: of weights that have one, the input takes it over.
+                const __m512i size = L::LOW == 8 ? _mm512_abs_epi8(wide) : wide;
+                const __mmask64 below = L::LOW == 8 ? _mm512_movepi8_mask(wide) : 0;
+#pragma GCC unroll 8
+                for (int n = 0; n < N; n++) {
+                    int32_t four;
+                    memcpy(&four, own + n * apart + 4 * k, 4);
+                    __m512i row = _mm512_set1_epi32(four);
+                    if (L::LOW == 8) row = _mm512_mask_sub_epi8(row, below, _mm512_setzero_si512(), row);
+                    total[n] = _mm512_dpbusd_epi32(total[n], size, row);
+                }
+            }
+            __m512 scale, least = {};
+            if (L::HAS_WHOLES) {
+                scale = front * wholes<!L::HAS_LEAST>(scales + SIDE * part);
+                if (L::HAS_LEAST) least = -(least_front * wholes<false>(scales + SIDE));
+            } else {
+                scale = halves(scales);
+                if (L::HAS_LEAST) least = halves(scales + 32);
+            }
+            if (L::OFFSET) least = scale * float(-L::OFFSET);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) {
+                const ptrdiff_t at = ptrdiff_t(r + n) * x.G + g;
+                const __m512 both = scale * x.scales[at];
+                sum[n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total[n]), both, sum[n]);
+                if (L::OFFSET || L::HAS_LEAST) {
+                    const float *added = L::PARTS == 2 ? x.halves + 2 * at + part : x.sums + at;
+                    sum[n] = _mm512_fmadd_ps(least, _mm512_set1_ps(*added), sum[n]);
+                }
+            }
+        }
+    }
+    for (int n = 0; n < N; n++) _mm512_storeu_ps(out + n * SIDE, sum[n]);
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+constexpr int PACKED_ROWS = 4;
+
 inline __m256 halves(const uint8_t *at) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
 }
@@ -200,6 +280,8 @@ void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool asks, floa
         for (int m = 0; m < 2; m++) _mm256_storeu_ps(out + n * SIDE + m * 8, sum[n][m]);
 }
 #else
+constexpr int PACKED_ROWS = 4;
+
 inline float half_at(const uint8_t *at) {
     const uint32_t bits = at[0] | at[1] << 8, size = bits >> 10 & 31, rest = bits & 1023;
     const float value = size == 31 ? (rest ? NAN : INFINITY)
@@ -259,12 +341,13 @@ typedef void (*Tile)(const Rows<Packed> &, int, const uint8_t *, bool, float *);
 
 // That of a kind and a number of rows.
 inline Tile tile_of(int32_t kind, int rows) {
-    return with_layout(kind, [=](auto layout) {
-        typedef decltype(layout) L;
-        static constexpr Tile tiles[PACKED_ROWS] = {packed_tile<L, 1>, packed_tile<L, 2>, packed_tile<L, 3>,
-                                                    packed_tile<L, 4>};
-        return tiles[rows - 1];
+    Tile found = nullptr;
+    with_layout(kind, [&](auto layout) {
+        with_constant<PACKED_ROWS>(rows, [&](auto count) {
+            found = packed_tile<decltype(layout), decltype(count)::value>;
+        });
     });
+    return found;
 }
 
 // Outputs [from, to) of all rows.
