@@ -1,13 +1,21 @@
-"""Every drafter that needs no training, and drafts that are models, on a model that people have.
+"""Every drafter that needs no training, drafts that are models, and families trained alike, on a
+model that people have.
 
 Of each drafter, suite and batch one `specctl bench` is run, whose JSON is kept in OUT: what stands
 there is not measured again, so the script may be stopped and started as one likes. Each run decodes
 plainly, too, in turn with the drafter, and its speed-up is over that.
 
+Families (--train) learn the same answers first, each from a recipe that --time derives, in a run
+folder of its own that goes on where it was stopped.
+
     python benchmarks/real_table.py --target SmolLM2-135M-Instruct.Q4_1.gguf --out runs/table \\
         --suites spec-bench=specbench.jsonl,humaneval=humaneval.jsonl
     python benchmarks/real_table.py --target qwen-1.5b.gguf --out runs/pair --suites ... \\
         --drafters prompt-lookup,qwen-0.5b.gguf
+    specctl regenerate --target SmolLM2-135M-Instruct.Q4_1.gguf \\
+        --data prompts.jsonl --prompts 1500 --out runs/answers
+    python benchmarks/real_table.py --target SmolLM2-135M-Instruct.Q4_1.gguf --out runs/trained \\
+        --suites ... --train eagle3,medusa,dflash --data runs/answers/answers.jsonl --time 15m
     python benchmarks/real_table.py --out runs/table --table
 """
 
@@ -56,6 +64,23 @@ def measured(command: list[str], seconds: float) -> dict[str, Any]:
     return {**said["result"], "command": command, "took": time.monotonic() - began}
 
 
+def trained(args: argparse.Namespace) -> list[str]:
+    """The run folders of the families to train; those that failed are left out and named."""
+    folders = []
+    for name in filter(None, args.train.split(",")):
+        folder = args.out / name
+        command = ["train-draft", "--recipe", name, "--target", args.target, "--out", str(folder)]
+        command += ["--data", args.data, "--time", args.time]
+        command += ["--set", f"data.features_at={args.out / 'features'}"]
+        command += [word for one in args.set for word in ("--set", one)]
+        done = subprocess.run([sys.executable, "-m", "specctl", *command])
+        if done.returncode:
+            print(f"{name}: not trained, exit code {done.returncode}", flush=True)
+        else:
+            folders.append(str(folder))
+    return folders
+
+
 def cell(row: dict[str, Any]) -> str:
     spread = row["speedup_error"]
     return f"{row['speedup']:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
@@ -92,7 +117,11 @@ def main() -> None:
     parser.add_argument("--target")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--suites", default="", help="NAME=PATH, with commas")
-    parser.add_argument("--drafters", default=",".join(untrained()))
+    parser.add_argument("--drafters", default=None, help="else all that need no training")
+    parser.add_argument("--train", default="", help="families to train first, with commas")
+    parser.add_argument("--data", help="answers that all of them learn")
+    parser.add_argument("--time", default="15m", help="of the training of each")
+    parser.add_argument("--set", action="append", default=[], help="field of every recipe")
     parser.add_argument("--batches", default="1")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--limit", type=int, default=2, help="questions of a category")
@@ -105,9 +134,14 @@ def main() -> None:
     if args.table:
         print(table(args.out))
         return
-    for suite in args.suites.split(","):
+    drafters = trained(args)
+    if args.drafters is not None:
+        drafters += filter(None, args.drafters.split(","))
+    elif not args.train:
+        drafters = untrained()
+    for suite in filter(None, args.suites.split(",")):
         for batch in args.batches.split(","):
-            for drafter in args.drafters.split(","):
+            for drafter in drafters:
                 name = suite.partition("=")[0]
                 path = args.out / f"{name}-{batch}-{Path(drafter).stem}.json"
                 if path.exists():
