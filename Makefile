@@ -1,7 +1,7 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
 #   make quickstart   environment, then a drafter trained, proved and measured in ten minutes, for a
 #                     real chat model (TARGET=tiny: for the embedded one, without a download)
-#   make test         the test suite
+#   make test         the test suite (make test-fast: a part of it in 90 seconds, between edits)
 # Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md), check (lint, types, tests), real (tests on SmolLM2),
 #   proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
@@ -26,7 +26,7 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs docs-tables locks quickstart test real real-model lint types check proof bench gpu gpu-dry clean former \
+.PHONY: help install dev docs docs-tables locks quickstart test test-fast fast-tier real real-model lint types check proof bench gpu gpu-dry clean former \
   proof-training proof-claims dist-check \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
@@ -113,7 +113,19 @@ quickstart: $(VENV)/.installed
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
   --no-loadscope-reorder --durations=10
 test: $(VENV)/.dev
-	$(PYTEST) -m "not proof"
+	$(PYTEST) -m "not proof" --junitxml=build/tests.xml
+
+# Every drafter's contract at one seed, enumeration, commands: what tests/fast_tier.json leaves of
+# each test, and what is marked `fast`.
+test-fast: $(VENV)/.dev
+	$(PYTEST) -m "not proof" --fast --junitxml=build/fast.xml; [ $$SECONDS -le 90 ] \
+	  || echo "$$SECONDS s are too long for two free cores: make test fast-tier"
+
+# The list anew, from what make test and make test-fast measured here.
+fast-tier: $(VENV)/.dev
+	@[ -e build/tests.xml ] || { echo "nothing is measured yet: make test" >&2; exit 4; }
+	$(BIN)/python tests/specctl_testing/fast_tier.py \
+	  $$(ls -tr $(wildcard build/tests.xml build/fast.xml))
 
 # The tests that need a real model.
 real-model: $(VENV)/.dev $(VENV)/.real
