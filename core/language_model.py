@@ -32,7 +32,7 @@ LEAST_SAVED = 2e7  # multiplications that take as long as a second call of the l
 
 @dataclass(frozen=True, slots=True)
 class LmOut:
-    """logits_BTV (None when not wanted) and taps: hidden_states index -> [B, T, D]."""
+    """logits_BTV (None when not asked for) and taps: hidden_states index -> [B, T, D]."""
 
     logits_BTV: Tensor | None
     taps: Mapping[int, Tensor] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class LmOut:
 @dataclass(frozen=True, slots=True)
 class StackedTaps(Mapping[int, Tensor]):
     """Taps that lie in one tensor, [taps, B, T, D] in the order of `keys_`: to hand them on costs
-    nothing, each is cut out when it is read."""
+    nothing, each is cut out when it is asked for."""
 
     keys_: tuple[int, ...]
     value: Tensor
@@ -95,7 +95,7 @@ class RunMasks(Masks):
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What one forward reads and what it returns: taps, and logits at every fed token, at one
+    """What one forward reads and what it is asked for: taps, and logits at every fed token, at one
     fed index per row (`only`, then [B, 1, V]), or none.
 
     Extra rows: a `residual_BTD` with fewer rows than there are fed tokens stands at the last of
@@ -169,8 +169,8 @@ class ChainRoot:
 class WholeChain:
     """Tokens [B, N] that were likeliest or drawn one behind another, and float32 logits: [B, N] of
     these tokens, or of all choices [B, N, K] where they were drawn from what these are to give.
-    `residual_BND`: behind the last layer at the root and at the tokens that were read, if wanted.
-    `distribution_BNK`: what they were drawn from, if the call has made that."""
+    `residual_BND`: behind the last layer at the root and at the tokens that were read, if asked
+    for. `distribution_BNK`: what they were drawn from, if the call has made that."""
 
     token_BN: Tensor
     logits: Tensor
@@ -250,7 +250,7 @@ class LanguageModel(ABC):
     def resume(self, feed: Feed, exits: ExitStates, kv: SlotKV) -> LmOut | None:
         """The forward of `feed` against the aimed `kv`, begun by drafting: the layers below
         `exits.layer` run at the tokens that drafting has not read, the others at all tokens. None
-        where a whole forward is as fast, or is to return taps below that layer."""
+        where a whole forward is as fast, or is asked for taps below that layer."""
         layer, num_fed = exits.layer, feed.ids_BT.shape[1]
         num_read = min(exits.residual_BMD.shape[1], num_fed)
         if min(feed.taps, default=layer) < layer or feed.residual_BTD is not None:
@@ -289,7 +289,7 @@ class LanguageModel(ABC):
 
     def whole_chain(self, root: ChainRoot, length: int, kv: SlotKV) -> WholeChain | None:
         """`length` tokens behind the root in one call, against the aimed `kv`, which has room for
-        all of them; None where that takes a forward each, or a draw cannot be decided."""
+        all of them; None where that takes a forward each, or a draw cannot be told."""
         return None
 
     @abstractmethod

@@ -30,7 +30,7 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Ma
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 SPAN = 256
 MOST_SHAPES = 96  # kept; each holds the logits of its round
-PATIENCE = 3  # where recordings are not required
+PATIENCE = 3  # where nobody asked for recordings
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RoundShape:
 
 class CompiledLM(LanguageModel):
     """A language model whose rounds are recorded; `backend` is torch.compile's. A shape is recorded
-    at the `patience`-th call: to record costs about three forwards."""
+    when it is asked for the `patience`-th time: to record costs about three forwards."""
 
     def __init__(self, lm: LanguageModel, backend: str = "inductor", patience: int = 1) -> None:
         self.lm, self.backend, self.patience = lm, backend, patience
@@ -92,7 +92,7 @@ class CompiledLM(LanguageModel):
             times = self._asked[shape] = self._asked.get(shape, 0) + 1
             if times < self.patience:
                 return self.lm.run(feed, kv)
-            if len(self._recorded) == MOST_SHAPES:  # the least recently used one goes
+            if len(self._recorded) == MOST_SHAPES:  # the one that was longest not asked for goes
                 oldest = next(iter(self._recorded))
                 del self._recorded[oldest], self._asked[oldest]
             recorded = Recorded(self.lm, kv, shape, self.backend)

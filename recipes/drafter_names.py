@@ -20,7 +20,7 @@ def drafter_names(name: str) -> list[str]:
 
 
 def drafter_words() -> frozenset[str]:
-    """Words that mean a family, a recipe or a target where a drafter is expected, no folder."""
+    """Words that mean a family, a recipe or a target where a drafter is asked for, no folder."""
     return _families().union(recipe_names(), aliases())
 
 
