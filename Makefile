@@ -1,7 +1,7 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
 #   make quickstart   environment, then a drafter trained, proved and measured in ten minutes, for a
 #                     real chat model (TARGET=tiny: for the embedded one, without a download)
-#   make test         the test suite
+#   make test         the test suite (make test-fast: a part of it in 90 seconds, between edits)
 # Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md), check (lint, types, tests), real (tests on SmolLM2),
 #   proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
@@ -26,7 +26,7 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs docs-tables locks quickstart test real real-model lint types check proof bench gpu gpu-dry clean former \
+.PHONY: help install dev docs docs-tables locks quickstart test test-fast fast-tier sanitize real real-model lint types check proof bench gpu gpu-dry clean former \
   proof-training proof-claims dist-check \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
@@ -50,7 +50,7 @@ $(VENV)/.locked: locks/run.lock | $(BIN)/python
 
 # torch before specctl, so that nothing pulls a larger build of it. The CPU build has no hash in our
 # locks: it comes from PyTorch's own index, whose page names it. The default build has one; the CUDA
-# libraries that it asks for are pinned by torch, without a hash.
+# libraries that it needs are pinned by torch, without a hash.
 $(VENV)/.torch: | $(VENV)/.locked
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
 	  echo "installing $(TORCH) (about 200 MB, CPU build; GPU=1 for the default build)"; \
@@ -113,12 +113,51 @@ quickstart: $(VENV)/.installed
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
   --no-loadscope-reorder --durations=10
 test: $(VENV)/.dev
-	$(PYTEST) -m "not proof"
+	$(PYTEST) -m "not proof" --junitxml=build/tests.xml
+
+# Every drafter's contract at one seed, enumeration, commands: what tests/fast_tier.json leaves of
+# each test, and what is marked `fast`.
+test-fast: $(VENV)/.dev
+	PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not proof" --fast --junitxml=build/fast.xml; [ $$SECONDS -le 90 ] \
+	  || echo "$$SECONDS s are too long for two free cores: make test fast-tier"
+
+# The list anew, from what make test and make test-fast measured here.
+fast-tier: $(VENV)/.dev
+	@[ -e build/tests.xml ] || { echo "nothing is measured yet: make test" >&2; exit 4; }
+	$(BIN)/python tests/specctl_testing/fast_tier.py \
+	  $$(ls -tr $(wildcard build/tests.xml build/fast.xml))
 
 # The tests that need a real model.
 real-model: $(VENV)/.dev $(VENV)/.real
 real: real-model
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/real
+
+# The compiled step by its tests, under AddressSanitizer and UBSan: the first wrong access, overflow
+# or warning ends it. `c++` of build/sanitize is what specctl then takes for the compiler; the build
+# takes minutes, so it is made before the tests and kept. MARCH=x86-64-v3: for other registers.
+SANITIZED := build/sanitize
+MARCH ?=
+SANITIZE := -g1 -O0 -Wall -Wextra -Wshadow -Werror -fsanitize=address,undefined \
+  -fno-sanitize=null,object-size -fno-sanitize-recover=all $(if $(MARCH),-march=$(MARCH))
+NATIVE_TESTS := tests/models/test_native.py tests/models/test_native_threads.py \
+  tests/models/test_packed.py tests/drafters/test_fused_kl.py tests/drafters/test_lm_chains.py \
+  tests/runtime/sampling/test_truncation.py tests/runtime/target/test_gguf_packed.py
+LIBRARY = $$(g++ -print-file-name=$(1))
+UNDER_SANITIZERS = $(TEST_ENV) PATH="$(CURDIR)/$(SANITIZED):$$PATH" \
+  XDG_CACHE_HOME="$(CURDIR)/$(SANITIZED)/cache" \
+  LD_PRELOAD="$(call LIBRARY,libasan.so) $(call LIBRARY,libubsan.so) $(call LIBRARY,libstdc++.so.6)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+BUILD_STEP := from specctl.models.native import library as step; step.SECONDS = 1800; \
+  raise SystemExit(step.library().missing or None)
+sanitize: $(VENV)/.dev
+	@mkdir -p $(SANITIZED)
+	@printf '#!/bin/sh\nexec env -u LD_PRELOAD g++ "$$@" $(SANITIZE)\n' > $(SANITIZED)/new
+	@cmp -s $(SANITIZED)/new $(SANITIZED)/c++ || mv $(SANITIZED)/new $(SANITIZED)/c++
+	@chmod +x $(SANITIZED)/c++
+	@rm -f $(SANITIZED)/cache/specctl/native/*.given-up
+	@$(UNDER_SANITIZERS) $(BIN)/python -c '$(BUILD_STEP)'
+	$(UNDER_SANITIZERS) $(BIN)/python -m pytest -q -m "not proof" \
+	  -k "not registers_of_every_width" $(NATIVE_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What is asked of the plain arguments of the API's functions."""
+"""Checks of the plain arguments of the API's functions."""
 
 from __future__ import annotations
 

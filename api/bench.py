@@ -58,7 +58,7 @@ def bench(
     `prompts`: texts, or a Path to a file of them; else the held-out prompts (`num_prompts`, of that
     `domain`). `suites` instead: public question sets by name ("spec-bench", "humaneval", ...), each
     NAME or NAME=PATH, with commas between, at most `limit` questions of every category; questions
-    that follow each other are asked turn by turn. `chat` as in `generate`. `samplings`: else greedy
+    that follow each other are answered in turn. `chat` as in `generate`. `samplings`: else greedy
     and T = 0.8, of suites greedy and T = 1.
     `against`: more baselines, "ngram" (prompt-lookup) and "hf" (transformers' own generate, plain
     and assisted by the same drafters). `drafting` is how to draft, as in `generate`, but lengths
@@ -90,12 +90,12 @@ def bench(
     if samplings is None:
         samplings = SUITE_SAMPLINGS if wanted_suites else DEFAULT_SAMPLINGS
     several = [samplings] if isinstance(samplings, Sampling) else samplings
-    asked = [replace(one, seed=seed, max_new_tokens=max_new_tokens) for one in several]
+    settings = [replace(one, seed=seed, max_new_tokens=max_new_tokens) for one in several]
     contenders = [engine_contender("plain", model, batch=batch)]
     began = time.perf_counter()
     with reporter.task("measuring what a round costs", len(drafts), "drafters") as advance:
         for draft in drafts:
-            contenders.append(_contender(draft, model, batch, ids, asked))
+            contenders.append(_contender(draft, model, batch, ids, settings))
             advance(1, draft.name)
     costs_seconds = time.perf_counter() - began
 
@@ -109,7 +109,7 @@ def bench(
             model,
             contenders,
             material.questions,
-            asked,
+            settings,
             repeats=repeats,
             reporter=reporter,
             so_far=lambda part: so_far(of_material(part)),

@@ -1,4 +1,4 @@
-"""What `bench` asks: questions of public suites, prompts of a file, texts, or held-out prompts."""
+"""The material of `bench`: public suites, prompts of a file, texts, or held-out prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from specctl.api.prompts import Prompt, are_chats, encode_prompts
 from specctl.core.errors import RecipeError, SpecctlError, nearest, one_of_two
 from specctl.core.printable import counted
-from specctl.runtime.measure.questions import Question, asked
+from specctl.runtime.measure.questions import Question, question_of
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.suites import SuiteQuestion, evenly, read_suite
@@ -87,8 +87,8 @@ def _of_suites(
             of = f"{len(chosen):,} of {counted(len(suite.questions), 'question')}"
             how = f"at most {limit:,} of each category, at even distances" if limit else domain
             notes.append(f"{suite.name}: {of} ({how})")
-        asked_, long = _fitting(target, chosen, is_chat, f"{suite.name} " if several else "")
-        found += asked_
+        fitting, long = _fitting(target, chosen, is_chat, f"{suite.name} " if several else "")
+        found += fitting
         if long:
             notes.append(
                 f"{suite.name}: {counted(long, 'question')} left out, longer than the context of "
@@ -136,7 +136,7 @@ def _fitting(
     for one in questions:
         category = prefix + one.category
         if is_chat:
-            question = asked(target, one.turns, category)
+            question = question_of(target, one.turns, category)
         else:
             question = Question(tuple(target.encode(one.text)), category)
         if len(question.ids) < target.spec.max_positions:

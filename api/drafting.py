@@ -95,7 +95,7 @@ class LoadedDraft:
         return found
 
     def _about(self, target: Target, batch: int, sampled: bool) -> dict[str, Any] | None:
-        """All that its costs depend on; None where they cannot be told from another drafter's."""
+        """All that its costs depend on; None where they could be those of another drafter."""
         if not self.source or self.drafter is None or self.policy is None:
             return None
         about = describe(target, self.drafter, self.policy, self.source, batch)

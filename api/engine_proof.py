@@ -69,11 +69,11 @@ class EngineProof(Tabled):
         return Table(("proof", "found"), rows, list(self.faults))
 
     def to_json(self) -> dict[str, Any]:
-        told = {"engine": self.engine, "version": self.version, "passed": self.passed}
-        told |= {"prompts": self.prompts, "new_tokens": self.new_tokens, "length": self.length}
-        told |= {"identical_plain": self.plain, "identical_drafted": self.drafts}
+        fields = {"engine": self.engine, "version": self.version, "passed": self.passed}
+        fields |= {"prompts": self.prompts, "new_tokens": self.new_tokens, "length": self.length}
+        fields |= {"identical_plain": self.plain, "identical_drafted": self.drafts}
         sides = {"there": _figures(self.there), "here": _figures(self.here)}
-        return {**told, "ties": self.ties, **sides, "faults": list(self.faults)}
+        return {**fields, "ties": self.ties, **sides, "faults": list(self.faults)}
 
 
 def _figures(answers: Answers) -> dict[str, Any]:

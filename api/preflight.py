@@ -22,8 +22,8 @@ HALF = "half"  # the first run of `prune --two-step`, which is there before that
 
 
 def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = None) -> None:
-    """The folder, the data and the drafters that every stage of a run has yet to ask for. With
-    `warn`, data that are not there yet are only warned of: a price may be asked for before they
+    """The folder, the data and the drafters that every stage of a run still needs. With
+    `warn`, data that are not there yet are only warned of: a price may be wanted before they
     are."""
     from specctl.train.data.sources import check_source
     from specctl.train.data.written.self_source import check_self

@@ -89,7 +89,7 @@ class Cut:
             )
 
     def wanted(self, recipe: Recipe, shape: LlamaShape | ModelSpec) -> Wanted:
-        """What is asked for, then the recipe's options, as numbers."""
+        """What is requested, then the recipe's options, as numbers."""
         options = recipe.drafter.options
         channels, neurons = parse_width(self.width, shape.hidden_size, shape.intermediate_size)
         heads, kv_heads = parse_heads(self.heads, shape.num_heads, shape.num_kv_heads)
@@ -125,9 +125,9 @@ class PruneJob:
     def request(self) -> dict[str, Any]:
         """What decides the cut, as prune.json keeps it."""
         tree = self.recipe.to_json()
-        asked = {k: v for k, v in asdict(self.cut).items() if k != "heal_steps"}
+        cut = {k: v for k, v in asdict(self.cut).items() if k != "heal_steps"}
         options = self.recipe.drafter.options
-        found = {"target": tree["target"], "data": tree["data"], "options": options, **asked}
+        found = {"target": tree["target"], "data": tree["data"], "options": options, **cut}
         return dict(json.loads(json.dumps(found)))
 
     def data_recipe(self) -> Recipe:
@@ -280,7 +280,7 @@ def _made(
         raise FileError(
             "the folder holds another cut",
             where=str(folder / REPORT),
-            found="a cut that was asked for with other flags",
+            found="a cut with other flags",
             expected="the same flags, or an empty folder",
             do="choose another --out",
         )

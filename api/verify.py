@@ -172,7 +172,7 @@ def prove_draft(
     chat: bool | None = None,
     reporter: Reporter,
 ) -> VerifyResult:
-    """The checks of losslessness on a loaded drafter, where the level asks for them."""
+    """The checks of losslessness on a loaded drafter, where the level includes them."""
     result = VerifyResult(draft.name, level, tuple(stored))
     if level not in PROOFS:
         return result

@@ -161,7 +161,7 @@ def trim_settings(
     max_new_tokens: int,
     temperature: float,
 ) -> tuple[TrimSettings, Selector]:
-    """What was asked for over the recipe's vocab section over the defaults, checked before anything
+    """The given settings over the recipe's vocab section over the defaults, checked before anything
     is loaded."""
     part = _vocab_part(recipe, selector, min_coverage, search, trials)
     wanted = parse_size(str(size)) if size is not None else part.size or "auto"

@@ -21,10 +21,10 @@ Select = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Target logits [R, V] that are computed when rows of them are asked for: the target's last
+    """Target logits [R, V] that are computed when rows of them are read: the target's last
     states and its head. At a large vocabulary they are a hundred times smaller than the logits.
     `log_z_R`, `best_R`: log-normalisers at temperature 1 and most probable ids, where features on
-    disk hold them; of rows that no loss may ask for they are zeros."""
+    disk hold them; of rows that no loss may read they are zeros."""
 
     state_RD: Tensor
     weight_VD: Tensor
@@ -61,7 +61,7 @@ class TrainBatch:
     document_BS   document number, -1 padding   position_BS   position inside the document
     taps          hidden_states index -> [B, S, D] features of the frozen target
     teacher_BSV   target logits (raw, before any temperature) or None
-    teacher_rows  the same as rows b * S + t, computed when asked; for `Needs.teacher_rows`
+    teacher_rows  the same as rows b * S + t, computed when read; for `Needs.teacher_rows`
     select        which rows the losses over this batch may sum; None: all of them
     progress      share of the training steps that lie behind, for what changes on the way
     part          the stretch of every row that is to be computed here; None: all of it

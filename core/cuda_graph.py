@@ -1,4 +1,4 @@
-"""CUDA graphs: what a call asks of the GPU, recorded once and started as a whole."""
+"""CUDA graphs: what a call does on the GPU, recorded once and started as a whole."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from specctl.core.errors import FileError, ResourceError
 
-SLACK = 1.2  # free space asked for, times the size of what will be written
+SLACK = 1.2  # free space required, times the size of what will be written
 
 
 class Disk:
-    """What a save asks of the operating system."""
+    """What a save needs of the operating system."""
 
     def free(self, folder: Path) -> int:
         """Bytes that an ordinary user may still write."""

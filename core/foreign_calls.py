@@ -11,7 +11,7 @@ REFUSALS = (TypeError, ValueError, OverflowError, RecursionError)  # UnicodeEnco
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust gave up: such an error is no Exception, and ends a program that does not ask."""
+    """Whether Rust gave up: such an error is no Exception, and ends an unprepared program."""
     return type(error).__name__ == "PanicException"
 
 

@@ -1,4 +1,4 @@
-"""Whether the hub may be asked, what says so, and the way on where it may not."""
+"""Whether the hub may be used, what says so, and the way on where it may not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 
 
 def go_offline() -> None:
-    """Never ask the hub, in this process and those it starts: neither for models nor for data.
+    """Never use the hub, in this process and those it starts: neither for models nor for data.
     To be called before transformers or datasets is imported."""
     wanted = (VARIABLES[0], DATA_VARIABLE)
     if not os.environ.get(_BY_FLAG):
@@ -23,7 +23,7 @@ def go_offline() -> None:
 
 
 def forbidden_by(is_data: bool = False) -> list[str]:
-    """All that forbids to ask the hub, the flag or variables of the environment. `is_data`: for a
+    """All that forbids the hub, the flag or variables of the environment. `is_data`: for a
     data set."""
     names = (*VARIABLES, DATA_VARIABLE) if is_data else VARIABLES
     by_flag = os.environ.get(_BY_FLAG, "").split()
@@ -32,7 +32,7 @@ def forbidden_by(is_data: bool = False) -> list[str]:
 
 
 def way_online(forbidden: Sequence[str]) -> str:
-    """How to let the hub be asked where these forbid it."""
+    """How to allow the hub where these forbid it."""
     names = [name for name in forbidden if name != FLAG]
     parts = [f"leave out {FLAG}"] if FLAG in forbidden else []
     parts += [f"unset {' '.join(names)}"] if names else []

@@ -1,7 +1,7 @@
 """The distribution that this program is installed as, and the commands that install more of it.
 
 On the package index `specctl` is another project, which brings a command and an import package of
-the same name. Ours has a name of its own, and is told from others by what its command starts.
+the same name. Ours has a name of its own, and is known from others by what its command starts.
 """
 
 from __future__ import annotations

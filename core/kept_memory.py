@@ -1,7 +1,7 @@
 """Freed memory stays with the process, where tensors of the same sizes come and go.
 
 glibc gives large blocks back to the system as soon as they are free, and every page that it takes
-again is zeroed by the kernel when it is first touched. A step of training on a CPU asks for the
+again is zeroed by the kernel when it is first touched. A step of training on a CPU needs the
 same blocks as the step before: one of recipe dflash met 4,200 to 6,800 such pages and took 1.05,
 1.07 and 1.26 s, kept 1.03, 1.01 and 1.20 s (three pairs of runs, one thread, a virtual machine); a
 step of EAGLE-3 on SmolLM2-135M in bfloat16 takes a quarter longer where nothing is kept.

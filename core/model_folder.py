@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
     "tekken.json", "qwen.tiktoken", "tiktoken.model",
 )  # fmt: skip
 NEAR = 0.7  # a name less alike than this is another
-# What a library may read of a model's folder, which is not told one by one.
+# What a library may read of a model's folder, which is not listed one by one.
 READ_SUFFIXES = frozenset(
     [".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".tokenizer", ".spm", ".bpe"]
 )

@@ -76,7 +76,7 @@ class DraftTree:
                  nodes, down to `probe_depth`; where such a node is padding, they mean nothing
     probe_BMD    what is fed at the probes in front of the first layer, instead of the embeddings
                  of their tokens (None: those)
-    forced_BN    nodes taken without asking the target, one below a parent at most; only from
+    forced_BN    nodes taken without the target, one below a parent at most; only from
                  drafters that call themselves approximate
     exits        of a chain: what drafting has computed of the target's own lower layers
     """

@@ -31,6 +31,7 @@ from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.ngram_distributions import learning_scope
 
 LEVELS = "WSL"
+BUILT_MIB = 512
 FILES = {"S": "model.", "L": "statistics."}
 
 
@@ -40,7 +41,7 @@ class HierarchyOptions:
     `order` (some letters of WSL). `scope` says whose answers S counts where it did not come with
     the drafter (request, conversation, process); W is the row's own in every scope. `learns`: which
     database `specctl datastore` fills, L or S. `max_mib` caps each database that is written while
-    drafting, `built_mib` S and L as built."""
+    drafting; S and L as built have 512 MiB at most."""
 
     span: int = 4
     guesses: int = 7
@@ -49,7 +50,6 @@ class HierarchyOptions:
     scope: str = Scope.REQUEST
     learns: str = "L"
     max_mib: int = 32
-    built_mib: int = 512
 
     def __post_init__(self) -> None:
         known = set(self.order) <= set(LEVELS) and len(set(self.order)) == len(self.order)
@@ -85,7 +85,7 @@ class Hierarchy(Drafter):
         super().__init__(options, spec, vocab)
         self.offline: dict[str, NgramStore] = {}
         self.limits = StoreLimits(options.max_mib << 20, options.guesses)
-        self.built = replace(self.limits, max_bytes=options.built_mib << 20)
+        self.built = replace(self.limits, max_bytes=BUILT_MIB << 20)
         self.registry = NgramStores(learning_scope(options.scope), self.limits)
 
     def open(self, space: Space) -> HierarchyState:

@@ -43,30 +43,30 @@ from specctl.drafters.states.ngram_distributions import (
 from specctl.drafters.states.tree_layout import aim_cache
 from specctl.models.fast_llama import FastLlama
 
+PENALTY = 200.0  # of the formula above
 TOPK = 4  # tokens kept of each of the target's distributions
 
 
 @dataclass(frozen=True, slots=True)
 class SuperposedOptions(SmallLmOptions):
-    """Those of small-lm and the symbols of the formula above: `paths`, `candidates`, `alpha`,
-    `penalty`, and `weights` of n-gram contexts of 1, 2, ... tokens. `scope`: whose distributions
-    may help whom."""
+    """Those of small-lm and the symbols of the formula above: `paths`, `candidates`, `alpha`
+    and `weights` of n-gram contexts of 1, 2, ... tokens. `scope`: whose distributions may help
+    whom."""
 
     paths: int = 3
     candidates: int = 9
     alpha: float = 0.54
     weights: tuple[float, ...] = (0.01, 0.04, 0.15, 0.18, 0.12)
-    penalty: float = 200.0
     scope: str = Scope.REQUEST
     max_mib: int = 32
 
     def __post_init__(self) -> None:
         SmallLmOptions.__post_init__(self)
         sizes = min(self.paths, self.candidates, len(self.weights)) >= 1
-        is_right = sizes and 0.0 <= self.alpha <= 1.0 and self.penalty >= 0
+        is_right = sizes and 0.0 <= self.alpha <= 1.0
         is_right = is_right and min(self.weights, default=0) > 0
-        names = ("paths", "candidates", "alpha", "weights", "penalty")
-        expected = "counts of 1 or more, alpha 0 to 1, positive weights, penalty 0 or more"
+        names = ("paths", "candidates", "alpha", "weights")
+        expected = "counts of 1 or more, alpha 0 to 1, positive weights"
         check_options(self, is_right, names, expected)
 
 
@@ -188,7 +188,7 @@ class SuperposedState(StoredState, LmState):
         gram_BMC = self._ngrams(view, token_BC, texts)
         logp_B1C, alpha = best.values[:, None], self.options.alpha
         known_BMC = (1.0 - alpha) * logp_B1C + alpha * gram_BMC.clamp(min=1e-30).log()
-        gain_BMC = torch.where(gram_BMC > 0, known_BMC, logp_B1C - self.options.penalty)
+        gain_BMC = torch.where(gram_BMC > 0, known_BMC, logp_B1C - PENALTY)
         pairs = (level.score_BM[:, :, None] + gain_BMC).flatten(1)
         kept, C = pairs.topk(level.token_BM.shape[1], dim=-1), token_BC.shape[1]
         return BeamLevel(token_BC.gather(1, kept.indices % C), kept.indices // C, kept.values)

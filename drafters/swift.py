@@ -31,6 +31,7 @@ from specctl.drafters.retrieval.store_registry import RowStores, Scope, StoredSt
 from specctl.drafters.states.borrowed_state import BorrowedState, shadow_logits
 
 BAYES_EVERY, CANDIDATES, KAPPA, NOISE = 25, 256, 2.5, 1e-2
+PATIENCE = 300  # sets that are tried without progress
 REMEMBERED = 300  # sets that the Gaussian process is fitted to
 Many = Annotated[int, Within(most=1_000_000)]
 SCOPES = (Scope.REQUEST, Scope.CONVERSATION, Scope.PROCESS)
@@ -40,13 +41,12 @@ SCOPES = (Scope.REQUEST, Scope.CONVERSATION, Scope.PROCESS)
 class SwiftOptions(Options):
     """`ratio` of the attentions and MLPs between first and last layer are left out. A set is tried
     every `every` tokens on the newest `window`; the search ends at a score of `enough`, after
-    `patience` sets without progress or `trials` in all. `scope` says whose search may help whom."""
+    300 sets without progress or `trials` in all. `scope` says whose search may help whom."""
 
     ratio: float = 0.45
     window: Many = 32
     every: Many = 8
     enough: float = 0.95
-    patience: Many = 300
     trials: Many = 1000
     scope: Annotated[str, OneOf(SCOPES)] = Scope.REQUEST
 
@@ -82,7 +82,7 @@ class LayerSearch:
     def is_over(self) -> bool:
         options = self.options
         is_good = self.score >= options.enough or self.num_layers < 3
-        return is_good or self.idle >= options.patience or self.trials >= options.trials
+        return is_good or self.idle >= PATIENCE or self.trials >= options.trials
 
     def proposal(self) -> SubLayers:
         """The set to be tried next; the present one where it has no score yet."""

@@ -75,7 +75,7 @@ def change_of(model: Any) -> str | None:
     if not _is_library(type(model).__module__):
         return f"class {type(model).__name__} of {type(model).__module__}"
     config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"  # others may ask for a library
+    config._attn_implementation = "eager"  # others may need a library
     with torch.device("meta"):
         fresh = type(model)(config)
     theirs, ours = dict(model.named_modules()), dict(fresh.named_modules())

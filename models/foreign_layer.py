@@ -144,7 +144,7 @@ def _refused(found: str) -> IncompatibleError:
 
 class ForeignLayer(nn.Module):
     """The layer, with the parameter names that transformers gives it. What is beside it in such a
-    model is here as well, outside the module: `norm` to be copied, `rotary` to be asked."""
+    model is here as well, outside the module: `norm` to be copied, `rotary` to be called."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def from_published(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     named = {FIRST + name: tensor for name, tensor in tensors.items()}
     kind = type(_meta_model(config))
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # it has no embedding and no head, which nobody asks for
+    logging.set_verbosity_error()  # it has no embedding and no head, which nothing needs
     logging.disable_progress_bar()
     try:
         model = kind.from_pretrained(

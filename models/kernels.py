@@ -126,7 +126,7 @@ def kept_scalar(value: float, dtype: torch.dtype) -> Tensor:
 def additive_mask(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """[B, 1, group * T, L]: a bool mask as scores to add (0 or -inf), repeated for folded heads.
     One conversion a forward is cheaper than one a layer inside the attention kernel. On a GPU the
-    mask as it is, where no gradient is asked for: our kernel reads it so."""
+    mask as it is, where no gradient is needed: our kernel reads it so."""
     if mask.device.type == "cuda" and not torch.is_grad_enabled():
         return mask
     hidden = torch.zeros((), dtype=dtype, device=mask.device)

@@ -226,7 +226,7 @@ class LlamaModel(nn.Module):
         return self.model.embed_tokens.weight if self.shape.tied else self.lm_head.weight
 
     def lent_head(self) -> Tensor | Callable[[], Tensor]:
-        """The output head for a drafter; what is packed is widened when one asks for it."""
+        """The output head for a drafter; what is packed is widened for it."""
         weight, own = self.head_weight, self.packs.packed
         return weight.detach() if own is None or self.shape.tied else cache(own.head.widened)
 
@@ -338,7 +338,7 @@ class LlamaModel(nn.Module):
 
     def _has_room(self) -> bool:
         weight = self.head_weight
-        if weight.is_meta or isinstance(weight, FakeTensor):  # only its shape is asked for
+        if weight.is_meta or isinstance(weight, FakeTensor):  # only its shape is needed
             return False
         if weight.device.type == "cuda":
             return True  # nothing is copied there

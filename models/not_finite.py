@@ -1,4 +1,4 @@
-"""Logits that are no numbers: how they are told, where they come from, and the error that says so.
+"""Logits that are no numbers: how they are known, where they come from, and the error that says so.
 
 A row of logits is bad if it holds NaN or +inf, or nothing but -inf; -inf beside numbers is how
 models mask ids of their padding. All three show in the row's largest logit. Where they come from is
@@ -126,7 +126,7 @@ def damaged_weights(module: nn.Module) -> list[tuple[str, int]]:
 @torch.no_grad()
 def first_bad_layer(lm: LanguageModel, tokens: Sequence[int]) -> str:
     """Whose output is the first that is not finite when this text is read once more: the part, its
-    layer and its type. "" where that cannot be told: all are finite, as another kernel may round
+    layer and its type. "" where that is unknown: all are finite, as another kernel may round
     otherwise, or the layers are spread over processes, of which this one must not read alone."""
     lm = lm.lm if isinstance(lm, CompiledLM) else lm
     if is_parallel(lm.module):

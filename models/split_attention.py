@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Attention of few queries over a long cache on CUDA, as a round asks for it.
+"""Attention of few queries over a long cache on CUDA, as in a round of decoding.
 
 PyTorch's kernels do not fit: the one of cuDNN plans anew for every length of the cache (178 ms each
 on an H200), flash takes no mask of a tree and reads keys and values once for every query head, and
@@ -49,7 +49,7 @@ def _partly(
     t, h = (row % T).to(tl.int64), j * group + row // T
     e = tl.arange(0, E)
     at_query = query + b * query_b + h[:, None] * query_h + t[:, None] * query_t + e[None, :]
-    asked = tl.load(at_query, mask=is_row[:, None], other=0.0)
+    q = tl.load(at_query, mask=is_row[:, None], other=0.0)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, E], tl.float32)
@@ -64,7 +64,7 @@ def _partly(
         if IS_MASKED:
             at_mask = mask + b * mask_b + t[:, None] * mask_t + at[None, :]
             is_seen = is_seen & (tl.load(at_mask, mask=is_seen, other=0) != 0)
-        score = tl.dot(asked, k, input_precision=PRECISION) * scale
+        score = tl.dot(q, k, input_precision=PRECISION) * scale
         score = tl.where(is_seen, score, float("-inf"))
         better = tl.maximum(best, tl.max(score, 1))
         finite = tl.where(better == float("-inf"), 0.0, better)

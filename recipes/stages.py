@@ -33,7 +33,7 @@ def runs_of(recipe: Recipe) -> list[Recipe]:
 
 
 def references(recipe: Recipe) -> list[str]:
-    """The stages whose folders a stage's recipe asks for."""
+    """The stages whose folders a stage's recipe names."""
     leaves = flatten(recipe.to_json()).values()
     return [v.removeprefix(PREFIX) for v in leaves if isinstance(v, str) and v.startswith(PREFIX)]
 

@@ -162,7 +162,7 @@ def _a_file(path: Path) -> SpecctlError:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the hub is to be asked for that name, OWNER/NAME: it is no place on this machine, nor
+    """Whether to look that name up on the hub, OWNER/NAME: it is no place on this machine, nor
     would it be one in `runs`, where every example has its folder."""
     path = Path(name).expanduser()
     is_place = path.exists() or path.parent.is_dir() or path.parent.name == "runs"
@@ -170,7 +170,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether the hub is to be asked for that name: a repository's, or of one of its GGUF files."""
+    """Whether to look that name up on the hub: a repository's, or of one of its GGUF files."""
     one = HUB_GGUF.fullmatch(name)
     is_one = one is not None and not Path(name).expanduser().exists()
     return is_hub_id(one["repo"] if one is not None and is_one else name)

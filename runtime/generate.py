@@ -69,7 +69,7 @@ def check_greedy(rule: str, sampling: Sampling) -> None:
 
 
 def default_policy(drafter: Drafter | None) -> Policy:
-    """What the drafter's family asks for first."""
+    """The first policy of the drafter's family."""
     if drafter is None:
         return make_policy({"policy": "direct"})
     names = drafter.policies or family(drafter.family).policies
@@ -111,14 +111,14 @@ def generate(
     else:
         engine = Engine(target, drafter, policy, rule, num_slots=slots, chooser=chooser)
     started = time.perf_counter()
-    told: dict[int, int] = {}  # prompt -> accepted tokens of the rounds before
+    reported: dict[int, int] = {}  # prompt -> accepted tokens of the rounds before
 
     def report(row: Row, new: tuple[int, ...]) -> None:
         if on_tokens is not None:
             on_tokens(row.index, new)
         if on_round is not None:
-            accepted = row.stats.accepted - told.get(row.index, 0)
-            told[row.index] = row.stats.accepted
+            accepted = row.stats.accepted - reported.get(row.index, 0)
+            reported[row.index] = row.stats.accepted
             on_round(row.index, new, min(accepted, len(new)))
 
     completions = engine.run(requests, report)

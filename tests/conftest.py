@@ -12,12 +12,24 @@ import pytest
 from specctl.cli.app.console import Console
 from specctl.runtime.target.target import Target
 from specctl_testing.cli.next_lines import wrong_lines
+from specctl_testing.fast_tier import parted
 from specctl_testing.models import build_model
 
 # A shell that starts the tests in the background hands down an ignored Ctrl-C; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):  # so does nohup with a hang-up
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="the tests of make test-fast alone")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k: a part of what they leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("fast"):
+        items[:], others = parted(items)
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")

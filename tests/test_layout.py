@@ -194,6 +194,29 @@ def test_the_embedded_target_is_small_enough_to_ship() -> None:
     assert weights <= 16 * 2**20
 
 
+def unreached(scripts: dict[str, str], readers: str) -> set[str]:
+    """Scripts (name -> source) that the readers do not name, nor any script that they lead to."""
+    left, texts = dict(scripts), [readers]
+    while texts:
+        text = texts.pop()
+        named = set(re.findall(r"(\w+)\.py\b|^(?:import|from) (\w+)", text, re.M))
+        texts += [left.pop(name) for name in {n for pair in named for n in pair} & set(left)]
+    return set(left)
+
+
+def test_every_benchmark_is_named_by_a_page_a_make_target_or_a_test() -> None:
+    scripts = {p.stem: p.read_text(encoding="utf-8") for p in (ROOT / "benchmarks").rglob("*.py")}
+    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md")]
+    readers = [*pages, *sources("tests")]
+    found = unreached(scripts, "\n".join(p.read_text(encoding="utf-8") for p in readers))
+    assert not found, f"nothing names these; remove them, the history keeps them: {sorted(found)}"
+
+
+def test_a_benchmark_that_nothing_names_would_be_seen() -> None:
+    scripts = {"a": "from b import x", "b": "runs c.py", "c": "", "d": "import a", "e": "e.py"}
+    assert unreached(scripts, "make: python benchmarks/a.py") == {"d", "e"}
+
+
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -102,6 +103,15 @@ def test_the_makefile_installs_by_hash_before_anything_may_resolve() -> None:
     [least] = [Requirement(line).specifier for line in build]
     assert least.contains(Version(locked("run")["setuptools"]))
     assert text.count("--no-build-isolation -e") == 3
+
+
+def test_the_pythons_that_are_claimed_are_those_that_ci_runs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name = "Programming Language :: Python :: "
+    claimed = [c.removeprefix(name) for c in project["classifiers"] if c.startswith(name)]
+    ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert claimed == ci["jobs"]["check"]["strategy"]["matrix"]["python"]
+    assert project["requires-python"] == f">={claimed[0]}"
 
 
 def test_no_lock_names_a_place_to_download_from() -> None:

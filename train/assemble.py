@@ -130,8 +130,8 @@ def _names(named: dict[str, torch.nn.Parameter], most: int = 6) -> str:
 def check_answers(recipe: Recipe, target: Target) -> None:
     """A target that is only read writes no answers, and drafts nothing."""
     data = recipe.data
-    asked = data.on_policy or (data.regenerate and not data.endpoint)
-    if target.can_run or not asked:
+    writes = data.on_policy or (data.regenerate and not data.endpoint)
+    if target.can_run or not writes:
         return
     raise RecipeError(
         f"target {target.name} can be read here, but not run, so it writes no answers",

@@ -24,8 +24,8 @@ COMPARING = ("highest", "lowest")
 
 
 class Selection:
-    """Puts into a batch which of its tokens shall be learned. Asks the reference beforehand, loss
-    by loss, in the order in which the drafter's own losses will ask."""
+    """Puts into a batch which of its tokens shall be learned. Reads the reference beforehand, loss
+    by loss, in the order in which the drafter's own losses come."""
 
     def __init__(self, rule: str, share: float, seed: int, reference: Drafter | None) -> None:
         self.rule, self.share, self.seed, self.reference = rule, share, seed, reference
@@ -92,9 +92,9 @@ def selection_of(train: TrainPart, drafter: Drafter, reference: Drafter | None) 
             check_reference(reference, drafter, train.reference or "OUT/reference")
         return Selection(train.select, train.select_share, train.seed, reference)
     raise RecipeError(
-        "tokens are selected by how far the drafter is off the target, and this loss never asks it",
+        "tokens are selected by how far the drafter is off the target, and this loss ignores it",
         found=f"train.select: {train.select}, loss ce",
-        expected="a loss that asks the target: kl, rkl, jsd, tv, lk_alpha, lk_hybrid",
+        expected="a loss that reads the target: kl, rkl, jsd, tv, lk_alpha, lk_hybrid",
         do="--set drafter.options.loss=kl",
         where="train.select",
     )

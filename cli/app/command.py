@@ -299,8 +299,8 @@ def _check_numbers(ctx: typer.Context, option: inspect.Parameter, value: Any) ->
     for number in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(number, (int, float)) and not abs(number) <= min(most, sys.float_info.max):
             flag: Any = next(p for p in ctx.command.params if p.name == option.name)
-            told = f"{number} is not a finite number of at most {MOST:,}"
-            raise typer.BadParameter(told, ctx=ctx, param=flag)
+            wrong = f"{number} is not a finite number of at most {MOST:,}"
+            raise typer.BadParameter(wrong, ctx=ctx, param=flag)
 
 
 def _refuse_both_ways(order: Sequence[Any], words: Sequence[str]) -> None:

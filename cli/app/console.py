@@ -1,6 +1,6 @@
 """Console: the one place where commands speak. Results go to stdout, everything else to stderr.
 
-Names and messages of others are `printable` wherever they are shown. Text that was asked for
+Names and messages of others are `printable` wherever they are shown. Text that was requested
 (`write`) goes into a pipe byte for byte; on a terminal it is printable, too.
 
 With --json nothing but one object is written to stdout:
@@ -121,7 +121,7 @@ class Console:
     # -- the result --------------------------------------------------------------------------------
 
     def write(self, text: str) -> None:
-        """A piece of the text that was asked for, as it comes."""
+        """A piece of the requested text, as it comes."""
         self._send(printable(text) if self.stdout.isatty() else text)
 
     def colour(self, sequence: str) -> None:

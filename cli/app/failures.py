@@ -60,7 +60,7 @@ MEANT_FLAGS = {
 WORD_FLAGS = {"--draft", "-d", "--drafter", "--package", "--path", "--run", "--model", "--name"}
 PROMPT_FLAGS = {"--prompt", "-p", "--text"}
 
-_HEARD: list[int] = []  # the signal that unwinds this command
+_SIGNALS: list[int] = []  # the signal that unwinds this command
 
 
 class Terminated(KeyboardInterrupt):
@@ -80,7 +80,7 @@ def listen() -> None:
     def unwind(number: int, frame: object) -> None:
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, end)
-        _HEARD.append(number)
+        _SIGNALS.append(number)
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -114,18 +114,18 @@ def handle(error: BaseException, console: Console) -> int:
         return Exit.USAGE  # the help that it brings has been shown
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    told = as_told(error, console.command)
-    if _HEARD and (told is None or told.exit != Exit.INTERRUPTED):
+    shown = shown_error(error, console.command)
+    if _SIGNALS and (shown is None or shown.exit != Exit.INTERRUPTED):
         return _interrupted(error, console)  # a library put its own error in the place of ours
-    if told is None:
+    if shown is None:
         return _bug(error, console)
-    if told.exit == Exit.INTERRUPTED and not told.found:
-        told.found = console.kept() or "nothing was written yet"
-    console.fail(told)
+    if shown.exit == Exit.INTERRUPTED and not shown.found:
+        shown.found = console.kept() or "nothing was written yet"
+    console.fail(shown)
     is_plain = isinstance(error, (SpecctlError, USAGE_ERROR)) and error.__cause__ is None
     if console.verbose and not is_plain:
         console.say("".join(traceback.format_exception(error)))
-    return int(told.exit)
+    return int(shown.exit)
 
 
 def _interrupted(error: BaseException, console: Console) -> int:
@@ -133,23 +133,23 @@ def _interrupted(error: BaseException, console: Console) -> int:
     command = shlex.join(["specctl", *sys.argv[1:]])
     kept = console.kept()
     if kept is not None:
-        told = SpecctlError("stopped on request", found=kept, do=command, exit=Exit.INTERRUPTED)
-        console.fail(told)
-        return int(told.exit)
+        shown = SpecctlError("stopped on request", found=kept, do=command, exit=Exit.INTERRUPTED)
+        console.fail(shown)
+        return int(shown.exit)
     written = "what was done until then is written; " if console.result else ""
     remains = console.remains() or "nothing was saved"
-    is_terminated = Terminated in (type(error), type(error.__cause__)) or signal.SIGTERM in _HEARD
-    told = SpecctlError(
+    is_terminated = Terminated in (type(error), type(error.__cause__)) or signal.SIGTERM in _SIGNALS
+    shown = SpecctlError(
         "terminated" if is_terminated else "interrupted",
         found=f"{written}{remains}",
         do=command,
     )
     code = TERMINATED if is_terminated else INTERRUPTED
-    console.fail(told, code)
+    console.fail(shown, code)
     return code
 
 
-def as_told(error: BaseException, command: str = "specctl") -> SpecctlError | None:
+def shown_error(error: BaseException, command: str = "specctl") -> SpecctlError | None:
     """The error as a user meets it; None for a bug of ours."""
     if isinstance(error, SpecctlError):
         return error
@@ -274,7 +274,7 @@ def near_flag(wanted: str, params: Iterable[Any]) -> str:
 
 
 def _bug(error: BaseException, console: Console) -> int:
-    """A fault of specctl: the trace goes to a file; the user is told how to report it."""
+    """A fault of specctl: the trace goes to a file; with how to report it."""
     text = "".join(traceback.format_exception(error))
     lines = [f"specctl {' '.join(sys.argv[1:])}", f"python {sys.version.split()[0]}", "", text]
     folder = tempfile.gettempdir()

@@ -78,15 +78,15 @@ def relaunch(arguments: Sequence[str], processes: int, is_cpu: bool, parallel: s
 
 
 def _hand_on(process: subprocess.Popen[bytes]) -> None:
-    """From now on the signals that ask this process to stop ask the others. Of hang-ups the first
+    """From now on the signals that stop this process stop the others. Of hang-ups the first
     alone, as SIGTERM: those of a shell and of its terminal arrive together."""
-    heard: list[int] = []
+    hangups: list[int] = []
 
     def hand_on(number: int, frame: object) -> None:
         if number != HANGUP:
             process.send_signal(number)
-        elif not heard:
-            heard.append(number)
+        elif not hangups:
+            hangups.append(number)
             leave_terminal()
             process.send_signal(signal.SIGTERM)
 

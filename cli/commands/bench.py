@@ -20,8 +20,8 @@ from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.options.flags import DRAFTING, Compile, Seed
 from specctl.cli.options.loading import DraftingFlags
 from specctl.cli.options.measuring import (
-    AskedFlags,
     Batch,
+    QuestionFlags,
     Repeats,
     TokensEach,
     WrittenFlags,
@@ -45,7 +45,7 @@ COMPARISONS = {">=": float.__ge__, "<=": float.__le__, ">": float.__gt__, "<": f
 def bench(
     console: Console,
     drafting: DraftingFlags,
-    asked: AskedFlags,
+    questions: QuestionFlags,
     written: WrittenFlags,
     target: TargetChoice = OWN_TARGET,
     drafters: Annotated[
@@ -130,8 +130,8 @@ def bench(
     console.say(loading(target))
     began = time.perf_counter()
     model = target.load(console, compiled)
-    tell_chat(console, model, asked.chat)
-    heats = temperature or ((0.0, 1.0) if asked.suites else (0.0, 0.8))
+    tell_chat(console, model, questions.chat)
+    heats = temperature or ((0.0, 1.0) if questions.suites else (0.0, 0.8))
     samplings = _samplings(console, model, generation_config, temperature, heats)
     drafts = [drafting.of(n).load(model) for n in names or DEFAULT_DRAFTS]
     for loaded in drafts:
@@ -140,12 +140,12 @@ def bench(
     report = bench_(
         model,
         drafts,
-        prompts=asked.prompts,
-        suites=asked.suites,
-        num_prompts=asked.num_prompts,
-        limit=asked.limit,
-        domain=asked.domain,
-        chat=asked.chat,
+        prompts=questions.prompts,
+        suites=questions.suites,
+        num_prompts=questions.num_prompts,
+        limit=questions.limit,
+        domain=questions.domain,
+        chat=questions.chat,
         samplings=samplings,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -161,7 +161,7 @@ def bench(
     console.result = result
     _write(console, report, result, written)
     check_gates(report.rows, gates)
-    following = _next(report, [d.name for d in drafts], target, drafting, asked)
+    following = _next(report, [d.name for d in drafts], target, drafting, questions)
     console.done(result, next=[following])
 
 
@@ -176,7 +176,7 @@ def _show(console: Console, report: BenchReport) -> None:
 def _write(
     console: Console, report: BenchReport, result: dict[str, Any], written: WrittenFlags
 ) -> None:
-    """The files that were asked for."""
+    """The files that were requested."""
     if written.out is not None:
         write_report(written.out, result)
     if written.plot is not None:
@@ -241,7 +241,7 @@ def _samplings(
     default: Sequence[float] = (0.0, 0.8),
 ) -> list[Sampling]:
     """What is measured: each temperature that was given, else the default ones, or what the
-    target's generation_config.json asks for where that is followed."""
+    target's generation_config.json sets where that is followed."""
     from specctl.runtime.sampling.generation_config import SETTINGS
     from specctl.runtime.sampling.sampling import Sampling
 
@@ -292,7 +292,7 @@ def _next(
     drafts: Sequence[str],
     target: TargetChoice,
     drafting: DraftingFlags,
-    asked: AskedFlags | None = None,
+    questions: QuestionFlags | None = None,
 ) -> str:
     """The winner where there is one; where that is doubtful, a measurement that says more; else how
     to train a drafter. Other baselines, and a drafter that stands there twice, are no name of a
@@ -302,12 +302,14 @@ def _next(
     if winners:
         best = max(winners, key=lambda row: row.speedup)
         words = [*target.words(), "--draft", best.name, *drafting.words()]
-        return with_text("generate", *words, *chat_words(asked.chat if asked else None))
+        return with_text("generate", *words, *chat_words(questions.chat if questions else None))
     if not any(row.doubts for row in drafted):
         return command_line("train-draft", *target.training_words(), "--recipe", "distill")
     names = dict.fromkeys(row.name for row in drafted)
     prompts, tokens = max(12, 2 * report.num_prompts), max(64, report.new_tokens)
-    which = ["--num-prompts", prompts] if not report.suites or asked is None else asked.words()
+    which: list[Any] = ["--num-prompts", prompts]
+    if report.suites and questions is not None:
+        which = questions.words()
     more = ("--max-new-tokens", tokens, "--repeats", report.repeats + 2)
-    spoken = chat_words(asked.chat if asked else None)
+    spoken = chat_words(questions.chat if questions else None)
     return command_line("bench", *target.words(), *names, *which, *more, *spoken)

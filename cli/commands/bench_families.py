@@ -23,7 +23,7 @@ from specctl.api.families import check_options, family_infos
 from specctl.api.outputs import check_folder, check_plot
 from specctl.api.targets import inflated_note, target_json
 from specctl.cli.app.console import Console
-from specctl.cli.app.failures import as_told
+from specctl.cli.app.failures import shown_error
 from specctl.cli.app.follow_up import with_text
 from specctl.cli.commands.family_tables import show_tables
 from specctl.cli.options.flags import Compile, Seed, Sets
@@ -446,10 +446,10 @@ def _rounded(value: float | None) -> float | None:
 
 def explained(error: Exception) -> str:
     """An error in one line for a table. An interruption is none: it ends the command."""
-    told = as_told(error)
-    if told is not None and told.exit == Exit.INTERRUPTED:
+    shown = shown_error(error)
+    if shown is not None and shown.exit == Exit.INTERRUPTED:
         raise error
-    text = f"{type(error).__name__}: {error}" if told is None else told.text()
+    text = f"{type(error).__name__}: {error}" if shown is None else shown.text()
     return " ".join(text.split())[:300]
 
 

@@ -46,7 +46,7 @@ def pushed(console: Console, folder: Path, repo: str, public: bool, yes: bool) -
 
     plan = plan_push(folder, repo, private=not public)
     _show(console, plan)
-    told: dict[str, Any] = {
+    upload: dict[str, Any] = {
         "repo": plan.repo,
         "private": plan.private,
         "bytes": plan.bytes,
@@ -55,10 +55,10 @@ def pushed(console: Console, folder: Path, repo: str, public: bool, yes: bool) -
         "uploaded": False,
     }
     if not (yes or _may_push(console, plan)):
-        return told
+        return upload
     done = push(plan)
     console.out(f"uploaded: {done.url} at {done.revision[:12]}")
-    return told | {"uploaded": True, "url": done.url, "revision": done.revision}
+    return upload | {"uploaded": True, "url": done.url, "revision": done.revision}
 
 
 def _show(console: Console, plan: PushPlan) -> None:
@@ -199,13 +199,13 @@ def export(
     console.out(f"{out}: {', '.join(result.files)}")
     for note in result.notes:
         console.warn(note)
-    told: dict[str, Any] = result.to_json()
+    shown: dict[str, Any] = result.to_json()
     console.remains = lambda: f"the export is written, whole, in {out}; what follows it is not done"
     if prove:
-        told["proof"] = _proved(console, folder, out, engine, engine_python, model.name)
+        shown["proof"] = _proved(console, folder, out, engine, engine_python, model.name)
     if push is not None:
-        told["push"] = pushed(console, out, push, public, yes)
-    console.done(told, next=[command_line("show", out), *result.serve])
+        shown["push"] = pushed(console, out, push, public, yes)
+    console.done(shown, next=[command_line("show", out), *result.serve])
 
 
 def _publish(
@@ -256,8 +256,8 @@ def _write_target(console: Console, out: Path | None, to: str | None, choice: Ta
     for note in export_target(choice.or_own().load(console), out):
         console.warn(note)
     console.out(f"{out}: {FILE}")
-    told = {"out": str(out), "format": "gguf", "files": [FILE]}
-    console.done(told, next=[shlex.join(["llama-server", "-m", str(out / FILE)])])
+    written = {"out": str(out), "format": "gguf", "files": [FILE]}
+    console.done(written, next=[shlex.join(["llama-server", "-m", str(out / FILE)])])
 
 
 def _proved(

@@ -202,11 +202,11 @@ def _stream(console: Console, job: GenerateJob) -> GenerateResult:
     streams = [TextStream(decoder, job.sampling.stop) for _ in job.prompts]
     is_live = job.batch == 1 or len(job.prompts) == 1
     current = -1
-    heard: list[list[int]] = [[] for _ in job.prompts]
+    tokens: list[list[int]] = [[] for _ in job.prompts]
 
     def show(index: int, new: tuple[int, ...], accepted: int) -> None:
         nonlocal current
-        heard[index] += new
+        tokens[index] += new
         if not is_live:
             return
         if index != current:
@@ -223,7 +223,7 @@ def _stream(console: Console, job: GenerateJob) -> GenerateResult:
     try:
         run = job.run(job.draft, show)
     except KeyboardInterrupt:
-        _keep(console, job, heard, is_live)
+        _keep(console, job, tokens, is_live)
         raise
     for index, (stream, output) in enumerate(zip(streams, run.outputs, strict=True)):
         if index < current:
@@ -236,12 +236,12 @@ def _stream(console: Console, job: GenerateJob) -> GenerateResult:
 
 
 def _keep(
-    console: Console, job: GenerateJob, heard: Sequence[Sequence[int]], is_live: bool
+    console: Console, job: GenerateJob, tokens: Sequence[Sequence[int]], is_live: bool
 ) -> None:
     """What was generated until Ctrl-C: written where it is not yet, and in the answer of --json.
     Whether a text was at its end is not known any more."""
     outputs: list[dict[str, Any]] = []
-    for index, (prompt, ids) in enumerate(zip(job.prompts, heard, strict=True)):
+    for index, (prompt, ids) in enumerate(zip(job.prompts, tokens, strict=True)):
         if not ids:
             continue
         text = job.target.decode(ids)

@@ -98,8 +98,8 @@ def plan(
     """
     loaded = run.load()
     if rehearse and scaling:
-        told = "one plan is either rehearsed or fitted to a grid of runs"
-        raise one_of_two(told, "--rehearse --scaling", "leave --rehearse out")
+        wrong = "one plan is either rehearsed or fitted to a grid of runs"
+        raise one_of_two(wrong, "--rehearse --scaling", "leave --rehearse out")
     from specctl.recipes.stages import runs_of
     from specctl.train.job import check_rows
     from specctl.train.planning.hardware import PER_NODE
@@ -131,8 +131,8 @@ def plan(
 def _see_device(device: str, gpu: str | None, gpus: int) -> None:
     """Plan, calibrate and rehearse on that device of this machine."""
     if device != "auto" and gpu is not None:
-        told = "a plan is for a device of this machine or for GPUs of a named kind"
-        raise one_of_two(told, f"--device {device} --gpu {gpu}", "leave --device out")
+        wrong = "a plan is for a device of this machine or for GPUs of a named kind"
+        raise one_of_two(wrong, f"--device {device} --gpu {gpu}", "leave --device out")
     use_device(device, gpus)
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # neither measured nor planned for
@@ -485,12 +485,12 @@ def prices(found: dict[str, Any]) -> list[str]:
     """What the next tenth of tau costs, one line per resource."""
     lines = []
     for name, price in found["next_tenth"].items():
-        told = f"the next 0.1 of tau by {name}: "
+        line = f"the next 0.1 of tau by {name}: "
         if price is None:
-            lines.append(told + "not for any amount, as far as this grid can tell")
+            lines.append(line + "not for any amount, as far as this grid can tell")
         else:
-            told += f"{price['factor']:,.2f} times as many ({price['total']:,.0f})"
-            lines.append(told)
+            line += f"{price['factor']:,.2f} times as many ({price['total']:,.0f})"
+            lines.append(line)
     return lines
 
 

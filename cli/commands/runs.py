@@ -119,8 +119,8 @@ def tail(
 
     read_run(run)
     if follow and console.json and not console.jsonl:
-        told = "--follow shows figures as they come, --json one object at the end"
-        raise one_of_two(told, "--follow --json", f"specctl runs tail {run} --json")
+        wrong = "--follow shows figures as they come, --json one object at the end"
+        raise one_of_two(wrong, "--follow --json", f"specctl runs tail {run} --json")
     shown: list[dict[str, Any]] = []
     try:
         for number, new in enumerate(_new_lines(run / LOG)):
@@ -394,7 +394,7 @@ def clean(
         console.table(("would go", "size"), rows)
     else:
         console.say(f"nothing to delete in {counted(len(found), 'run')}")
-    is_agreed = bool(going) and (yes or _asked(console, len(going), sum(sizes)))
+    is_agreed = bool(going) and (yes or _is_confirmed(console, len(going), sum(sizes)))
     deleted = [path for run in found for path in _delete(console, run, keep)] if is_agreed else []
     freed = sum(size for (_, path), size in zip(going, sizes, strict=True) if path in deleted)
     if deleted:
@@ -416,8 +416,8 @@ def _runs_in(folder: Path, find: Any) -> list[Path]:
     return found
 
 
-def _asked(console: Console, count: int, size: int) -> bool:
-    """What a person at a terminal answers; nobody else is asked."""
+def _is_confirmed(console: Console, count: int, size: int) -> bool:
+    """What a person at a terminal answers; others do not see the question."""
     if console.json or console.quiet or not (sys.stdin.isatty() and console.stderr.isatty()):
         return False
     return typer.confirm(f"delete these {count} ({size_text(size)})?", default=False, err=True)

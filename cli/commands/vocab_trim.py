@@ -94,7 +94,7 @@ def vocab_trim(
     from specctl.api.vocab_trim import trim_settings
     from specctl.api.vocab_trim import vocab_trim as trim
 
-    asked: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "size": size,
         "selector": selector,
         "data": data,
@@ -105,7 +105,7 @@ def vocab_trim(
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
     }
-    trim_settings(**asked)  # what cannot be is refused before the target is read
+    trim_settings(**settings)  # what cannot be is refused before the target is read
     check_drafter(draft)
     check_folder(out)
     target = target.or_own(draft)
@@ -118,7 +118,7 @@ def vocab_trim(
         allow=allow or (),
         progress=console,
         command=["specctl", *sys.argv[1:]],
-        **asked,
+        **settings,
     )
     show_trim(console, result)
     allowed = [word for name in allow or () for word in ("--allow", name)]

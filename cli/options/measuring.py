@@ -23,17 +23,17 @@ Batch = Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at onc
 PLOTTED = "Draw speed-up and acceptance by position into this file (.png, .svg, .pdf)."
 Plot = Annotated[Path | None, typer.Option("--plot", help=PLOTTED)]
 
-asked_option: partial[Any] = panel("What is asked")
+of_questions: partial[Any] = panel("Questions")
 written_option: partial[Any] = panel("What is written")
 
 
 @dataclass(frozen=True, slots=True)
-class AskedFlags:
-    """What a benchmark asks of the target."""
+class QuestionFlags:
+    """The questions of a benchmark."""
 
     suite: Annotated[
         list[str] | None,
-        asked_option(
+        of_questions(
             "--suite",
             metavar="NAME[=PATH],...",
             help="Question sets: everyday (comes with specctl), spec-bench, mt-bench, humaneval, "
@@ -42,19 +42,19 @@ class AskedFlags:
     ] = None
     limit: Annotated[
         int | None,
-        asked_option("--limit", min=1, help="Of a suite at most so many questions a category."),
+        of_questions("--limit", min=1, help="Of a suite at most so many questions a category."),
     ] = None
     prompts: Annotated[
         Path | None,
-        asked_option("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
+        of_questions("--prompts", "-f", help="Text or JSONL file; else the held-out prompts."),
     ] = None
     num_prompts: Annotated[
         int | None,
-        asked_option("--num-prompts", min=1, help="Number of prompts without a suite; else 16."),
+        of_questions("--num-prompts", min=1, help="Number of prompts without a suite; else 16."),
     ] = None
     domain: Annotated[
         str | None,
-        asked_option("--domain", help="Only the prompts of this domain, or category of a suite."),
+        of_questions("--domain", help="Only the prompts of this domain, or category of a suite."),
     ] = None
     chat: Chat = None
 

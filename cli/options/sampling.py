@@ -76,7 +76,7 @@ class SamplingFlags:
     seed: DrawnSeed = 0
 
     def settle(self, console: Console, target: Target) -> Sampling:
-        """The settings for that target, which may ask for some; says what is done with those."""
+        """The settings for that target, which may have its own; says what is done with those."""
         used = self.sampling(followed(console, target, self.generation_config))
         tell(console, target, self.generation_config, [used])
         if self.seed == -1 and not used.greedy:
@@ -115,7 +115,7 @@ def check_choice(choice: str | None) -> None:
 
 
 def followed(console: Console, target: Target, choice: str | None) -> Suggested | None:
-    """What is to be followed; None where nothing is. A part that cannot be is told or refused."""
+    """What is to be followed; None where nothing is. One that cannot be is reported or refused."""
     if choice != MODEL:
         return None
     found = target.suggested
@@ -141,7 +141,7 @@ def followed(console: Console, target: Target, choice: str | None) -> Suggested 
 def tell(
     console: Console, target: Target, choice: str | None, used: Sequence[Sampling], whose: str = ""
 ) -> None:
-    """Say once what the file asks for and what is done; nothing where that is the same."""
+    """Say once what the file sets and what is done; nothing where that is the same."""
     from specctl.runtime.sampling.generation_config import described
 
     found, what = target.suggested, " and ".join(dict.fromkeys(map(described, used)))

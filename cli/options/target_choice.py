@@ -136,7 +136,7 @@ class TargetChoice:
     ) -> Target:
         """The target, announced with what an alias stands for and any inflation. `is_read_only`:
         also one that cannot be run here. `is_in_step`: several processes that run the command do
-        the same at every step, as tensor parallelism asks."""
+        the same at every step, as tensor parallelism requires."""
         from specctl.recipes.targets import resolve
 
         if self.tensor_parallel and not is_in_step:
@@ -173,8 +173,8 @@ class TargetChoice:
             device_map=self.device_map,
             tensor_parallel=self.tensor_parallel,
         )
-        is_asked = target.device.type == "cpu" and (is_new or is_given_up())
-        if is_asked and (missing := library().missing):
+        is_needed = target.device.type == "cpu" and (is_new or is_given_up())
+        if is_needed and (missing := library().missing):
             console.warn(f"it was not compiled, decoding is slower without it: {missing}")
         for note in target.notes:
             console.say(f"note: {note}")

@@ -130,15 +130,15 @@ def run_converted(
 
 def run_script(name: str, python: str, job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
     """What `hosts/NAME.py` says to a job in the engine's Python; both sides are JSON files."""
-    asked, told, log = (scratch / f"{name}.{end}" for end in ("job", "answers", "log"))
-    asked.write_text(json.dumps(job), encoding="ascii")
-    told.unlink(missing_ok=True)
-    words = [python, str(_HOSTS / f"{name}.py"), str(asked), str(told)]
+    job_file, answer_file, log = (scratch / f"{name}.{end}" for end in ("job", "answers", "log"))
+    job_file.write_text(json.dumps(job), encoding="ascii")
+    answer_file.unlink(missing_ok=True)
+    words = [python, str(_HOSTS / f"{name}.py"), str(job_file), str(answer_file)]
     with started(words, log, {"TOKENIZERS_PARALLELISM": "false"}) as process:
         process.wait()
-    if process.returncode != 0 or not told.exists():
+    if process.returncode != 0 or not answer_file.exists():
         raise failed(process, log)
-    return dict(json.loads(told.read_text(encoding="ascii")))
+    return dict(json.loads(answer_file.read_text(encoding="ascii")))
 
 
 def post(url: str, body: Mapping[str, Any]) -> Any:

@@ -64,8 +64,8 @@ def _command(job: EngineJob) -> list[str]:
 
 def _completion(url: str, job: EngineJob, prompt: object) -> tuple[int, ...]:
     body = {"model": "target", "prompt": prompt, "max_tokens": job.new_tokens, "temperature": 0.0}
-    told = post(f"{url}/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True})
-    return tuple(told["choices"][0]["token_ids"])
+    reply = post(f"{url}/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True})
+    return tuple(reply["choices"][0]["token_ids"])
 
 
 def _metrics(url: str) -> dict[str, int]:

@@ -54,7 +54,7 @@ class Format:
     the target's folder or repository belongs; `notes(source)` is what a user must know of it;
     `fields(source)` are those of the manifest that are not as in the source's;
     `fits(source)` raises for a drafter of these families that the format has no place for, and
-    `ready(engine_python)` where what writes it is not installed, which is asked second."""
+    `ready(engine_python)` where what writes it is not installed, which is called second."""
 
     name: str
     summary: str

@@ -154,14 +154,14 @@ def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
 def notes(source: ExportSource) -> tuple[str, ...]:
     origin = checkpoint_of(source.target)
     config, _ = read_layout(origin)
-    told = ["A whole checkpoint: the folder stands in the place of the target's."]
+    lines = ["A whole checkpoint: the folder stands in the place of the target's."]
     if config.get_text_config(decoder=True).model_type in NEXTN:
-        told.append(
+        lines.append(
             "From the second drafted token on vLLM feeds the module's state back without its norm, "
             "SGLang and transformers with it; this one was made for "
             + ("the latter." if _drafter(source).options.norm_output else "the former.")
         )
-    return tuple(told)
+    return tuple(lines)
 
 
 FORMAT = Format(

@@ -1,6 +1,6 @@
 """A small language model as an ONNX graph with a cache, for ONNX Runtime.
 
-The graph is written by optimum-onnx in a Python of its own, since its releases ask for older
+The graph is written by optimum-onnx in a Python of its own, since its releases require older
 versions of transformers than specctl does. It is read back by ONNX Runtime itself, in float32: all
 ids at once, and half of them one by one through the cache.
 Letters: S sequence, V target vocabulary.

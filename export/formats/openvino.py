@@ -1,7 +1,7 @@
 """A draft as OpenVINO's IR, which OpenVINO GenAI takes beside its target: a small language model of
 its own, an EAGLE-3 layer or DFlash (`specctl.export.layouts.openvino`).
 
-The IR is written by optimum-intel in a Python of its own, since its releases ask for older
+The IR is written by optimum-intel in a Python of its own, since its releases require older
 versions of transformers than specctl does. It is read back by OpenVINO itself, in float32.
 Letters: D hidden width, K draft vocabulary, N nodes, S sequence, T fed tokens.
 """
@@ -88,10 +88,10 @@ def check(source: ExportSource, folder: Path) -> None:
 
 def _check_eagle3(source: ExportSource, folder: Path) -> None:
     trial, manifest = Trial.of(source, FED_BACK), source.manifest
-    said_NK, told = _read(source, folder, [*trial.ids, *trial.drafted], trial)
-    if told["eagle3"] != "True":
-        raise gate(f"eagle3_mode is {told['eagle3']}", "True")
-    rows_K = torch.arange(manifest.vocabulary.draft_size) + torch.tensor(told["d2t"])
+    said_NK, info = _read(source, folder, [*trial.ids, *trial.drafted], trial)
+    if info["eagle3"] != "True":
+        raise gate(f"eagle3_mode is {info['eagle3']}", "True")
+    rows_K = torch.arange(manifest.vocabulary.draft_size) + torch.tensor(info["d2t"])
     theirs = over_targets(said_NK, rows_K, manifest.vocabulary.target_size)
     ours = drafted_logits(twin(source, without_router(source.drafter)), trial)
     compare("OpenVINO", theirs, ours, TOLERANCE)
@@ -100,9 +100,9 @@ def _check_eagle3(source: ExportSource, folder: Path) -> None:
 def _check_dflash(source: ExportSource, folder: Path) -> None:
     trial, mask_id = dflash.trial_of(source), dflash.mask_id(source)
     fed_TD = dflash.fed_TD(source, trial)
-    said_ND, told = _read(source, folder, list(trial.ids), trial, fed_TD)
-    if told["dflash"] != "True" or told["mask_token_id"] != str(mask_id):
-        found = f"dflash_mode is {told['dflash']}, mask_token_id {told['mask_token_id']}"
+    said_ND, info = _read(source, folder, list(trial.ids), trial, fed_TD)
+    if info["dflash"] != "True" or info["mask_token_id"] != str(mask_id):
+        found = f"dflash_mode is {info['dflash']}, mask_token_id {info['mask_token_id']}"
         raise gate(found, f"True, {mask_id}")
     theirs = said_ND @ head_of(source).T
     compare(dflash.ENGINE, theirs, drafted_logits(twin(source, source.drafter), trial), TOLERANCE)
@@ -129,8 +129,8 @@ def _read(
             np.save(block, fed_TD.float().numpy())
             body["block"] = str(block)
         python = source.engine_python or own_python()
-        told = run_script("read_openvino", python, body, Path(temp))
-        return torch.from_numpy(np.load(logits)).double(), told
+        info = run_script("read_openvino", python, body, Path(temp))
+        return torch.from_numpy(np.load(logits)).double(), info
 
 
 def ready(engine_python: str | None) -> None:

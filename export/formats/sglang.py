@@ -2,7 +2,7 @@
 `specctl.export.layouts.sglang`.
 
 SGLang drops tensors whose names it does not know and leaves parameters that it does not find as
-they are, so nothing here rests on its messages: the readers that `check` uses refuse both.
+they are, so nothing here depends on its messages: the readers that `check` uses refuse both.
 """
 
 from __future__ import annotations

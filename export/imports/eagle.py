@@ -3,7 +3,7 @@ without an input norm, and perhaps a copy of the target's embedding.
 
 Their config.json is that of a Llama of one layer, so `fc.weight` without EAGLE-3's norm tells the
 format. EAGLE-2 changed how drafts grow and nothing that is stored; HASS and EAGLE cannot be
-told apart by what is stored either, and all become the family `eagle`. Of a missing key `bias`
+distinguished by what is stored either, and all become the family `eagle`. Of a missing key `bias`
 SafeAILab makes a bias behind `fc`; where config.json says there is none, zeros are one.
 Letters: K draft vocabulary, N nodes, V target vocabulary.
 """

@@ -176,7 +176,7 @@ LM_HEAD = "the folder has an LM head of its own, not the target's"
 
 def filled(make: Callable[[], AnyDrafter], weights: Mapping[str, Tensor]) -> AnyDrafter:
     """The drafter that `make` makes, with these weights as they are stored: exactly its own."""
-    with torch.device("meta"):  # shapes first, so that no size can ask for memory
+    with torch.device("meta"):  # shapes first, so that no size can take memory
         shell = make()
     check_names(weights, shell.tensors())
     drafter = make()

@@ -62,7 +62,7 @@ class Published:
     @contextmanager
     def staged(self, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> Iterator[Path]:
         """A folder with the same weights, or with `tensors`, and a configuration with other values
-        of these keys and without code, for a reader that asks for an engine's own spelling."""
+        of these keys and without code, for a reader that needs an engine's own spelling."""
         body = {key: value for key, value in self.config.items() if key != "auto_map"}
         tensors = self.tensors if tensors is None and self.is_renamed else tensors
         with tempfile.TemporaryDirectory() as name:

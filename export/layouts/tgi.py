@@ -19,7 +19,7 @@ def command(folder: str, length: int) -> str:
 
 
 def notes(source: ExportSource) -> tuple[str, ...]:
-    """Said where the target has no repository that the engine could ask for."""
+    """Said where the target has no repository that the engine could load."""
     if source.manifest.target.repo is not None:
         return ()
     return (

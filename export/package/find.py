@@ -86,7 +86,7 @@ def locate(path_or_name: str | Path) -> Found:
 
 
 def _word(name: str) -> Found:
-    """What a built-in name stands for where a drafter is asked for."""
+    """What a built-in name stands for where a drafter is expected."""
     if name in families():
         return _family(name)
     if free_recipe(name) is not None:

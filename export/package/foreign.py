@@ -47,7 +47,7 @@ def load_foreign(
     if base is None:
         drafter = read_package(folder, None).to(target.device, target.dtype)
         lm = drafter.language_model()
-        assert lm is not None, "only small-lm packages are asked for a tokenizer"
+        assert lm is not None, "only small-lm packages need a tokenizer"
     else:
         lm = load_lm(base, inspect_folder(base.folder)[1], target)
     return translated(lm, tokenizer, tokenizer.eos_token_id, target, method)

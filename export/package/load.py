@@ -56,6 +56,12 @@ from specctl.runtime.target.target import Target
 # Options that count modules, and how many may share a tensor.
 _STACKED = ("layers", "lstm_layers", "mlp_heads", "num_blocks", "num_heads", "prefix")
 _MODULES = 64
+# Options that packages may still name, with the value that is fixed now.
+REMOVED: Mapping[str, Mapping[str, object]] = {
+    "hierarchy": {"built_mib": 512},
+    "superposed": {"penalty": 200.0},
+    "swift": {"patience": 300},
+}
 
 
 def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
@@ -122,7 +128,7 @@ def _built(
     padded: ModelSpec | None = None,
 ) -> Drafter:
     spec = manifest.model_spec if padded is None else padded
-    with torch.device("meta"):  # shapes first, so that no option can ask for memory
+    with torch.device("meta"):  # shapes first, so that no option can take memory
         shell = family.build(options, spec, vocab)
         if padded is None:
             _check_needs(manifest, shell)
@@ -177,7 +183,10 @@ def _family(manifest: Manifest) -> Family:
 
 def parse_options(family: Family, options: Mapping[str, Any]) -> Any:
     """The family's options from JSON: every field present, no other, of the right type. One that
-    packages once had not (ADDED) is as it was then."""
+    packages once had not (ADDED) is as it was then, and one that they had (REMOVED) is passed over
+    if it has the value that is fixed now."""
+    fixed = REMOVED.get(family.name, {})
+    options = {n: v for n, v in options.items() if n not in fixed or v != fixed[n]}
     wanted = {field.name: field for field in fields(family.options)}
     added = {
         name: f.metadata.get("before", f.default)

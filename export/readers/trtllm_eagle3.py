@@ -1,6 +1,6 @@
 """How TensorRT-LLM reads a flat EAGLE-3 checkpoint (tensorrt_llm/_torch/models/
 modeling_speculative.py, Eagle3ForCausalLM): `layers.0` becomes `midlayer`, names without `lm_head`
-in them get the prefix `model.`, tensors that no module asks for are left aside without a word. The
+in them get the prefix `model.`, tensors that no module needs are left aside without a word. The
 embedding is the target's; so is the LM head where the folder has none.
 
 The list of layers whose outputs are captured comes from the settings, never from the folder; fewer
@@ -75,7 +75,7 @@ class TrtllmEagle3:
         return shapes | ({"lm_head.weight": [rows, width]} if own_head else {})
 
     def _load(self, name: str, tensor: Tensor, maps: Parameters) -> None:
-        if name == "t2d":  # asked for by nothing, and needed by nothing
+        if name == "t2d":  # read by nothing, and needed by nothing
             return
         if name.startswith("layers.0."):
             name = f"midlayer.{name.removeprefix('layers.0.')}"

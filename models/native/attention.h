@@ -1,5 +1,7 @@
 // Attention of a head: positions are read in their order, whichever tokens read them together.
 
+#pragma once
+
 namespace {
 
 // Queries that read keys and values together: a key that is loaded once is multiplied with all. The

@@ -6,6 +6,8 @@
 // inputs; of 4 bits for 8, the first 4 in the lower halves of the bytes. Sums over a group are whole,
 // hence exact in any order; the groups are added in theirs.
 
+#pragma once
+
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -81,15 +83,15 @@ template <int BITS> struct Rows<Bits<BITS>> {
     int32_t *offsets;
     int R, K, G;
 
-    Rows(const float *x, int R, int K, float *space) : R(R), K(K), G(groups_of(K)) {
+    Rows(const float *x, int rows, int width, float *space) : R(rows), K(width), G(groups_of(width)) {
         scales = space;
-        sums = scales + size_t(R) * G;
-        offsets = reinterpret_cast<int32_t *>(sums + size_t(R) * G);
-        numbers = reinterpret_cast<int8_t *>(offsets + size_t(R) * G);
-        for (int r = 0; r < R; r++)
+        sums = scales + size_t(rows) * G;
+        offsets = reinterpret_cast<int32_t *>(sums + size_t(rows) * G);
+        numbers = reinterpret_cast<int8_t *>(offsets + size_t(rows) * G);
+        for (int r = 0; r < rows; r++)
             for (int g = 0; g < G; g++) {
-                const int rest = K - g * GROUP;
-                round(x + r * apart(K) + g * GROUP, rest < GROUP ? rest : GROUP, r * G + g);
+                const int rest = width - g * GROUP;
+                round(x + r * apart(width) + g * GROUP, rest < GROUP ? rest : GROUP, r * G + g);
             }
     }
 
@@ -137,7 +139,7 @@ inline void whole_tile(const Rows<Bits<BITS>> &x, int r, const uint8_t *w, float
     constexpr int RECORD = Kind::RECORD, STEP = Kind::STEP;
     const size_t stride = size_t(x.G) * RECORD;
 #ifdef __AVX512VNNI__
-    constexpr int NEAR = M == MANY_SIDES ? 2 : 3;  // the cache that the weights of the next M are asked into
+    constexpr int NEAR = M == MANY_SIDES ? 2 : 3;  // the cache into which the weights of the next M are prefetched
     const __m512i low = _mm512_set1_epi8(15);
     __m512 sum[N][M] = {};
     for (int g = 0; g < x.G; g++, w += RECORD) {

@@ -26,7 +26,7 @@ TINY = 1e-30  # a scale of a group whose weights are equal
 
 def packed(weight_OI: Tensor, bits: int) -> Tensor:
     """uint8 [records, 1,088 of 8 bits or 640 of 4] of a matrix; outputs and inputs that fill a
-    record up are zero. Whoever asks for the same matrix gets the same copy."""
+    record up are zero. A second call with the same matrix gets the same copy."""
     return _copies[bits].of(weight_OI)
 
 

@@ -1,6 +1,8 @@
 // Blocks of a GGUF file, moved to where the step reads them (packed.h). Their numbers stay as they are.
 // Format: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
+#pragma once
+
 namespace {
 
 template <class L> constexpr int block_bytes() {
@@ -73,7 +75,8 @@ void pack_strip(const uint8_t *rows, size_t row_bytes, int count, int K, uint8_t
 
 }  // namespace
 
-extern "C" void pack(int32_t kind, const uint8_t *blocks, int32_t rows, int32_t K, uint8_t *out, int32_t threads) {
+extern "C" void pack(int32_t kind, const uint8_t *blocks, int32_t rows, int32_t K, uint8_t *out,
+                     [[maybe_unused]] int32_t threads) {
     with_layout(kind, [=](auto layout) {
         typedef decltype(layout) L;
         const size_t row_bytes = size_t(K / 32 / L::EVERY) * block_bytes<L>();

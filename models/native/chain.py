@@ -34,7 +34,7 @@ def whole_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> W
     token_BN, draws, K = torch.empty(B, length, dtype=torch.long), root.draws, root.num_choices
     logits = torch.empty((B, length) if draws is None else (B, length, K))
     fed, space = torch.empty(3, B, dtype=torch.long), step.space(needed)
-    asked = [row * T + at for row, at in enumerate(root.at)]
+    logit_rows = [row * T + at for row, at in enumerate(root.at)]
     num_read = B * (T + length - 1)
     held: dict[str, Any] = {  # alive until the chain is drafted
         "ids": root.ids_BT.contiguous(),
@@ -46,7 +46,7 @@ def whole_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> W
         "values": kv.addresses[1],
         "attention": _table([parts.attention for parts in root.parts], model.num_layers),
         "mlp": _table([parts.mlp for parts in root.parts], model.num_layers),
-        "asked": (ctypes.c_int32 * B)(*asked),
+        "logit_rows": (ctypes.c_int32 * B)(*logit_rows),
         "logits": torch.empty(B, model.V),
         "last": torch.empty(num_read, model.D) if root.residuals else None,
         "space": space,
@@ -76,7 +76,7 @@ def whole_chain(step: NativeStep, root: ChainRoot, length: int, kv: SlotKV) -> W
         return WholeChain(token_BN, logits)
     last_RD = held["last"].to(step.dtype)
     behind_NBD = last_RD[B * T :].view(length - 1, B, model.D)
-    residual_NBD = torch.cat([last_RD[asked][None], behind_NBD])
+    residual_NBD = torch.cat([last_RD[logit_rows][None], behind_NBD])
     return WholeChain(token_BN, logits, residual_NBD.transpose(0, 1))
 
 

@@ -1,16 +1,18 @@
 // Truncation: which tokens of softmax(scores) top-k, top-p and min-p keep, in this order. All that they
 // keep reach one score, which is found without sorting the vocabulary.
 
+#pragma once
+
 #include <algorithm>
 #include <functional>
-
-namespace {
 
 // Of one row; what is off: 0, 1 and 0.
 struct Truncation {
     int32_t top_k;
     float top_p, min_p;
 };
+
+namespace {
 
 inline void keep_best(float *score, int count, int k) {
     std::nth_element(score, score + k - 1, score + count, std::greater<float>());

@@ -3,7 +3,9 @@
 // A Gumbel number is -log(-log(1 - u)), u in (0, 1) a hash of counters (runtime/sampling/noise.py,
 // with the same bits). It is below -log(u), which the exponent of u bounds: only where score and bound
 // reach the best sum so far are logarithms taken, a few times in a thousand tokens. The best of the
-// rounded sums is told by sums in double precision unless two are closer than roundings may be.
+// rounded sums is decided by sums in double precision unless two are closer than roundings may be.
+
+#pragma once
 
 namespace {
 
@@ -102,7 +104,7 @@ struct Draws {
     int64_t *token;
 };
 
-// Draws B M tokens; how many could not be told.
+// Draws B M tokens; how many could not be decided.
 extern "C" int draw(const Draws *draws) {
     const Draws &d = *draws;
     int unknown = 0;

@@ -5,6 +5,8 @@
 // KL is sum_k e^t (t - d) / T - log T + log D, and its gradient by d is e^d / D - e^t / T.
 // Letters: K draft vocabulary, Q rows, V target vocabulary.
 
+#pragma once
+
 namespace {
 
 constexpr int STEPS = 64;       // that are added up in float32

@@ -1,6 +1,8 @@
 // Sixteen numbers side by side, in registers as wide as the processor's: one of 512 bits, two of 256
 // or four of 128. The order of every sum is the same everywhere.
 
+#pragma once
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>

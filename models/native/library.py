@@ -77,12 +77,12 @@ class StepCall(ctypes.Structure):
     """One forward: what is fed, where keys and values are, where results go."""
 
     SIZES = (
-        "B", "T", "max_len", "span", "num_taps", "num_asked", "threads", "num_slots",
+        "B", "T", "max_len", "span", "num_taps", "num_logit_rows", "threads", "num_slots",
         "num_positions", "num_true",
     )  # fmt: skip
     ADDRESSES = (
         "ids", "position", "slot", "start", "true_ones", "residual", "mask", "rotary", "keys",
-        "values", "attention", "mlp", "taps", "tapped", "asked", "logits", "last", "space",
+        "values", "attention", "mlp", "taps", "tapped", "logit_rows", "logits", "last", "space",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int32) for name in SIZES),
@@ -156,6 +156,13 @@ class Compared(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ADDRESSES),
     ]
+
+
+# In the order of structure_bytes in step.cpp.
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    LayerAddresses, ModelAddresses, StepCall, ChainCall, DrawCall, RowCut, CutCall, ScoreRows,
+    Compared,
+)  # fmt: skip
 
 
 def cuts_of(rows: Sequence[Truncation]) -> ctypes.Array[RowCut]:
@@ -267,7 +274,7 @@ def _tuned() -> tuple[str, ...]:
 
 
 def _key(compiler: str) -> str:
-    """The compiler is known by its file: asking for its version takes a process, which may hang."""
+    """The compiler is known by its file: its version would take a process, which may hang."""
     program = Path(compiler).resolve()
     about = program.stat()
     parts = [source.read_text(encoding="utf-8") for source in SOURCES]
@@ -286,7 +293,15 @@ def _processor() -> str:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
+    """The functions with the types of their arguments. OSError where a structure of step.cpp is
+    longer or shorter than ours: it would read another field, or memory behind the last."""
     found = ctypes.CDLL(str(path))
+    bytes_of = found.structure_bytes
+    bytes_of.argtypes, bytes_of.restype = (ctypes.c_int32,), ctypes.c_int64
+    for at, structure in enumerate(STRUCTURES):
+        own, theirs = ctypes.sizeof(structure), bytes_of(at)
+        if own != theirs:
+            raise OSError(f"{structure.__name__} has {own} bytes here and {theirs} in step.cpp")
     found.space_needed.argtypes = (ctypes.POINTER(ModelAddresses), *(ctypes.c_int32,) * 3)
     found.space_needed.restype = ctypes.c_int64
     found.pack.argtypes = (

@@ -5,6 +5,8 @@
 // products of many rows are dot products, too.
 // Letters: K inputs, N and R rows, O outputs, S registers of outputs.
 
+#pragma once
+
 namespace {
 
 constexpr int MANY = 24;  // up to so many rows dot products are faster
@@ -45,7 +47,7 @@ template <int O> inline void transposed(const float *w, int K, int count, float 
         for (int o = 0; o < O; o++) block[k * O + o] = w[size_t(o) * K + k];
 }
 
-// Weights that are asked for one line of memory after another: some lines of each row.
+// Weights that are prefetched one line of memory after another: some lines of each row.
 struct Coming {
     const char *at;
     std::ptrdiff_t behind;  // from a row's last line to the next row's first
@@ -57,7 +59,7 @@ struct Coming {
         left = rows * lines;
     }
 
-    void ask() {
+    void prefetch() {
         if (!left) return;
         __builtin_prefetch(at, 0, CACHE);
         left--;
@@ -76,7 +78,7 @@ inline void added(const float *x, size_t apart, const float *block, int count, C
         Lanes wide[S];
 #pragma GCC unroll 4
         for (int s = 0; s < S; s++) wide[s] = load(block + s * LANES);
-        next.ask();
+        next.prefetch();
 #pragma GCC unroll 6
         for (int n = 0; n < N; n++)
 #pragma GCC unroll 4

@@ -9,6 +9,8 @@
 // both are wholes, times two numbers in half precision that stand in front of every 256 inputs.
 // Sums over a scale's weights are whole, hence exact in any order; these are added in theirs.
 
+#pragma once
+
 namespace {
 
 enum Kind : int32_t { FLOATS, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
@@ -58,17 +60,19 @@ template <> struct Rows<Packed> {
     static constexpr int FLOATS_A_SPAN = 32 / 4 + 4;  // that they take
     static constexpr float LEAST = 1e-30f;  // what is smaller is zero
 
-    Rows(const float *x, int R, int K, float *space) : x(x), R(R), K(K), G(spans_of(K)) {
+    Rows(const float *inputs, int rows, int width, float *space)
+        : x(inputs), R(rows), K(width), G(spans_of(width)) {
         scales = space;
-        sums = scales + size_t(R) * G;
-        halves = sums + size_t(R) * G;
-        numbers = reinterpret_cast<int8_t *>(halves + 2 * size_t(R) * G);
-        for (int r = 0; r < R; r++)
+        sums = scales + size_t(rows) * G;
+        halves = sums + size_t(rows) * G;
+        numbers = reinterpret_cast<int8_t *>(halves + 2 * size_t(rows) * G);
+        for (int r = 0; r < rows; r++)
             for (int g = 0; g < G; g++) {
-                const float *from = x + r * apart(K) + g * 32;
+                const float *from = inputs + r * apart(width) + g * 32;
+                const int count = width - g * 32;
                 float part[32] = {};
-                if (K - g * 32 < 32) memcpy(part, from, (K - g * 32) * sizeof(float));
-                round(K - g * 32 < 32 ? part : from, size_t(r) * G + g);
+                if (count < 32) memcpy(part, from, count * sizeof(float));
+                round(count < 32 ? part : from, size_t(r) * G + g);
             }
     }
 
@@ -202,9 +206,9 @@ template <class L> inline __m256i weights_at(const uint8_t *w, int k, int m) {
 
 // Sixteen outputs of N rows: out [N, 16]. Meanwhile the next sixteen outputs' weights come.
 template <class L, int N>
-void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool asks, float *out) {
+void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool prefetches, float *out) {
     const __m256i ones = _mm256_set1_epi16(1);
-    const size_t next = asks ? L::strip(x.G) : 0;
+    const size_t next = prefetches ? L::strip(x.G) : 0;
     const ptrdiff_t apart = ptrdiff_t(x.G) * 32;  // rows
     __m256 sum[N][2] = {}, front[2] = {}, least_front[2] = {};
     for (int g = 0; g < x.G; g++, w += L::RECORD) {

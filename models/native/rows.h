@@ -1,6 +1,8 @@
 // The inputs of a product: float32 as they lie; for matrices in bfloat16, where the processor has
 // instructions for that, rounded to bfloat16.
 
+#pragma once
+
 namespace {
 
 constexpr int PAIRS = 2 * LANES;
@@ -23,7 +25,7 @@ template <class W> struct Rows {
     typedef Inputs<float> Own;
     const float *x;
     int R, K;
-    Rows(const float *x, int R, int K, float *) : x(x), R(R), K(K) {}
+    Rows(const float *inputs, int rows, int width, float *) : x(inputs), R(rows), K(width) {}
 };
 
 #ifdef __AVX512BF16__
@@ -33,17 +35,17 @@ template <> struct Rows<bf16> {
     const bf16 *x;
     int R, K;
 
-    Rows(const float *inputs, int R, int K, float *space) : R(R), K(K) {
+    Rows(const float *inputs, int rows, int width, float *space) : R(rows), K(width) {
         bf16 *narrow = reinterpret_cast<bf16 *>(aligned(space));
         x = narrow;
-        for (int r = 0; r < R; r++)
-            for (int k = 0; k < K; k += LANES) {
-                const __mmask16 there = K - k < LANES ? (1u << (K - k)) - 1 : 0xffff;
-                const __m512 part = _mm512_maskz_loadu_ps(there, inputs + r * apart(K) + k);
+        for (int r = 0; r < rows; r++)
+            for (int k = 0; k < width; k += LANES) {
+                const __mmask16 there = width - k < LANES ? (1u << (width - k)) - 1 : 0xffff;
+                const __m512 part = _mm512_maskz_loadu_ps(there, inputs + r * apart(width) + k);
                 const __m256i half = __m256i(_mm512_cvtneps_pbh(part));
-                bf16 *at = narrow + r * apart_narrow(K) + k;
+                bf16 *at = narrow + r * apart_narrow(width) + k;
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), half);
-                if (k + LANES >= K && K % PAIRS && K % PAIRS <= LANES)
+                if (k + LANES >= width && width % PAIRS && width % PAIRS <= LANES)
                     _mm256_storeu_si256(reinterpret_cast<__m256i *>(at + LANES), __m256i{});
             }
     }

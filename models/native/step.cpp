@@ -25,7 +25,7 @@ namespace {
 
 constexpr int LINE = 64, PAGE = 4096, AHEAD = 4 * PAGE;
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
-constexpr int CACHE = 2;  // which weights are asked for into: the second, as the first is soon full
+constexpr int CACHE = 2;  // into which weights are prefetched: the second, as the first is soon full
 #else
 constexpr int CACHE = 3;  // the first
 #endif
@@ -82,7 +82,7 @@ template <int R, int O> inline void added_up(const Lanes (&sum)[R][O], float out
         }
 }
 
-// The partial sums of x[r][k] w[o][k] of R rows and O outputs. By the way it asks for `lines` lines of
+// The partial sums of x[r][k] w[o][k] of R rows and O outputs. It also prefetches `lines` lines of
 // memory from `next` on at every step.
 template <int R, int O, class W>
 inline void summed(const float *x, const W *w, int K, const char *next, int lines, Lanes (&sum)[R][O]) {
@@ -252,7 +252,7 @@ struct Model {
 };
 
 struct Call {
-    int32_t B, T, max_len, span, num_taps, num_asked, threads, num_slots, num_positions, num_true;
+    int32_t B, T, max_len, span, num_taps, num_logit_rows, threads, num_slots, num_positions, num_true;
     const int64_t *ids, *position, *slot, *start;
     const int32_t *true_ones;         // rising flat indices: these alone are computed, and are the rows
                                     // of all results; null: all are
@@ -263,13 +263,13 @@ struct Call {
     const uint8_t *attention, *mlp;  // which sub-layers run, or null for all
     const int32_t *taps;            // rising
     float *const *tapped;           // [R, D] of each tap
-    const int32_t *asked;           // flat rows whose logits are wanted; null: the first ones
-    float *logits;                  // [num_asked, V]
+    const int32_t *logit_rows;      // flat rows whose logits are wanted; null: the first ones
+    float *logits;                  // [num_logit_rows, V]
     float *last;                    // [R, D]: the residual behind the last layer, or null
     float *space;
 };
 
-// The likeliest tokens one after another: behind the asked row of each row of a forward without a
+// The likeliest tokens one after another: behind the row `logit_rows` of each row of a forward without a
 // mask the first, and `length` in all. The forwards read what the call names for each of them, one
 // behind another: sub-layers (`attention`, `mlp`: [length, num_layers]) and places (`last`).
 struct Chain {
@@ -317,8 +317,9 @@ inline void share(int count, int block, int thread, int threads, int *from, int 
     if (*from > count) *from = count;
 }
 
-// What would be read from outside of a table, if anything: nothing is computed then.
-enum Outside { UNTOLD = -1, NONE, ID, POSITION, SLOT };
+// The first input that is outside of its table: nothing is computed then. UNDECIDED: a draw that
+// rounding decides (draw.h).
+enum Outside { UNDECIDED = -1, NONE, ID, POSITION, SLOT };
 
 Outside outside(const Model &m, const Call &c) {
     for (int b = 0; b < c.B; b++)
@@ -405,9 +406,9 @@ Outside forward(const Model &m, const Call &c) {
                     float *own = flat + r * apart(K);
                     if (is_entry) {
                         const W *row = static_cast<const W *>(m.embedding) + size_t(c.ids[fed(r)]) * D;
-                        float *wide = own + D;  // the state goes there afterwards
-                        for (int d = 0; d < D; d++) wide[d] = widened(row[d]);
-                        normed(wide, static_cast<const W *>(m.entry_norm), D, m.eps, own);
+                        float *token = own + D;  // the state goes there afterwards
+                        for (int d = 0; d < D; d++) token[d] = widened(row[d]);
+                        normed(token, static_cast<const W *>(m.entry_norm), D, m.eps, own);
                         own += D;
                     }
                     normed(x + size_t(r) * D, static_cast<const W *>(layer.attention_norm), D, m.eps,
@@ -452,10 +453,10 @@ Outside forward(const Model &m, const Call &c) {
                 }
                 WAIT
                 int turn = 0;  // threads take turns, as later tokens see more
-                for (int b = 0, first = 0, end; b < c.B; b++, first = end) {  // rows of a sequence
-                    for (end = first; end < R && fed(end) < (b + 1) * c.T;) end++;
+                for (int b = 0, begin = 0, end; b < c.B; b++, begin = end) {  // rows of a sequence
+                    for (end = begin; end < R && fed(end) < (b + 1) * c.T;) end++;
                     for (int j = 0; j < J; j++)
-                        for (int i = first * G; i < end * G; i += TOGETHER) {
+                        for (int i = begin * G; i < end * G; i += TOGETHER) {
                             if (turn++ % threads != thread) continue;
                             Reading reads[TOGETHER];
                             const int count = end * G - i < TOGETHER ? end * G - i : TOGETHER, r = i / G;
@@ -523,20 +524,20 @@ Outside forward(const Model &m, const Call &c) {
             share(R, 1, thread, threads, &from, &to);
             memcpy(c.last + size_t(from) * D, x + size_t(from) * D, size_t(to - from) * D * sizeof(float));
         }
-        if (c.num_asked || tap < c.num_taps) {
+        if (c.num_logit_rows || tap < c.num_taps) {
             const W *norm = static_cast<const W *>(m.norm);
             if (tap < c.num_taps) {
                 share(R, 1, thread, threads, &from, &to);
                 for (int r = from; r < to; r++)
                     normed(x + size_t(r) * D, norm, D, m.eps, c.tapped[tap] + size_t(r) * D);
             }
-            for (int i = 0; i < c.num_asked; i++)
-                normed(x + size_t(c.asked ? c.asked[i] : i) * D, norm, D, m.eps, flat + i * apart(D));
+            for (int i = 0; i < c.num_logit_rows; i++)
+                normed(x + size_t(c.logit_rows ? c.logit_rows[i] : i) * D, norm, D, m.eps, flat + i * apart(D));
             float *logits = c.logits;
             const int V = m.V;
             share(V, SIDE, thread, threads, &from, &to);
             typedef typename HeadOf<M>::type Head;
-            product(Rows<Head>(flat, c.num_asked, D, rounded), static_cast<const Head *>(m.head), from, to,
+            product(Rows<Head>(flat, c.num_logit_rows, D, rounded), static_cast<const Head *>(m.head), from, to,
                     [=](int r, int o, float found) { logits[size_t(r) * V + o] = found; });
         }
     }
@@ -577,10 +578,10 @@ template <class W> inline int64_t chosen(const float *x, const Chain &chain, int
 template <class W, class M> Outside chain(const Model &m, Call c, const Chain &chain) {
     int64_t *ids = chain.fed, *position = ids + c.B, *start = position + c.B;
     Outside found = forward<W, M>(m, c);
-    for (int b = 0; b < c.B; b++) start[b] = c.start[b] + c.asked[b] - b * c.T;
+    for (int b = 0; b < c.B; b++) start[b] = c.start[b] + c.logit_rows[b] - b * c.T;
     if (c.last) c.last += size_t(c.B) * c.T * m.D;
     c.T = 1;
-    c.asked = nullptr;
+    c.logit_rows = nullptr;
     c.ids = ids;
     c.position = position;
     c.start = start;
@@ -591,7 +592,7 @@ template <class W, class M> Outside chain(const Model &m, Call c, const Chain &c
             const float *logits = c.logits + size_t(b) * m.V;
             const int64_t best = chain.temperature ? chosen<W>(logits, chain, b, at)
                                                    : largest<W>(logits, chain.num_choices, chain.best + own);
-            if (best < 0) return UNTOLD;
+            if (best < 0) return UNDECIDED;
             const int64_t id = chain.ids ? chain.ids[best] : best;
             chain.tokens[own] = id;
             ids[b] = id < chain.last_id ? id : chain.last_id;
@@ -651,6 +652,13 @@ extern "C" int chain_bfloat16_int8(const Model *model, const Call *call, const C
 }
 extern "C" int chain_bfloat16_int4(const Model *model, const Call *call, const Chain *wanted) {
     return chain<bf16, Int4>(*model, *call, *wanted);
+}
+// Bytes of each structure that a call is given, in the order of library.py's STRUCTURES.
+extern "C" int64_t structure_bytes(int32_t at) {
+    constexpr size_t bytes[] = {sizeof(Layer), sizeof(Model), sizeof(Call), sizeof(Chain), sizeof(Draws),
+                                sizeof(Truncation), sizeof(Cuts), sizeof(ScoreRows), sizeof(Compared)};
+    constexpr int32_t count = sizeof bytes / sizeof bytes[0];
+    return 0 <= at && at < count ? int64_t(bytes[at]) : 0;
 }
 // Whether steps can take more than one thread: compilers may come without OpenMP.
 extern "C" int has_threads() {

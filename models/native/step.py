@@ -196,8 +196,8 @@ class NativeStep:
         places = range(found.data_ptr(), found.data_ptr() + found.nbytes, 4 * num_rows * D)
         is_last = names[:1] == (RESIDUAL,)
         taps = names[is_last:]
-        asked = _asked(feed, T) if at_Q is None else list(range(num_rows if feed.logits else 0))
-        logits = torch.empty(len(asked), self.model.V)
+        logit_rows = _logit_rows(feed, T, None if at_Q is None else num_rows)
+        logits = torch.empty(len(logit_rows), self.model.V)
         rotary = self.stack.rotary(aim.span)
         held = [  # alive until the step has run
             feed.ids_BT.contiguous(),
@@ -213,12 +213,12 @@ class NativeStep:
             None if parts is None else _chosen(parts.mlp, self.model.num_layers),
             (ctypes.c_int32 * len(taps))(*taps),
             (ctypes.c_void_p * len(taps))(*places[is_last:]),
-            (ctypes.c_int32 * len(asked))(*asked),
+            (ctypes.c_int32 * len(logit_rows))(*logit_rows),
             logits,
             found if is_last else None,
             space,
         ]
-        sizes = (B, T, kv.max_len, aim.span, len(taps), len(asked), threads)
+        sizes = (B, T, kv.max_len, aim.span, len(taps), len(logit_rows), threads)
         tables = (kv.key_ZJLE[0].shape[0], rotary.shape[0], num_rows)
         call = StepCall(*sizes, *tables, *map(address, held))
         outside = self.call(self.function, call, (self.num_layers(parts),))
@@ -229,7 +229,7 @@ class NativeStep:
             found, logits = _spread(found, at_Q, B * T), _spread(logits, at_Q, B * T)
         taps_XBTD = found.to(self.dtype).view(len(names), B, T, D)
         states = StackedTaps(names, taps_XBTD) if names else {}
-        if not asked:
+        if not logit_rows:
             return LmOut(None, states)
         return LmOut(logits.to(self.dtype).view(B, -1, self.model.V), states)
 
@@ -248,7 +248,7 @@ class NativeStep:
         ended, call.threads = time.perf_counter(), most
         if not failed:
             rows = call.num_true or call.B * call.T
-            kind = (most, rows, call.num_asked, call.span.bit_length(), *work)
+            kind = (most, rows, call.num_logit_rows, call.span.bit_length(), *work)
             threads.end(kind, ended - began, ended, self.fastest)
         return failed
 
@@ -372,10 +372,12 @@ def _held(weights: Sequence[Weights]) -> list[Tensor]:
     return [weight for layer in weights for weight in layer if weight is not None]
 
 
-def _asked(feed: Feed, T: int) -> list[int]:
-    """Flat rows whose logits are wanted."""
+def _logit_rows(feed: Feed, T: int, num_true: int | None) -> list[int]:
+    """Flat rows whose logits are wanted: of padded rounds all `num_true` rows that are computed."""
     if not feed.logits:
         return []
+    if num_true is not None:
+        return list(range(num_true))
     if feed.only is None:
         return list(range(feed.ids_BT.numel()))
     return [row * T + at for row, at in enumerate(feed.only)]

@@ -2,8 +2,8 @@
 
 Timor et al. (arXiv 2502.05202, Algorithm 2, SLEM): the draft's greedy continuation becomes a string
 and the string becomes target tokens, which are deterministic candidates (kind POINT) for the rules
-that never ask where a draft came from. No probability crosses the vocabularies, so nothing needs to
-be shared; where much is shared, TLI (`translate`) accepts more under sampling.
+that do not depend on the origin of a draft. No probability crosses the vocabularies, so nothing
+needs to be shared; where much is shared, TLI (`translate`) accepts more under sampling.
 
 The continuation is read together with the newest text, because tokens may merge across the seam;
 its last token is left out, because it may merge with what the draft would have written next. What

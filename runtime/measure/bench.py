@@ -42,7 +42,7 @@ from specctl.runtime.target.target import Target
 
 Prompts = Sequence[Sequence[int]]
 OnAnswers = Callable[[int], None]  # so many answers of the run are at their end
-TOLD_SECONDS = 1.0  # between two reports of a run
+REPORT_SECONDS = 1.0  # between two reports of a run
 
 
 def unread(report: BenchReport) -> None:
@@ -158,7 +158,7 @@ class RoundWatch:
         if self._batch == 1:
             answer.seconds += now - self._before
             self._before = now
-        if now - self._reported >= TOLD_SECONDS:
+        if now - self._reported >= REPORT_SECONDS:
             self._reported = now
             self._on_answers(max(0, index + 1 - self._batch))
 
@@ -221,7 +221,7 @@ def bench(
                 one_of_each = {c.name: dict[str, Timed]() for c in contenders}
                 for category, group in groups.items():
                     for contender in contenders:
-                        timed = ask(target, contender, group, sampling, advance)
+                        timed = conversations(target, contender, group, sampling, advance)
                         one_of_each[contender.name][category] = timed
                     if not any(runs.values()):
                         part = {name: [dict(by_group)] for name, by_group in one_of_each.items()}
@@ -241,7 +241,7 @@ def by_category(questions: Sequence[Question]) -> dict[str, list[Question]]:
     return groups
 
 
-def ask(
+def conversations(
     target: Target,
     contender: Contender,
     questions: Sequence[Question],

@@ -1,4 +1,4 @@
-"""What a benchmark asks: prompts as token ids, or the questions of a user that follow each other.
+"""What a benchmark measures on: prompts as token ids, or questions that follow each other.
 
 As in Spec-Bench, a later question follows the answer that was given to the one before it,
 so every way to generate text speaks its own conversation.
@@ -38,7 +38,7 @@ class Question:
         return tuple(target.encode_chat([*spoken, *self.turns[len(answers)]]))
 
 
-def asked(target: Target, turns: Sequence[Sequence[Turn]], category: str) -> Question:
+def question_of(target: Target, turns: Sequence[Sequence[Turn]], category: str) -> Question:
     """A conversation to be had with the target."""
     first = tuple(target.encode_chat(list(turns[0])))
     return Question(first, category, tuple(map(tuple, turns)))

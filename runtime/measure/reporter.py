@@ -27,7 +27,7 @@ class Reporter(Protocol):
 
 
 class SilentReporter:
-    """Says nothing; keeps warnings for whoever asks."""
+    """Says nothing; keeps warnings to be read later."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
@@ -49,7 +49,7 @@ class SilentReporter:
 
 class EventReporter:
     """Hands every message and warning to `write` as a small mapping, and at most one step of a task
-    a second. Keeps warnings for whoever asks."""
+    a second. Keeps warnings to be read later."""
 
     def __init__(
         self, write: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic

@@ -1,4 +1,4 @@
-"""What a proof asks for and what it finds: levels, checks, and the findings on a pair."""
+"""What a proof covers and what it finds: levels, checks, and the findings on a pair."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ def verify(
 ) -> Proof:
     """Run the battery. `sampling` is the distribution to test (default: temperature 1); `policy`
     and `rule` are how the drafter will be served (default: its family's first policy, the best
-    legal rule). A drafter that is not lossless by construction is refused unless `approximate` asks
-    for a measurement of its distance instead of a proof. `chat`: as of `proof_prompts`.
+    legal rule). A drafter that is not lossless by construction is refused unless `approximate`
+    wants a measurement of its distance instead of a proof. `chat`: as of `proof_prompts`.
     """
     if level not in LEVELS:
         raise RecipeError("unknown level of proof", found=level, expected=", ".join(LEVELS))
@@ -181,7 +181,7 @@ class _Battery:
     drafted: int = 0
     accepted: int = 0
     sane: bool | None = None
-    asked: tuple[int, ...] | None = None
+    prompt: tuple[int, ...] | None = None
 
     def steps(self) -> list[ProofStep]:
         written = len(self.prompts) * self._tokens() // SHORT
@@ -292,8 +292,8 @@ class _Battery:
     ) -> list[Check]:
         """The first two tokens against the target's exact joint distribution, and drafts against
         their q."""
-        self.asked = self.asked or open_prompt(self.target, self.prompts, self.sampling)
-        prompt, name = self.asked, f"{type(policy).__name__} {rule}"
+        self.prompt = self.prompt or open_prompt(self.target, self.prompts, self.sampling)
+        prompt, name = self.prompt, f"{type(policy).__name__} {rule}"
         watched = WatchedPolicy(policy)
         count = count or self.level.samples
         size = max(2, min(policy.depth + 1, self.level.length))

@@ -1,7 +1,7 @@
 """How many samples a chi-square test needs to see a distribution that is wrong by so much.
 
 If the distribution is off by total variation d, Pearson's statistic is noncentral with parameter at
-least 4 n d^2 (as sum (f - p)^2 / p >= 4 d^2). Its distribution is taken as normal, which asks for a
+least 4 n d^2 (as sum (f - p)^2 / p >= 4 d^2). Its distribution is taken as normal, which needs a
 few percent more samples than are needed where cells are few.
 """
 

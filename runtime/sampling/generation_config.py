@@ -1,6 +1,6 @@
 """What the generation_config.json of a checkpoint says about sampling.
 
-transformers' `generate` follows that file; here it is followed where a user asks for it. What the
+transformers' `generate` follows that file; here it is followed where a user says so. What the
 file does not name stays as it is without it (transformers would also keep only the 50 likeliest).
 Its end-of-text ids always count, so a file that cannot be read is refused.
 """
@@ -20,7 +20,7 @@ FILE = "generation_config.json"
 LARGEST = 1 << 20  # bytes; real ones have a few hundred
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-# What else changes texts in transformers, by the value that asks for nothing.
+# What else changes texts in transformers, by the value that changes nothing.
 OTHERS: dict[str, Any] = {
     "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": 0.0,
     "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
@@ -35,7 +35,7 @@ OTHERS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Suggested:
-    """Sampling that a checkpoint asks for; None where its file is silent or asks for nothing.
+    """Sampling that a checkpoint sets; None where its file is silent or sets nothing.
     `others` change texts as well and have no counterpart here; of `wrong` no value has a meaning.
     """
 
@@ -55,7 +55,7 @@ class Suggested:
         return {name: ours[name] if given[name] is None else given[name] for name in SETTINGS}
 
     def unlike(self, used: Sampling) -> tuple[str, ...]:
-        """What the file asks for and that sampling does not do, in words."""
+        """What the file sets and sampling does not do, in words."""
         names = SETTINGS if self.does_sample else ("repetition_penalty",)
         return (
             tuple(

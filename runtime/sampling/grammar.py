@@ -114,7 +114,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar, shared by every row that asks for it; each row copies the matcher."""
+    """A compiled grammar, shared by every row that uses it; each row copies the matcher."""
 
     spec: GrammarSpec
     eos_ids: frozenset[int]

@@ -45,7 +45,7 @@ class NoiseCounters(NamedTuple):
 
 def drawn(scores_BMV: Tensor, code_V: Tensor, of: NoiseCounters) -> Tensor | None:
     """int64 [B, M]: the best of score + Gumbel number of every row, this one hashed from the
-    counters and the int64 codes of tokens. None: not to be told here."""
+    counters and the int64 codes of tokens. None: undecided here."""
     if scores_BMV.is_cuda:
         return _drawn_on_gpu(scores_BMV, code_V, of)
     functions = library().functions if scores_BMV.device.type == "cpu" else None

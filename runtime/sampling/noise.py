@@ -1,7 +1,7 @@
 """RoundNoise: the random numbers of one round, computed from counters, with no generator to carry.
 
 Every number is a hash of (seed of the row, stream, counters), so it depends neither on the batch a
-row travels in, nor on the order of requests, nor on what was drawn before; asking twice gives the
+row travels in, nor on the order of requests, nor on what was drawn before; a second call gives the
 same answer. The hash is two rounds of an xor-shift-multiply finalizer (the construction of
 splitmix64 and murmur3) on int64 with wraparound, bit-identical on meta, CPU and CUDA. The *target*
 stream is keyed by absolute position and token id: the draw of a position is then the same whatever

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and the host names that this server answers to. Closed unless opened.
+"""Access: API keys, and the host names that this server answers to. Closed unless opened.
 
 One middleware stands before every route, known or not: a route that is added later is closed by
 itself. `/health` and `/ready` are open, for whoever watches the server holds no key.

@@ -1,6 +1,6 @@
 """The page at /docs: every route and field of the API, written from its own OpenAPI schema.
 
-It is one file of HTML without scripts, and asks for nothing but the style sheet of the page at `/`.
+It is one file of HTML without scripts, and needs nothing but the style sheet of the page at `/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Schema = Mapping[str, Any]
 
 
 def docs_route(app: FastAPI) -> Route:
-    """The route of that page. It is written when it is asked for first."""
+    """The route of that page. It is written at the first request."""
     written: list[str] = []
 
     async def serve(request: Request) -> Response:
@@ -128,8 +128,8 @@ RANGES = (
 
 
 def _range(one: Schema) -> str:
-    told = [f"{sign}{one[key]:,}" for key, sign in RANGES if key in one]
-    return f" <small>{', '.join(told)}</small>" if told else ""
+    ranges = [f"{sign}{one[key]:,}" for key, sign in RANGES if key in one]
+    return f" <small>{', '.join(ranges)}</small>" if ranges else ""
 
 
 def _about(one: Schema) -> str:

@@ -15,7 +15,7 @@ from specctl.core.errors import NumbersError, SpecctlError, alike
 from specctl.runtime.server.engine_thread.contract import Busy, TooLong, Unavailable
 
 Path = tuple[int | str, ...]  # keys and places that lead through a body
-RETRY_SECONDS = 5  # told with a 503: the server loads, or another one takes over
+RETRY_SECONDS = 5  # sent with a 503: the server loads, or another one takes over
 UNSUPPORTED = {
     "echo": "echo is not supported: the prompt's own log-probabilities are not computed",
     "suffix": "suffix is not supported: the target continues a prompt, it does not fill a gap",
@@ -151,8 +151,8 @@ def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     path, message = _path(first, body), str(first["msg"]).removeprefix("Value error, ")
     where, names = written_path(path), [part for part in path if isinstance(part, str)]
     if not path:
-        told = message if first["type"] == "value_error" else "the body must be a JSON object"
-        return ApiError(400, told, code="invalid_value")
+        text = message if first["type"] == "value_error" else "the body must be a JSON object"
+        return ApiError(400, text, code="invalid_value")
     unsupported = UNSUPPORTED.get(names[-1]) if names else None
     if unsupported is not None:
         return ApiError(400, unsupported, param=where, code="unsupported_parameter")

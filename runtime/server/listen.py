@@ -205,14 +205,14 @@ class Listener:
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         """Says when the service is ready, and stays; raises if it fails."""
-        is_told = False
+        is_announced = False
         while (state := self.service.status().state) != "failed":
-            if state == "ready" and self._server.started and not is_told:
+            if state == "ready" and self._server.started and not is_announced:
                 gc.collect()
                 gc.freeze()  # else every full collection visits all of torch: 0.2 s without a turn
                 on_ready()
-                is_told = True
-            await asyncio.sleep(0.2 if is_told else 0.02)
+                is_announced = True
+            await asyncio.sleep(0.2 if is_announced else 0.02)
         raise ResourceError(
             "the engine has failed",
             found=self.service.failure or "",
@@ -241,11 +241,11 @@ class Listener:
             yield
             return
 
-        def heard(number: int, frame: object) -> None:
+        def end(number: int, frame: object) -> None:
             self.end(number)
 
         numbers = (signal.SIGINT, signal.SIGTERM)
-        before = [(number, signal.signal(number, heard)) for number in numbers]
+        before = [(number, signal.signal(number, end)) for number in numbers]
         try:
             yield
         finally:

@@ -65,9 +65,9 @@ class ShortLines(logging.Formatter):
         for name in ("time", "level", "trace"):
             found.pop(name, None)
         event = found.pop("event")
-        told = [_plain(str(found.pop("message")))] if "message" in found else []
-        told += [f"{_plain(name)}={_plain(str(value))}" for name, value in found.items()]
-        return "  ".join([stamp, record.levelname.lower(), _plain(str(event)), *told])
+        words = [_plain(str(found.pop("message")))] if "message" in found else []
+        words += [f"{_plain(name)}={_plain(str(value))}" for name, value in found.items()]
+        return "  ".join([stamp, record.levelname.lower(), _plain(str(event)), *words])
 
 
 def _request(fields: dict[str, Any]) -> str:

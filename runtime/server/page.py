@@ -39,12 +39,12 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # kept, but asked for again after an update
+    "Cache-Control": "no-cache",  # kept, but requested again after an update
 }
 
 
 def page_routes() -> list[Route]:
-    """`/` and the files it asks for; every one answers GET and HEAD without a key."""
+    """`/` and the files it needs; every one answers GET and HEAD without a key."""
     files = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
     return [
         _route("/" if path.name == "index.html" else f"/page/{path.name}", path) for path in files

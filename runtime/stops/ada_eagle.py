@@ -2,7 +2,7 @@
 
 A small network reads the embedding of the root and the target's last state before it, and predicts
 how many tokens will be accepted; that many are drafted, with no decision per token. Where it is
-none, the drafter is not even asked. A drafter that keeps no state of the target (an independent
+none, the drafter is not even called. A drafter that keeps no state of the target (an independent
 language model) shows its own state behind its first pass instead; then one token is drafted at
 least. What is drafted in vain costs a pass of the drafter, what is not drafted a pass of the
 target; so training makes a length that is too short weigh `too_short` times as much (asymmetric

@@ -1,7 +1,7 @@
 """What a stop rule is: it ends a chain behind a token that is kept, before the next one is drawn.
 
 Non-anticipation: whether a sampled token is kept may depend on everything that precedes its draw
-and on nothing else. The shape of this interface gives it: a rule is asked between two draws and
+and on nothing else. The shape of this interface gives it: a rule is called between two draws and
 can only say whether the next one happens; it has no way to take back the token it looks at.
 Letters: B rows, K draft vocabulary, N nodes.
 """

@@ -19,24 +19,24 @@ class Heuristic(StopRule):
     start: int = 5
     more: int = 2
     fewer: int = 1
-    asked: int = field(init=False)
+    wanted: int = field(init=False)
     most: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.asked = self.start
+        self.wanted = self.start
 
     def length(self, most: int) -> int:
         self.most = max(self.most, most)
-        return max(1, min(self.asked, most))
+        return max(1, min(self.wanted, most))
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         rows = list(tested_rows(outcome))
         if not rows:
             return
         if all(row.accepted == row.drafted for row in rows):
-            self.asked = min(self.asked + self.more, self.most)
+            self.wanted = min(self.wanted + self.more, self.most)
         else:
-            self.asked = max(1, self.asked - self.fewer)
+            self.wanted = max(1, self.wanted - self.fewer)
 
 
 STOP = Plugin("heuristic", "two more after a whole draft, one fewer after any other", "", Heuristic)

@@ -322,8 +322,8 @@ def with_adapters(model: Any, adapters: Sequence[Adapter], is_merged: bool) -> A
         else:
             wrapped.add_adapter(name, config)
         tensors = load_file(one.folder / TENSORS)
-        told = peft.set_peft_model_state_dict(wrapped, tensors, adapter_name=name)
-        assert not told.unexpected_keys, f"peft took no {told.unexpected_keys[:3]}"
+        taken = peft.set_peft_model_state_dict(wrapped, tensors, adapter_name=name)
+        assert not taken.unexpected_keys, f"peft took no {taken.unexpected_keys[:3]}"
     assert wrapped is not None, "without adapters there is nothing to add"
     wrapped.base_model.set_adapter(names)
     wrapped.eval().requires_grad_(False)

@@ -5,7 +5,7 @@ a message, a name or any other string of a turn spells is read as the characters
 also where the tokenizer would only make it one (full-width letters that NFKC folds), or where two
 strings become one side by side. It is found by what comes out: the template is written once more
 with every string between marks, and what is outside of them has the control tokens that the whole
-may have. Turns that a template writes in plain words ("### User:") cannot be told from a text.
+may have. Turns that a template writes in plain words ("### User:") look like any text.
 The same holds for tools: names, descriptions and schemas, the arguments of calls, the results.
 Keys, ids and types, which templates look up and compare, are refused where they spell such a token.
 """
@@ -29,7 +29,7 @@ Turns = Sequence[Mapping[str, Any]]
 
 
 class ChatTarget(Protocol):
-    """What is asked of the target whose conversations are read."""
+    """What is needed of the target whose conversations are read."""
 
     @property
     def tokenizer(self) -> Any: ...

@@ -1,5 +1,5 @@
 """A transformers folder before transformers sees it: what may lie there, which files count as its
-weights, and what its JSON may ask for. No torch, and nothing here reads a weight.
+weights, and what its JSON may contain. No torch, and nothing here reads a weight.
 
 transformers follows names: an index may name a pickle or a file outside the folder, config.json
 another file of weights or code of a hub repository. Whatever such a name could lead to besides
@@ -330,12 +330,12 @@ def check_size(config: Any, shapes: Iterable[tuple[int, ...]], where: str) -> No
         raise misfit(f"num_hidden_layers {layers:,}", expected, where)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    asked = sum(part.numel() for part in model.parameters())
+    count = sum(part.numel() for part in model.parameters())
     there = sum(map(math.prod, stored))
     # Of a quantised model one stored number may hold up to 32.
     most = there * (32 if getattr(config, "quantization_config", None) else 2)
-    if asked > most:
-        raise misfit(f"a model of {asked:,} parameters", f"the {there:,} that are stored", where)
+    if count > most:
+        raise misfit(f"a model of {count:,} parameters", f"the {there:,} that are stored", where)
     beside = sum(part.numel() for part in model.buffers())
     if beside > max(MAX_BUFFERS, 2 * there):
         raise misfit(f"{beside:,} numbers beside the weights", f"at most {MAX_BUFFERS:,}", where)

@@ -112,10 +112,10 @@ def idle_cuda() -> str | None:
 
 
 def is_gpu_meant() -> bool:
-    """Whether this machine has an NVIDIA card or its driver, or was told to use one (GPU=1 of our
+    """Whether this machine has an NVIDIA card or its driver, or is to use one (GPU=1 of our
     Makefile, devices given out by Slurm or by hand)."""
-    told = ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
-    if os.environ.get("GPU") == "1" or any(os.environ.get(name) for name in told):
+    names = ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
+    if os.environ.get("GPU") == "1" or any(os.environ.get(name) for name in names):
         return True
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
         return True
@@ -144,7 +144,7 @@ def refuse_idle_cuda() -> None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a device, None where it cannot be asked."""
+    """Free memory of a device, None where that is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")

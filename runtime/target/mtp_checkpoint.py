@@ -203,7 +203,7 @@ def _none(name: str, found: str) -> FileError:
 
 def with_count(body: Mapping[str, Any], layout: MtpLayout) -> dict[str, Any]:
     """config.json that says that there is one module."""
-    told = json.loads(json.dumps(body))
-    inner = told["text_config"] if isinstance(told.get("text_config"), dict) else told
+    changed = json.loads(json.dumps(body))
+    inner = changed["text_config"] if isinstance(changed.get("text_config"), dict) else changed
     inner[layout.count_key] = 1
-    return dict(told)
+    return dict(changed)

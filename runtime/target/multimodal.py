@@ -87,7 +87,7 @@ def load_text_side(
     folder: Path, dtype: torch.dtype, fields: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """The whole model of a folder, of which only the text side is kept, and what was loaded.
-    `fields`: what `from_pretrained` is told of its place."""
+    `fields`: what `from_pretrained` is given of its place."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # what is said of the other towers helps nobody here
     try:

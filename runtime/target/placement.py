@@ -149,7 +149,7 @@ def place_target(
 ) -> Placement:
     """Where the parts of a model of that configuration go. `itemsize`: bytes of a loaded number;
     `stored`: the tensors of a checkpoint that stays quantised, by name."""
-    asked = read_device_map(word)
+    wanted = read_device_map(word)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     count = config.get_text_config().num_hidden_layers
@@ -159,11 +159,11 @@ def place_target(
     else:
         sizes = _sizes({n: t.bytes(itemsize) for n, t in stored.items()}, path, count)
     outside = _outside(model, path)
-    if isinstance(asked, str):
+    if isinstance(wanted, str):
         main = _numbered(main)
-        layers = _fill(asked, main, sizes)
+        layers = _fill(wanted, main, sizes)
     else:
-        main, layers = _given(asked, model, path, count, outside)
+        main, layers = _given(wanted, model, path, count, outside)
     places = dict.fromkeys(outside, str(main))
     places |= {f"{path}.{index}": place for index, place in enumerate(layers)}
     need = {str(main): sizes.outside}

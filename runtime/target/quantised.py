@@ -1,8 +1,8 @@
 """Quantised checkpoints: whether they load here, and how many bytes are resident then.
 
 transformers widens a checkpoint to sixteen bits where it has no kernel for its format (MXFP4
-without Triton, FP8 on a CPU or an A100), so the size of the files says little. It is asked itself,
-before a weight is read: what it would do, or what it misses.
+without Triton, FP8 on a CPU or an A100), so the size of the files says little. transformers itself
+says before a weight is read what it would do, or what it misses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from specctl.core.errors import IncompatibleError
 
-WIDE = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}  # numbers that are loaded in the dtype asked for
+WIDE = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}  # numbers that are loaded in the requested dtype
 STORED = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}  # others take one byte
 BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "bitsandbytes": 4.5}  # of a weight
 OLDEST_FP8 = ("a100", "a100-40gb", "a10", "rtx3090")  # GPUs without products of eight bits

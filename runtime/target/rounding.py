@@ -135,7 +135,7 @@ def _logits(target: MeasuredTarget, ids: tuple[int, ...]) -> Tensor:
     position_1T = torch.arange(count, device=lm.device)[None]
     masks = lm.chain_masks(torch.zeros(1, dtype=torch.long, device=lm.device), count, count)
     logits_BTV = lm.dense(ids_1T, position_1T, masks).logits_BTV
-    assert logits_BTV is not None, "logits were asked for"
+    assert logits_BTV is not None, "the call returns logits"
     return logits_BTV[0].float()
 
 

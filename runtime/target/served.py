@@ -1,11 +1,10 @@
 """A target whose weights are elsewhere: in an engine that serves it, or in files of its states.
 
-Training a drafter asks a target for its states and logits. Where both come from outside, the
+Training a drafter needs the states and logits of a target. Where both come from outside, the
 configuration, the tokenizer and three tensors suffice: embedding, final norm and LM head, read by
-name from the safetensors index (or a GGUF file), straight to the device, when they are first asked
-for. Nothing of
-the layers is read but the few numbers that go into the fingerprint, which is that of the loaded
-target.
+name from the safetensors index (or a GGUF file), straight to the device, when they are first
+needed. Nothing of the layers is read but the few numbers that go into the fingerprint, which is
+that of the loaded target.
 Letters: D hidden width, V target vocabulary, X any axes.
 """
 
@@ -118,10 +117,10 @@ class StoredWeights:
     def _stored(self, name: str, shape: Sequence[int]) -> str | None:
         """The name in the files of a parameter of the model. Its prefix may be another (a text
         model inside a larger one); one of another shape is none."""
-        asked = (name, tuple(shape))
-        if asked not in self._names:
-            self._names[asked] = self._find(*asked)
-        return self._names[asked]
+        key = (name, tuple(shape))
+        if key not in self._names:
+            self._names[key] = self._find(*key)
+        return self._names[key]
 
     def _find(self, name: str, shape: tuple[int, ...]) -> str | None:
         for known in (name, name.replace(".mlp.", ".block_sparse_moe.")):

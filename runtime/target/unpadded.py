@@ -27,7 +27,7 @@ def fits_both(target: Target, tokenizer_fingerprint: str | None, size: int) -> b
 
 def fingerprint_without(target: Target, size: int) -> str | None:
     """The fingerprint of the same weights with `size` rows of embedding and head; None where it
-    cannot be told: rows that are gone are not known, and what was added to the weights is in them.
+    is unknown: rows that are gone are not known, and what was added to the weights is in them.
     """
     lm = target.lm.lm if isinstance(target.lm, CompiledLM) else target.lm
     is_plain = not target.adapters and target.inflated is None and target.spread is None

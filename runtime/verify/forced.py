@@ -1,6 +1,6 @@
 """Forced nodes: text that an approximate drafter puts in, whatever the target's distribution.
 
-The target is heard as if it were sure of every forced token, so any rule takes them and goes on
+The target counts as if it were sure of every forced token, so any rule takes them and goes on
 verifying behind them, exactly, given that text. Letters as in `walk`.
 Letters: B rows, N nodes, R flat rows, T fed tokens, V target vocabulary.
 """

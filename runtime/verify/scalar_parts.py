@@ -19,7 +19,7 @@ Distribution = NDArray[np.float64]
 
 
 class Chooser(Protocol):
-    """Where a scalar rule gets its randomness: keyed by the fed index it is asked at."""
+    """Where a scalar rule gets its randomness: keyed by the fed index."""
 
     def flip(self, fed: int, probability: float) -> bool: ...
 

@@ -125,18 +125,18 @@ def test_a_stopped_benchmark_shows_what_it_had_measured(
 ) -> None:
     from specctl.runtime.measure import bench as measure
 
-    whole, asked = measure.ask, list[str]()
+    whole, answered = measure.conversations, list[str]()
 
     def stopped(target: Any, contender: Any, group: Any, *more: Any) -> Any:
         if group[0].category == "qa":
             raise KeyboardInterrupt
-        asked.append(contender.name)
+        answered.append(contender.name)
         return whole(target, contender, group, *more)
 
     load(spoken_with(tiny_target))
-    monkeypatch.setattr(measure, "ask", stopped)
+    monkeypatch.setattr(measure, "conversations", stopped)
     ran = bench(run, questions)
-    assert (ran.code, asked) == (failures.INTERRUPTED, ["plain", "prompt-lookup"])
+    assert (ran.code, answered) == (failures.INTERRUPTED, ["plain", "prompt-lookup"])
     assert "above: what was measured, of 2 questions" in ran.err
     assert "prompt-lookup  greedy" in ran.out
     ran = bench(run, questions, "--json")

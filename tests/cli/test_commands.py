@@ -274,6 +274,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.fast
 def test_training_ends_with_hash_acceptance_time_and_next(
     trained: Path, run: Any, tmp_path: Path
 ) -> None:
@@ -322,6 +323,7 @@ def test_verify_finds_a_flipped_byte(trained: Path, run: Any, tmp_path: Path) ->
     assert "model.safetensors" in ran.json["error"]["found"]
 
 
+@pytest.mark.fast
 def test_a_package_drafts_as_it_was_trained_to(trained: Path, run: Any) -> None:
     words = (*GENERATE, "--max-new-tokens", "24", "--dtype", "float32", "import os", "--json")
     plain = run(*words).json["result"]

@@ -143,7 +143,7 @@ def test_sigterm_that_a_library_reports_as_its_own_error_is_still_sigterm(
         except KeyboardInterrupt:
             raise ValueError("could not determine the shape") from None
 
-    monkeypatch.setattr(failures, "_HEARD", [])
+    monkeypatch.setattr(failures, "_SIGNALS", [])
     monkeypatch.setattr("specctl.recipes.load.list_recipes", read)
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -66,16 +66,14 @@ AS_SERVED = {
 }  # fmt: skip
 
 
-def spared(pairs: list[tuple[str, str]], *more: Any) -> list[Any]:
+def spared(pairs: list[tuple[str, str]], *more: Any, typical: Any = ()) -> list[Any]:
     """What is not typical is a proof."""
-    return [
-        (*pair, *more) if pair in TYPICAL else pytest.param(*pair, *more, marks=pytest.mark.proof)
-        for pair in pairs
-    ]
+    marks = {pair: typical if pair in TYPICAL else pytest.mark.proof for pair in pairs}
+    return [pytest.param(*pair, *more, marks=mark) for pair, mark in marks.items()]
 
 
 # Every policy of a family; over a trimmed vocabulary the family's first.
-GREEDILY = spared(GROWN, False)
+GREEDILY = spared(GROWN, False, typical=pytest.mark.fast)
 GREEDILY += [(name, families()[name].policies[0], True) for name in TRAINED]
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4], [7], [11, 12, 11, 12, 11], [20, 2, 20], [8, 8])
 KEPT = [0, 1, 2, 3, 5, 8, 11, 12, 13, 20, 21]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from specctl.api.families import family_infos
-from specctl.core.errors import RecipeError
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters import families
 from specctl.drafters.losses.head_losses import LossOptions
 from specctl.drafters.nets.options import HeadOptions
-from specctl.export.package.load import parse_options
+from specctl.export.package.load import REMOVED, parse_options
 
 STORED = json.loads(Path(__file__).with_name("stored_options.json").read_text())
 
@@ -55,6 +55,16 @@ def test_options_of_an_older_package_are_read(name: str) -> None:
     """With the values that it names, whatever the defaults are by now."""
     read = parse_options(families()[name], STORED[name])
     assert spelled(read, later(name)) == json.dumps(STORED[name], sort_keys=True)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_is_passed_over_if_it_has_the_fixed_value(name: str) -> None:
+    own, (gone, fixed) = families()[name], next(iter(REMOVED[name].items()))
+    stored = asdict(own.options())
+    assert gone not in stored
+    assert parse_options(own, {**stored, gone: fixed}) == own.options()
+    with pytest.raises(IncompatibleError, match=f"missing or unknown: {gone}"):
+        parse_options(own, {**stored, gone: 7})
 
 
 def test_a_glide_package_of_before_has_keys_of_its_own() -> None:

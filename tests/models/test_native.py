@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -533,6 +534,20 @@ def test_nothing_is_read_from_outside_of_a_table(name: str) -> None:
         with torch.no_grad(), pytest.raises(IndexError, match=f"{name}s from"):
             lm.run(feed, kv)
         assert torch.equal(kv.key_ZJLE[0], before)
+
+
+@needs_compiler
+def test_a_structure_of_another_length_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Longer(built.DrawCall):
+        _fields_: ClassVar[Any] = [("more", ctypes.c_int64)]
+
+    structures = [Longer if each is built.DrawCall else each for each in built.STRUCTURES]
+    monkeypatch.setattr(built, "STRUCTURES", structures)
+    functions = built.library().functions
+    assert functions is not None
+    size = ctypes.sizeof(built.DrawCall)
+    with pytest.raises(OSError, match=f"Longer has {size + 8} bytes here and {size} in step.cpp"):
+        built._loaded(Path(functions._name))
 
 
 def test_without_it_the_reason_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

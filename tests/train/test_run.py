@@ -99,6 +99,7 @@ def run(
     return result, package, talk
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("family", ["medusa", "eagle3", "distill"])
 def test_a_recipe_becomes_a_drafter_with_everything_on_record(
     tmp_path: Path, target: Target, text: Path, family: str

@@ -25,8 +25,8 @@ class Defects:
             Counter()
         )  # of these, those that are prompts; empty: not settled
         self._source_of = array("H")  # of each usable record, in the order in which they were read
-        self._num_told = 0  # of the remarks
-        self._are_shares_told = False
+        self._num_reported = 0  # of the remarks
+        self._are_shares_reported = False
 
     def note(self, reason: str, where: str, count: int = 1, is_file: bool = False) -> None:
         self.counts[reason] += count
@@ -66,12 +66,12 @@ class Defects:
     def tell_reading(self, console: Reporter) -> None:
         """How the data were read, as far as it was not said yet; of several sources, the share that
         each has of the records, and of those that are prompts, answered already or not."""
-        for text in self.remarks[self._num_told :]:
+        for text in self.remarks[self._num_reported :]:
             console.warn(f"data: {text}")
-        self._num_told = len(self.remarks)
-        if len(self.records) < 2 or self._are_shares_told:
+        self._num_reported = len(self.remarks)
+        if len(self.records) < 2 or self._are_shares_reported:
             return
-        self._are_shares_told = True
+        self._are_shares_reported = True
         whole = sum(self.records.values())
         for name, count in self.records.items():
             share = f"{counted(count, 'record')} ({count / whole:.0%} of all)"

@@ -288,13 +288,13 @@ def _preference(reader: FieldReader) -> RecordContent | None:
     if chosen is None:
         return None
     reader.skip("rejected")
-    asked = reader.find((*PROMPTS, *CHATS))
-    if isinstance(chosen, str) and asked is None:
+    prompt = reader.find((*PROMPTS, *CHATS))
+    if isinstance(chosen, str) and prompt is None:
         return RecordContent(tuple(_transcript(chosen)))
     if isinstance(chosen, Mapping):
         chosen = [chosen]
     turns = spoken(chosen, "assistant")
-    before = [] if asked is None else spoken(asked[1], "user")
+    before = [] if prompt is None else spoken(prompt[1], "user")
     is_whole = bool(before) and len(turns) > 1
     return RecordContent(tuple(turns if is_whole else [*before, *turns]))
 
@@ -323,7 +323,7 @@ def _answered(reader: FieldReader) -> RecordContent | None:
     """A prompt with its answer, or with several, each of which makes a conversation."""
     if not reader.has(*PROMPTS, "input") or not reader.has(*ANSWERS):
         return None
-    turns = _asked(reader)
+    turns = _prompt_turns(reader)
     answers = reader.get(*ANSWERS)
     reader.skip("text")  # a rendering of both, as in Alpaca
     if _is_mapping(answers):  # SQuAD: {"text": [...], "answer_start": [...]}
@@ -345,7 +345,7 @@ def _text(reader: FieldReader) -> RecordContent | None:
 
 def _prompt(reader: FieldReader) -> RecordContent | None:
     """A prompt that waits for its answer."""
-    return RecordContent(tuple(_asked(reader))) if reader.has(*PROMPTS, "input") else None
+    return RecordContent(tuple(_prompt_turns(reader))) if reader.has(*PROMPTS, "input") else None
 
 
 LAYOUTS = (
@@ -393,19 +393,19 @@ LAYOUTS = (
 )
 
 
-def _asked(reader: FieldReader) -> list[Any]:
+def _prompt_turns(reader: FieldReader) -> list[Any]:
     """What the user says, behind the turns of `history`: an instruction with what it is about."""
     found = reader.find(PROMPTS) or reader.find(("input",))
     assert found is not None, "the layout has looked for it"
-    name, asked = found
+    name, prompt = found
     history = _history(reader.get("history"))
     parts = [] if name.lower() == "input" else [reader.get("input")]
     parts = [part for part in (*parts, reader.get("context")) if part is not None]
     if not parts:
-        return [*history, *spoken(asked, "user")]
-    if not all(isinstance(part, str) for part in (asked, *parts)):
+        return [*history, *spoken(prompt, "user")]
+    if not all(isinstance(part, str) for part in (prompt, *parts)):
         raise ValueError("input or context beside a prompt is not text")
-    return [*history, *spoken("\n\n".join([asked, *(p for p in parts if p.strip())]), "user")]
+    return [*history, *spoken("\n\n".join([prompt, *(p for p in parts if p.strip())]), "user")]
 
 
 def _history(pairs: Any) -> list[Any]:

@@ -87,14 +87,14 @@ class OnPolicy(Text):
         assert lm is not None, "text_of refuses a drafter that cannot write"
         assert module is not None
         each = writing.seq_len // writing.room
-        asked = range(numbers.start * each, numbers.stop * each)
-        prompts = [self._prompt(number) for number in asked]
+        drawn = range(numbers.start * each, numbers.stop * each)
+        prompts = [self._prompt(number) for number in drawn]
         samplings = [
             replace(
                 sampling_of(number, writing.plan),
                 max_new_tokens=min(writing.plan.new_tokens, writing.room - len(prompt)),
             )
-            for number, prompt in zip(asked, prompts, strict=True)
+            for number, prompt in zip(drawn, prompts, strict=True)
         ]
         writer = replace(self.target, lm=lm, inflated=None)
         is_training = module.training
@@ -191,7 +191,7 @@ def _check_writer(recipe: Recipe, drafter: Drafter) -> None:
         raise RecipeError(
             "ce would teach the drafter its own words",
             found=f"drafter.options.loss: ce, data.on_policy: {recipe.data.on_policy:g}",
-            expected="a loss that asks the target: kl, rkl, jsd, tv, lk_alpha, lk_hybrid",
+            expected="a loss that reads the target: kl, rkl, jsd, tv, lk_alpha, lk_hybrid",
             do="--set drafter.options.loss=kl",
             where="drafter.options.loss",
         )

@@ -238,7 +238,9 @@ def _of_hub(name: str, path: Path, split: str) -> DataSource:
 
 def _of_files(name: str, path: Path, files: Sequence[Path], format: str, split: str) -> DataSource:
     kinds = [(file, kind_of(file) if format == "auto" else format) for file in files]
-    found = DataSource(name, kinds[0][1], path, tuple(kinds), remarks=tuple(_told(kinds, format)))
+    found = DataSource(
+        name, kinds[0][1], path, tuple(kinds), remarks=tuple(_remarks(kinds, format))
+    )
     has_splits = all(kind == JSONL and holds_splits(file) for file, kind in kinds)
     return found if has_splits else _without_split(found, split)
 
@@ -248,10 +250,10 @@ def _of_folder(name: str, folder: Path, config: str, format: str, split: str) ->
         return _of_saved(name, folder, split)
     files = _visible(folder)
     kind = _kind_of_folder(files) if format == "auto" else format
-    told = [f for f in files if not is_about(f) and _is_of(f, kind)]
-    others = [f for f in files if not is_about(f) and f not in told]
-    found = folder_splits(folder, told, config, must_be_all=kind == TEXT)
-    chosen = found.files(folder, split) if found.splits else told
+    taken = [f for f in files if not is_about(f) and _is_of(f, kind)]
+    others = [f for f in files if not is_about(f) and f not in taken]
+    found = folder_splits(folder, taken, config, must_be_all=kind == TEXT)
+    chosen = found.files(folder, split) if found.splits else taken
     if kind == TEXT and not found.splits:
         chosen = files
     if not chosen:
@@ -262,7 +264,7 @@ def _of_folder(name: str, folder: Path, config: str, format: str, split: str) ->
         kinds = [(file, kind_of(file) if file.suffix in PROSE else TEXT) for file in chosen]
     left = tuple(("file of another kind beside the data", str(file)) for file in others)
     whole = DataSource(
-        name, kind, folder, tuple(kinds), left=left, remarks=tuple(_told(kinds, format))
+        name, kind, folder, tuple(kinds), left=left, remarks=tuple(_remarks(kinds, format))
     )
     if not found.splits:
         return _without_split(whole, split)
@@ -288,7 +290,7 @@ def _unread(others: Sequence[Path], folder: Path) -> Iterator[str]:
         yield f"{folder}: in no split, and not read: {shown}{', ...' if len(others) > 5 else ''}"
 
 
-def _told(kinds: Iterable[tuple[Path, str]], format: str) -> Iterator[str]:
+def _remarks(kinds: Iterable[tuple[Path, str]], format: str) -> Iterator[str]:
     """What is said of files that hold records under the name of a text."""
     for file, kind in kinds:
         if format == "auto" and kind == JSONL and content_suffix(file) in PROSE:

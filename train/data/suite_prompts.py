@@ -101,8 +101,8 @@ def warn_of_suite(word: str | None, samples: Sequence[Sample], reporter: Reporte
 def num_in_suite(samples: Iterable[Sample], suite: SuiteQuestions) -> int:
     """How many samples have a user's turn, or are a text, that is a first question of the suite;
     case and white space do not count. What was tokenized before is not looked into."""
-    asked = {plain(text) for question in suite.questions for text in _texts(question)}
-    return sum(any(plain(text) in asked for text in _said(sample)) for sample in samples)
+    questions = {plain(text) for question in suite.questions for text in _texts(question)}
+    return sum(any(plain(text) in questions for text in _said(sample)) for sample in samples)
 
 
 def plain(text: str) -> str:

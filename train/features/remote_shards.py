@@ -1,7 +1,7 @@
 """Shards at a URL, in any store that fsspec knows (s3://, gs://, hf://), with a cache here.
 
 The store holds URL/KEY/shard-00007.safetensors and .json as a folder would, the manifest last, so
-that a killed writer leaves no shard. A shard is fetched when a row of it is first asked for, by the
+that a killed writer leaves no shard. A shard is fetched when a row of it is first needed, by the
 threads that read ahead; its hash is checked on the way, and it stays in the cache, the folder
 OUT/features/KEY, until others need the room: `data.features_gb`, else what is free on the disk.
 Losing the cache costs nothing but fetching. Several processes may share it.
@@ -60,27 +60,29 @@ class ObjectStore:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Name -> bytes of what lies in a folder; empty if there is none."""
-        found = self._asked(lambda: self._system.ls(self._path(folder), detail=True, refresh=True))
+        found = self._retried(
+            lambda: self._system.ls(self._path(folder), detail=True, refresh=True)
+        )
         return {str(one["name"]).rsplit("/", 1)[-1]: int(one["size"] or 0) for one in found or ()}
 
     def get(self, name: str) -> bytes | None:
         """None if it is not there."""
-        found: bytes | None = self._asked(lambda: self._system.cat_file(self._path(name)))
+        found: bytes | None = self._retried(lambda: self._system.cat_file(self._path(name)))
         return found
 
     def put(self, name: str, body: bytes) -> None:
         path = self._path(name)
-        self._asked(lambda: self._system.makedirs(path.rsplit("/", 1)[0], exist_ok=True))
-        self._asked(lambda: self._system.pipe_file(path, body))
+        self._retried(lambda: self._system.makedirs(path.rsplit("/", 1)[0], exist_ok=True))
+        self._retried(lambda: self._system.pipe_file(path, body))
 
     def drop(self, name: str) -> None:
-        self._asked(lambda: self._system.rm_file(self._path(name)))
+        self._retried(lambda: self._system.rm_file(self._path(name)))
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    def _asked(self, call: Callable[[], Found]) -> Found | None:
-        """What the store answers, asked several times; None for what is not there. Stores raise
+    def _retried(self, call: Callable[[], Found]) -> Found | None:
+        """What the store answers, after several tries; None for what is not there. Stores raise
         errors of their own libraries."""
         for number in range(TRIES):
             if number:

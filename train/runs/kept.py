@@ -23,9 +23,9 @@ def kept_in(out: Path) -> str | None:
     """What lies in the folder of a job, in its stages, families, cells or halves as well; None
     where there is nothing of it."""
     held = {folder: _parts(folder) for folder in _folders(out)}
-    told = [f"{', '.join(parts)} in {folder}" for folder, parts in held.items() if parts]
-    more = f"; and more in {counted(len(told) - MOST, 'folder')}" if len(told) > MOST else ""
-    return f"kept: {'; '.join(told[:MOST])}{more}" if told else None
+    places = [f"{', '.join(parts)} in {folder}" for folder, parts in held.items() if parts]
+    more = f"; and more in {counted(len(places) - MOST, 'folder')}" if len(places) > MOST else ""
+    return f"kept: {'; '.join(places[:MOST])}{more}" if places else None
 
 
 def continued(recipe: Recipe, out: Path) -> str | None:

@@ -106,7 +106,7 @@ class Lines:
 class Interrupts:
     """Ctrl-C while a chat runs: the first stops the answer, the next one leaves.
 
-    `with interrupts.answering():` around an answer; `is_stopped` is asked between its rounds. A
+    `with interrupts.answering():` around an answer; `is_stopped` is called between its rounds. A
     Ctrl-C at the prompt raises KeyboardInterrupt; so does the second one anywhere. `fresh()` when
     the user has said something. One writer: the chat and its signals, both in the main thread.
     """
@@ -119,7 +119,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._before = signal.signal(signal.SIGINT, self._heard)
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *about: object) -> None:
@@ -140,7 +140,7 @@ class Interrupts:
         finally:
             self._is_answering = False
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.count > 1 or not self._is_answering:
             raise KeyboardInterrupt
@@ -236,10 +236,11 @@ class ChatRepl:
         if reason is not None:
             self.console.say(f"({reason.format(limit=self.talk.sampling.max_new_tokens)})")
         if self.look.stats:
-            told, speed = turn.to_json(), turn.completion.stats.tokens / max(turn.seconds, 1e-9)
+            shown, speed = turn.to_json(), turn.completion.stats.tokens / max(turn.seconds, 1e-9)
             self.console.say(
-                f"({told['tokens']:,} tokens | tau {told['tau'] or 0:.2f} | {speed:.1f} tokens/s | "
-                f"{turn.reused:,} of {told['prompt_tokens']:,} prompt tokens were read before)"
+                f"({shown['tokens']:,} tokens | tau {shown['tau'] or 0:.2f} | "
+                f"{speed:.1f} tokens/s | "
+                f"{turn.reused:,} of {shown['prompt_tokens']:,} prompt tokens were read before)"
             )
 
     # -- commands ---------------------------------------------------------------------------------

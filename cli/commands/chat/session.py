@@ -72,7 +72,7 @@ class ChatSession:
 
     def answer(self, text: str, is_stopped: Callable[[], bool]) -> Iterator[Piece]:
         """The answer as it comes, by tokens: text, and whether the token was drafted and accepted.
-        `is_stopped` is asked between rounds. Then `turns` has it."""
+        `is_stopped` is called between rounds. Then `turns` has it."""
         from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
         tokens = self._tokens(text)

@@ -43,8 +43,8 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    job = json.loads(asked.read_text())
+    job_file, answer_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
     server = xllamacpp.Server(parameters(job))
     url = server.listening_address
     answers: dict[str, Any] = {"ids": [], "drafted": 0, "accepted": 0, "rounds": 0}
@@ -63,7 +63,7 @@ def main() -> None:
         if post(f"{url}/tokenize", body)["tokens"] != ids:
             answers["misread"].append(text)
     answers["version"] = "xllamacpp " + version("xllamacpp")
-    told.write_text(json.dumps(answers))
+    answer_file.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

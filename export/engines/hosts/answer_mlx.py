@@ -37,8 +37,8 @@ def rounds_of(drafted: list[bool], most: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    job = json.loads(asked.read_text())
+    job_file, answer_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
     target = model_of(job["target"])
     draft = None if job["draft"] is None else model_of(job["draft"])
     answers: dict[str, Any] = {"ids": [], "drafted": 0, "accepted": 0, "rounds": 0}
@@ -59,7 +59,7 @@ def main() -> None:
         answers["drafted"] += offered
         answers["accepted"] += sum(flags)
     answers["version"] = f"mlx-lm {version('mlx-lm')} (mlx {version('mlx')})"
-    told.write_text(json.dumps(answers))
+    answer_file.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

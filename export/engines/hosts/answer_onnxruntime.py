@@ -5,7 +5,7 @@ ENV/bin/python answer_onnxruntime.py JOB ANSWERS
 
 ONNX Runtime has no speculative decoding of its own, so the greedy loop stands here: the draft
 writes a chain, the target reads it at once, caches are cut to what was kept. A job with "logits"
-asks what the graph of "draft" computes over the ids of its only prompt: all of them at once, and
+wants what the graph of "draft" computes over the ids of its only prompt: all of them at once, and
 the second half one by one.
 """
 
@@ -108,8 +108,8 @@ def logits(job: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    job = json.loads(asked.read_text())
+    job_file, answer_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
     answers: dict[str, Any] = {"version": f"onnxruntime {version('onnxruntime')}"}
     if job.get("logits") is not None:
         np.save(job["logits"], logits(job).astype(np.float32))
@@ -119,7 +119,7 @@ def main() -> None:
         counts = {"drafted": 0, "accepted": 0, "rounds": 0}
         ids = [continued(prompt, target, draft, job, counts) for prompt in job["prompts"]]
         answers |= {"ids": ids, **counts}
-    told.write_text(json.dumps(answers))
+    answer_file.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
 def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    job = json.loads(asked.read_text())
+    job_file, answer_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
     has_draft, how = job["draft"] is not None, {}
     if has_draft:
         how["draft_model"] = genai.draft_model(job["draft"], "CPU", **EXACT)
@@ -45,7 +45,7 @@ def main() -> None:
             answers["accepted"] += accepted
             answers["rounds"] += rounds
     answers["version"] = "openvino-genai " + genai.__version__.split("-")[0]
-    told.write_text(json.dumps(answers))
+    answer_file.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

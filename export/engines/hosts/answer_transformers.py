@@ -39,8 +39,8 @@ def load(folder: str) -> Any:
 
 
 def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    job = json.loads(asked.read_text())
+    job_file, answer_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
     torch.set_num_threads(1)
     target = load(job["target"])
     reads, how = Calls(target), {}
@@ -65,7 +65,7 @@ def main() -> None:
     if drafted is not None:
         answers |= {"drafted": drafted.count, "rounds": reads.count}
         answers["accepted"] = sum(map(len, ids)) - reads.count
-    told.write_text(json.dumps(answers))
+    answer_file.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

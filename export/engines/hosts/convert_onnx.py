@@ -19,8 +19,8 @@ WRONG = ("| MISSING", "| UNEXPECTED", "| MISMATCH", "newly initialized", "were n
 
 
 def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    job = json.loads(asked.read_text())
+    job_file, answer_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
     tool = Path(sys.executable).with_name("optimum-cli")
     if not tool.exists():
         raise SystemExit(f"no {tool}: pip install 'optimum-onnx[onnxruntime]'")
@@ -34,7 +34,7 @@ def main() -> None:
     if made.returncode != 0 or wrong:
         raise SystemExit("the converter did not take the folder as it is: " + "; ".join(wrong))
     names = ("onnxruntime", "optimum-onnx", "transformers")
-    told.write_text(json.dumps({name: version(name) for name in names}))
+    answer_file.write_text(json.dumps({name: version(name) for name in names}))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def converted(folder: str, out: Path, weights: str, is_drafter: bool) -> None:
         words += ["--trust-remote-code", "--disable-convert-tokenizer"]
     made = subprocess.run([*words, str(out)], capture_output=True, text=True, check=False)
     print(made.stdout, made.stderr, flush=True)
-    told = (made.stdout + made.stderr).splitlines()
-    wrong = [line.strip() for line in told if any(word in line for word in WRONG)]
+    printed = (made.stdout + made.stderr).splitlines()
+    wrong = [line.strip() for line in printed if any(word in line for word in WRONG)]
     if made.returncode != 0 or wrong:
         raise SystemExit("the converter did not take the folder as it is: " + "; ".join(wrong))
 
@@ -53,15 +53,15 @@ def with_layers(out: Path, layers: list[int]) -> None:
 
 
 def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    job = json.loads(asked.read_text())
+    job_file, answer_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
     out = Path(job["out"])
     shutil.rmtree(out, ignore_errors=True)
     converted(job["folder"], out, job["weights"], job["is_drafter"])
     if job["layers"] is not None:
         with_layers(out, job["layers"])
     names = ("openvino", "optimum-intel", "transformers")
-    told.write_text(json.dumps({name: version(name) for name in names}))
+    answer_file.write_text(json.dumps({name: version(name) for name in names}))
 
 
 if __name__ == "__main__":

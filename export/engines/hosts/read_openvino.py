@@ -103,14 +103,14 @@ def chained(model: Any, job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         out = reader(ids[1:end], hidden_states=fed)
         said.append(out["logits"][0, -1])
         fed = np.concatenate([fed, out["last_hidden_state"][:, -1:]], 1)
-    told = {"layers": layers, "eagle3": str(model.get_rt_info(["eagle3_mode"]).value)}
-    return np.stack(said), {**told, "d2t": out["d2t"].tolist()}
+    info = {"layers": layers, "eagle3": str(model.get_rt_info(["eagle3_mode"]).value)}
+    return np.stack(said), {**info, "d2t": out["d2t"].tolist()}
 
 
 def blockwise(model: Any, job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Normed states [T - 1, D] after two rounds, which share a KV cache of committed states."""
-    told = {name: str(model.get_rt_info(["dflash", name]).value) for name in DFLASH}
-    layers = [int(layer) for layer in told["target_layer_ids"].split(",")]
+    info = {name: str(model.get_rt_info(["dflash", name]).value) for name in DFLASH}
+    layers = [int(layer) for layer in info["target_layer_ids"].split(",")]
     states, block = np.load(job["states"]), np.load(job["block"])[None]
     taken = np.concatenate([states[layer + 1] for layer in layers], -1)[None]
     reader, committed = Model(model), 0
@@ -125,12 +125,12 @@ def blockwise(model: Any, job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         )
         committed = end
     mode = str(model.get_rt_info(["dflash_mode"]).value)
-    return out["last_hidden_state"][0], {**told, "layers": layers, "dflash": mode}
+    return out["last_hidden_state"][0], {**info, "layers": layers, "dflash": mode}
 
 
 def main() -> None:
-    asked, told = map(Path, sys.argv[1:])
-    job = json.loads(asked.read_text())
+    job_file, answer_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
     model = ov.Core().read_model(Path(job["folder"]) / "openvino_model.xml")
     found: dict[str, Any] = {}
     if job["states"] is None:
@@ -140,7 +140,7 @@ def main() -> None:
     else:
         logits, found = chained(model, job)
     np.save(job["logits"], logits.astype(np.float32))
-    told.write_text(json.dumps(found))
+    answer_file.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Mirrors src/llama-model.cpp and src/models/{llama,qwen3}.cpp: defaults of missing keys, the
 graph by `general.architecture` (llama and eagle3 rotate neighbours, others halves), an absent
 `output` read from the embedding, `rope_freqs` as divisors, but for qwen3; a tensor that the graph
-does not ask for, or lacks, stops the load. It shares nothing with the writer.
+does not read, or lacks, stops the load. It shares nothing with the writer.
 
 EAGLE-3 (src/models/eagle3.cpp): exactly three inputs of layers of the target, in ascending order,
 through `fc`; neighbours rotated; `d2t` as absolute ids; the un-normed state fed back.

@@ -72,7 +72,7 @@ class ApiAnswer(ABC):
     def take(self, choice: Choice, piece: Piece) -> Json | None:
         """Counts a piece in; returns the chunk that tells it, None if it tells nothing."""
         logprobs = self._logprobs(choice, piece) if self.has_logprobs else None
-        is_first = not choice.text  # told in any case: it names the role
+        is_first = not choice.text  # sent in any case: it names the role
         parts = choice.take(piece)
         if logprobs is not None:
             choice.logprobs.append(logprobs)

@@ -128,14 +128,14 @@ class MessageParser:
         self.reasoning += parts.reasoning
         self.content += parts.content
         self.num_thoughts += parts.thoughts
-        told = list[CallDelta]()
+        calls = list[CallDelta]()
         for one in parts.calls:
             if one.index == len(self.calls):
                 self.calls.append(Call(one.id or self._new_id(), one.name or ""))
                 one = CallDelta(one.index, one.arguments, one.name, self.calls[-1].id)
             self.calls[one.index].arguments += one.arguments
-            told.append(one)
-        parts.calls = told
+            calls.append(one)
+        parts.calls = calls
         return parts
 
     def _new_id(self) -> str:

@@ -59,7 +59,7 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 @dataclass(slots=True)
 class ToldItems:
-    """What has been told of an answer. One writer: the request that it answers."""
+    """What has been sent of an answer. One writer: the request that it answers."""
 
     items: list[AnswerItem] = field(default_factory=list)
     open: AnswerItem | None = None
@@ -89,8 +89,8 @@ class ResponsesAnswer(ApiAnswer):
 
     def failure(self, error: Json) -> list[bytes]:
         found = error["error"]
-        told = {"code": found["code"] or found["type"], "message": found["message"]}
-        failed = {**self._response("failed"), "error": told}
+        about = {"code": found["code"] or found["type"], "message": found["message"]}
+        failed = {**self._response("failed"), "error": about}
         return [self._event("failed", response=failed)]
 
     def add(self, choice: Choice, piece: Piece) -> None:

@@ -28,7 +28,7 @@ from specctl.runtime.server.requests.unread_fields import ignored_header, take_u
 
 BODY_SECONDS = 30.0  # a body that takes longer is given up
 MAX_DEPTH = 64  # of nested arrays and objects
-MAX_KEYS = 4096  # of one object; what is told about each unknown one takes time
+MAX_KEYS = 4096  # of one object; the report on each unknown one takes time
 MAX_VALUES, MAX_STRINGS, MAX_LISTS = 1 << 18, 1 << 16, 1 << 14  # of a body; lists and objects
 MAX_ERRORS = 16  # looked at, of a body with more
 SMALL = 16 << 10  # bytes that are read in less time than a thread takes to begin
@@ -95,8 +95,8 @@ def checked(body: bytes, model: type[BaseModel], is_strict: bool = False) -> Che
         fields = model.model_validate(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
-        told = [{**one, "loc": ("body", *one["loc"])} for one in found[:MAX_ERRORS]]
-        raise RequestValidationError(told, body=value) from None
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in found[:MAX_ERRORS]]
+        raise RequestValidationError(errors, body=value) from None
     return CheckedBody(body, fields, take_unread(fields, is_strict))
 
 

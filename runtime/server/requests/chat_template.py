@@ -63,7 +63,7 @@ class ChatStyle:
     @classmethod
     def of(cls, target: Target, tool_parser: str = "auto", reasoning: bool = True) -> ChatStyle:
         """That of a target. `tool_parser`: a format by name, "auto" for what the template shows,
-        "none"; `reasoning`: whether thoughts are told apart where the template has them."""
+        "none"; `reasoning`: whether thoughts are kept apart where the template has them."""
         template = _template(target.tokenizer)
         added = dict(getattr(target.tokenizer, "added_tokens_decoder", {}))
         variables = _variables(template)

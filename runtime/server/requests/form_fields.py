@@ -1,4 +1,4 @@
-"""Answers of a fixed form as requests ask for them: OpenAI's response_format, our grammar, and the
+"""Answers of a fixed form as requests name them: OpenAI's response_format, our grammar, and the
 fields that vLLM has for the same (guided_json and its kin, structured_outputs)."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class FormFields(Strict):
 
     @property
     def form_field(self) -> str | None:
-        """The field that asks for a form; None where any text will do."""
+        """The field that names a form; None where any text will do."""
         return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     def form(self) -> GrammarSpec | None:

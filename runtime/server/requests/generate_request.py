@@ -185,8 +185,8 @@ class RequestReader:
         if len(body.stops) > limits.max_stop:
             message = f"stop: at most {limits.max_stop} stop strings are served"
             raise ApiError(400, message, param="stop", code="invalid_value")
-        asked, most = _wanted(body), limits.max_new_tokens
-        if asked is not None and most is not None and asked > most:
+        wanted, most = _wanted(body), limits.max_new_tokens
+        if wanted is not None and most is not None and wanted > most:
             message = f"max_tokens: at most {most:,} tokens are generated per choice"
             raise ApiError(400, message, param="max_tokens", code="invalid_value")
 
@@ -253,11 +253,11 @@ class RequestReader:
         if ends and max(ends) >= vocab_size:
             message = f"stop_token_ids: token ids are below {vocab_size:,}"
             raise ApiError(400, message, param="stop_token_ids", code="invalid_value")
-        asked = {name: getattr(body, name) for name in SETTINGS}
-        asked = {n: getattr(self.defaults, n) if v is None else v for n, v in asked.items()}
-        temperature, top_k = asked.pop("temperature"), asked.pop("top_k")
+        settings = {name: getattr(body, name) for name in SETTINGS}
+        settings = {n: getattr(self.defaults, n) if v is None else v for n, v in settings.items()}
+        temperature, top_k = settings.pop("temperature"), settings.pop("top_k")
         return Sampling(
-            **asked,
+            **settings,
             temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
             top_k=None if top_k is None or top_k < 1 else min(top_k, vocab_size),
             frequency_penalty=body.frequency_penalty or None,

@@ -1,4 +1,4 @@
-"""Answers of a fixed form: the grammar that a request asks for, compiled for the target.
+"""Answers of a fixed form: the grammar of a request, compiled for the target.
 
 Compiling a stranger's grammar may take its two seconds (`runtime/sampling/grammar.py` bounds it, in
 another process), so it has a thread of its own: prompts are read meanwhile, and few may wait for

@@ -3,7 +3,7 @@
 Fields that OpenAI's clients send as a matter of course and that change nothing here are accepted
 and not used (`Unused`); fields of vLLM that would change something and do not are named in a header
 of the answer (`Ignored`), as are those that are not named here at all (`unread_fields.py`); fields
-that ask for another answer are accepted only where they ask for nothing, and refused in words
+that change the answer are accepted only where they change nothing, and refused in words
 otherwise (`errors.UNSUPPORTED`).
 """
 

@@ -235,7 +235,7 @@ class ResponsesRequest(Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> ResponsesRequest:
         try:
-            self.as_chat()  # what does not fit together is told by the chat request
+            self.as_chat()  # what does not fit together is refused by the chat request
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise ValueError(str(first["msg"]).removeprefix("Value error, ")) from None

@@ -56,14 +56,14 @@ def take_unread(body: BaseModel, is_strict: bool = False) -> list[str]:
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """The header that names them, cut where a client sends endless ones; none for no names."""
-    told, length = list[str](), 0
+    shown, length = list[str](), 0
     for name in names[:MAX_NAMED]:
         length += len(name) + 2
         if length > MAX_CHARS:
             break
-        told.append(name)
-    rest = [f"and {len(names) - len(told)} more"] if len(told) < len(names) else []
-    return {IGNORED: ", ".join([*told, *rest])} if names else {}
+        shown.append(name)
+    rest = [f"and {len(names) - len(shown)} more"] if len(shown) < len(names) else []
+    return {IGNORED: ", ".join([*shown, *rest])} if names else {}
 
 
 def _unread(value: Any, path: Path) -> Iterator[UnreadField]:
@@ -97,8 +97,8 @@ def _is_off(one: UnreadField) -> bool:
         return True
     if value is None or value in ("", [], {}) or (value is False and name not in NEUTRAL):
         return not is_media
-    told = UNSUPPORTED["audio" if is_media else name]
-    raise ApiError(400, told, param=written_path(one.path), code="unsupported_parameter")
+    message = UNSUPPORTED["audio" if is_media else name]
+    raise ApiError(400, message, param=written_path(one.path), code="unsupported_parameter")
 
 
 def _named(path: Path) -> str:

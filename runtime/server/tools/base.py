@@ -93,7 +93,7 @@ class CallParser(ABC):
         self._space = text[len(bare) :]
 
     def keep(self, text: str) -> str:
-        """It cannot be told yet what it is."""
+        """It is not known yet what it is."""
         self._kept = text
         return ""
 

@@ -20,19 +20,19 @@ class HermesParser(CallParser):
         self.say(content)
         if marker is None:
             return self.keep(rest)
-        self._object, self._is_told = CallObject(), False
+        self._object, self._is_sent = CallObject(), False
         self._mode = self._in_call
         return rest
 
     def _in_call(self, text: str) -> str:
         rest = self._object.feed(text)
         ready = self._object.take()
-        if self._object.name is not None and not self._object.is_broken and not self._is_told:
-            self._is_told = True
+        if self._object.name is not None and not self._object.is_broken and not self._is_sent:
+            self._is_sent = True
             self.call(self._object.name, id=self._object.id)
-        if self._is_told:
+        if self._is_sent:
             self.more(ready)
-        if self._object.is_broken and not self._is_told:
+        if self._object.is_broken and not self._is_sent:
             self.say(BEGIN + self._object.raw)
             self._mode = self.begin
         elif self._object.is_done or self._object.is_broken:
@@ -51,7 +51,7 @@ class HermesParser(CallParser):
         return text
 
     def finish(self) -> None:
-        if self._mode == self._in_call and not self._is_told:
+        if self._mode == self._in_call and not self._is_sent:
             self.say(BEGIN + self._object.raw)
         elif self._mode == self._behind:
             self._kept = ""

@@ -57,7 +57,7 @@ class Llama3Parser(CallParser):
         return self.keep(text)  # whole at the end
 
     def _open(self, text: str) -> str:
-        self._object, self._is_told = CallObject(), False
+        self._object, self._is_sent = CallObject(), False
         self._mode = self._in_object
         return text
 
@@ -65,16 +65,16 @@ class Llama3Parser(CallParser):
         rest = self._object.feed(text)
         one = self._object
         is_known = self._is_tagged or one.name in self.names
-        if one.name is not None and is_known and one.has_arguments and not self._is_told:
-            self._is_told = True
+        if one.name is not None and is_known and one.has_arguments and not self._is_sent:
+            self._is_sent = True
             self.call(one.name)
-        if self._is_told:
+        if self._is_sent:
             self.more(one.take())
         is_other = one.key not in ("", *KEYS) or one.name not in (None, *self.names)
         is_text = one.is_done or (is_other and not self._is_tagged)
-        if one.is_broken or (is_text and not self._is_told):
+        if one.is_broken or (is_text and not self._is_sent):
             self._mode = self._in_text
-            if not self._is_told:
+            if not self._is_sent:
                 self.say(one.raw)
         elif one.is_done:
             self._mode = self._between
@@ -90,7 +90,7 @@ class Llama3Parser(CallParser):
         return bare if bare.startswith(TAG) else text
 
     def finish(self) -> None:
-        if self._mode == self._in_object and not self._is_told:
+        if self._mode == self._in_object and not self._is_sent:
             self.say(self._object.raw)
         elif self._mode == self._in_code:
             self._code(self._kept)

@@ -37,24 +37,24 @@ class MistralParser(CallParser):
     # -- a list of objects ------------------------------------------------------------------------
 
     def _open(self, text: str) -> str:
-        self._object, self._is_told = CallObject(), False
+        self._object, self._is_sent = CallObject(), False
         self._mode = self._in_object
         return text
 
     def _in_object(self, text: str) -> str:
         rest = self._object.feed(text)
         one = self._object
-        if one.name is not None and not one.is_broken and not self._is_told and one.has_arguments:
-            self._is_told = True
+        if one.name is not None and not one.is_broken and not self._is_sent and one.has_arguments:
+            self._is_sent = True
             self.call(one.name, id=one.id)
-        if one.is_done and not self._is_told and one.name is not None:
-            self._is_told = True
+        if one.is_done and not self._is_sent and one.name is not None:
+            self._is_sent = True
             self.call(one.name, id=one.id)
-        if self._is_told:
+        if self._is_sent:
             self.more(one.take())
         if one.is_broken:
             self._mode = self.begin
-            if not self._is_told:
+            if not self._is_sent:
                 self.say(one.raw)
         elif one.is_done:
             self._mode = self._between if self._is_list else self.begin
@@ -102,7 +102,7 @@ class MistralParser(CallParser):
         return text
 
     def finish(self) -> None:
-        if self._mode == self._in_object and not self._is_told:
+        if self._mode == self._in_object and not self._is_sent:
             self.say(MARKER + self._object.raw)
         elif self._mode in (self._in_name, self._opening):
             self._kept = MARKER + self._kept

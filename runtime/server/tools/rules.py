@@ -1,7 +1,7 @@
 """Grammars of calls: what formats share of them, and the grammar of a whole answer.
 
 An answer may think first, and then either calls tools or says something; each part as far as the
-request asks for it. Rules are written in llguidance's dialect of Lark.
+request needs it. Rules are written in llguidance's dialect of Lark.
 """
 
 from __future__ import annotations

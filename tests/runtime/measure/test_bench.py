@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specctl.runtime.measure.bench import Contender, OnAnswers, bench, engine_contender
-from specctl.runtime.measure.questions import Question, asked
+from specctl.runtime.measure.questions import Question, question_of
 from specctl.runtime.measure.timed import AnswerCount, Timed
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -44,7 +44,7 @@ def scripted(name: str, seen: list[tuple[str, tuple[tuple[int, ...], ...]]]) -> 
 
 def test_a_second_question_stands_behind_the_answer_to_the_first(chatty: Target) -> None:
     seen: list[Any] = []
-    talk = asked(chatty, [[user("a")], [user("b")]], "talk")
+    talk = question_of(chatty, [[user("a")], [user("b")]], "talk")
     bench(chatty, [scripted("plain", seen)], [talk], [SAMPLING], repeats=1)
     warming, first, second = seen
     assert warming[1] == first[1] == (tuple(chatty.encode_chat([user("a")])),)
@@ -85,7 +85,7 @@ def test_what_was_measured_is_told_after_each_category_and_run(chatty: Target) -
 
 def test_a_turn_for_which_the_context_has_no_room_is_left_out(chatty: Target) -> None:
     seen: list[Any] = []
-    long = asked(chatty, [[user("a")], [user("x = 1\n" * 2000)]], "talk")
+    long = question_of(chatty, [[user("a")], [user("x = 1\n" * 2000)]], "talk")
     report = bench(chatty, [scripted("plain", seen)], [long], [SAMPLING], repeats=1)
     assert len(seen) == 2
     assert report.rows[0].tokens_per_second > 0

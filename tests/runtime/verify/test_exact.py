@@ -21,6 +21,7 @@ def test_the_slice_of_the_proof_is_large():
     assert {case.rule for case in CASES} == set(RULES)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_distribution_equals_the_target_to_rounding(rule):
     found = {case.name: enumerate_case(case).error for case in CASES if case.rule == rule}

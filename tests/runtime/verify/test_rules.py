@@ -25,6 +25,7 @@ LEGAL = [(r, k, c) for r in RULES for k in NodeKind for c in (True, False) if le
 SAMPLED = [x for x in LEGAL if x[1] is not NodeKind.POINT and x[0] not in ("greedy", "target-only")]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("rule", "kind", "is_chain"), LEGAL)
 def test_a_fast_rule_decides_as_the_scalar_rule_on_random_trees(rule, kind, is_chain):
     for seed in range(6):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from specctl.cli.app.failures import as_told
+from specctl.cli.app.failures import shown_error
 
 ODD = [
     None, True, False, -1, 0, 1, 2, 3, 63, 10**6, 10**9, 2**63, -(2**63), 1e9, 1e308, -0.5, "", "1",
@@ -53,7 +53,7 @@ def is_refused(action: Callable[[], object]) -> bool:
     try:
         action()
     except Exception as error:
-        if as_told(error) is None:
+        if shown_error(error) is None:
             raise
         return True
     return False
