@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specctl import published
 from specctl.api.export import publish
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
@@ -21,9 +23,11 @@ from specctl.export.formats import export
 from specctl.export.package.find import locate
 from specctl.export.package.folder import load_drafter, seal_folder
 from specctl.export.package.load import read_package
-from specctl.export.package.manifest import WEIGHTS, read_manifest
+from specctl.export.package.manifest import WEIGHTS, check_files, read_manifest
 from specctl.recipes.built_in import HiddenName
+from specctl.recipes.drafter_names import drafter_words
 from specctl.recipes.published import published_names
+from specctl.recipes.targets import aliases, is_hub_id
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
@@ -230,6 +234,19 @@ def test_what_a_killed_writer_left_is_no_published_drafter(made: Made, room: Pat
     publish(package, "two", license="mit", target=target)
     assert not left.exists()
     assert published_names() == ("one", "two")
+
+
+def test_published_drafters_are_whole_and_name_nothing_of_a_machine(made: Made, room: Path) -> None:
+    publish(made[2], "one", license="mit", target=made[0])
+    shipped = Path(published.__file__).parent
+    for folder in (room / "one", *(file.parent for file in shipped.glob("*/manifest.json"))):
+        manifest = check_files(folder)
+        assert manifest.license, folder
+        assert manifest.target.sketch, folder
+        assert manifest.target.name in aliases() or is_hub_id(manifest.target.name), folder
+        assert folder.name not in drafter_words()
+        words = json.dumps(manifest.to_json()) + (folder / "README.md").read_text()
+        assert not re.search(r"[\s\"=](/|~/)\w", words), folder
 
 
 def test_nothing_is_published_outside_of_a_checkout(made: Made, room: Path, tmp_path: Path) -> None:
