@@ -122,8 +122,8 @@ def keep(derived: Derived, out: Path, given: Recipe) -> None:
 
 
 def origin_digest(recipe: Recipe) -> str:
-    """A digest of what choices are derived from, beside the time: target, method and data. Data
-    sets of the hub count by their name."""
+    """A digest of what choices are derived from, beside the time: target, method with its options,
+    and data. Data sets of the hub count by their name."""
     from specctl.train.data.sources import find_source, names_of
 
     data = recipe.data
@@ -132,7 +132,7 @@ def origin_digest(recipe: Recipe) -> str:
     return digest_of(
         {
             "target": recipe.target.model_dump(mode="json"),
-            "method": [recipe.name, recipe.drafter.family],
+            "method": [recipe.name, recipe.drafter.model_dump(mode="json")],
             "data": [[source.name for source in sources], files],
         }
     )
@@ -178,6 +178,12 @@ def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
             do=f"--time {earlier:.0f}s goes on with it{more}; another --out begins anew",
         )
     return with_fields(recipe, _theirs(recipe, found["choices"]), DERIVED)
+
+
+def time_of(out: Path) -> float | None:
+    """The seconds for which the run in a folder was derived; None without choices there."""
+    found = _record(out)
+    return None if found is None else float(found["seconds"])
 
 
 def _theirs(recipe: Recipe, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,18 +10,15 @@ from typing import Any
 from specctl.api.failures import raises_user_errors
 from specctl.api.outputs import check_folder
 from specctl.api.targets import TargetLike, target_or_own
-from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.errors import SpecctlError
 from specctl.core.table import Table, Tabled
+from specctl.export.formats import PACKAGE, check_store, filled, find_format, format_for
 from specctl.export.formats import export as write
-from specctl.export.formats import filled, find_format, format_for
 from specctl.export.package.manifest import Manifest, package_in, read_manifest
 from specctl.export.package.publication import (
     STORE,
-    Publication,
     check_public,
-    check_publication,
-    place_of,
-    read_measured,
+    to_publish,
 )
 from specctl.recipes.published import path_named
 from specctl.recipes.targets import resolve
@@ -88,9 +85,9 @@ def export(
     manifest = read_manifest(folder)
     to = format_for(to, manifest.family)
     find_format(to, manifest.family)
+    check_store(store, to)
     check_folder(out)
     model = target_or_own(target, folder)
-    _refuse_store(store, to)
     manifest = write(folder, to, out, model, allow=allow, engine_python=engine_python, store=store)
     try:
         found = with_file(resolve(model.name, model.revision), offline=True)
@@ -118,27 +115,12 @@ def publish(
     `name`: in `store`, without rows that are the target's. `target` is an alias or a hub id, which
     the package then names; `measured` the card of a benchmark; `force` replaces what is there.
     """
-    check_publication(name, license)
-    out = place_of(name, force)
-    card = "" if measured is None else read_measured(Path(measured))
-    folder = package_in(path_named(drafter))
+    publication = to_publish(name, license, measured, force)
+    check_store(store, PACKAGE)
+    folder, out = package_in(path_named(drafter)), publication.place
     model = target_or_own(target, folder)
-    check_public(model.name)
-    publication = Publication(name, license, card)
-    manifest = write(
-        folder, "specctl", out, model, allow=allow, store=store, publication=publication
-    )
+    check_public(model)
+    manifest = write(folder, PACKAGE, out, model, allow=allow, store=store, publication=publication)
     return ExportResult(
         out, manifest, tuple(filled(line, name, None) for line in manifest.served_by)
     )
-
-
-def _refuse_store(store: str | None, to: str) -> None:
-    if store is not None and to != "specctl":
-        raise RecipeError(
-            f"--store is ignored by format {to}",
-            where="--store",
-            found=store,
-            expected="--to specctl",
-            do="leave --store out, or --to specctl",
-        )

@@ -40,7 +40,7 @@ class _Keeping:
 @contextmanager
 def kept_memory(device: torch.device) -> Iterator[None]:
     """Inside, memory is kept, if the device is a CPU and nobody has set an allocator up. In the end
-    it is given back; who goes through many steps inside calls `give_back_gaps` after each."""
+    it is given back; a loop of many steps inside calls `give_back_gaps` after each."""
     glibc = _glibc() if device.type == "cpu" and not any(map(os.environ.get, SETTINGS)) else None
     if glibc is None:
         yield

@@ -221,7 +221,7 @@ def _sources(package: str, attribute: str) -> dict[str, str]:
     entry = re.compile(rf"^{attribute} = .*\n(?:[ )].*\n)*", re.MULTILINE)
     files = sorted(_folder(package).iterdir(), key=lambda file: str(file.name))
     texts = {f.name: _text(f) for f in files if f.name.endswith(".py")}
-    found = {name.removesuffix(".py"): entry.search(text) for name, text in texts.items()}
+    found = {name.removesuffix(".py"): entry.search(text + "\n") for name, text in texts.items()}
     return {f"{package}.{name}": match[0] for name, match in found.items() if match}
 
 

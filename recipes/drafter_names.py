@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from specctl.recipes.targets import aliases
 def drafter_names(name: str) -> list[str]:
     """The names of which `name` consists: `runs/eagle3+prompt-lookup` are two drafters, unless a
     folder is called so."""
-    if "+" not in name or "\0" in name or Path(name[:1000]).expanduser().exists():
+    if "+" not in name or "\0" in name or os.path.exists(os.path.expanduser(name[:1000])):
         return [name]
     return name.split("+")
 

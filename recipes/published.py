@@ -3,6 +3,7 @@ specctl."""
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -22,8 +23,9 @@ def place_of_name(name: str) -> Path:
 
 
 def published_names() -> tuple[str, ...]:
-    """Every published drafter, in alphabetical order."""
-    return tuple(sorted(file.parent.name for file in published_room().glob(f"*/{_FILE}")))
+    """Every published drafter, in alphabetical order; what a killed writer left is none."""
+    found = (file.parent.name for file in published_room().glob(f"*/{_FILE}"))
+    return tuple(sorted(name for name in found if NAME.fullmatch(name)))
 
 
 def published_folder(name: str | Path) -> Path | None:
@@ -36,5 +38,6 @@ def published_folder(name: str | Path) -> Path | None:
 
 
 def path_named(name: str | Path) -> Path:
-    """The path that a drafter's name stands for: of a published one its folder, else the name."""
-    return published_folder(name) or Path(name).expanduser()
+    """The path that a drafter's name stands for: of a published one its folder, else the name. A
+    text that begins with ~ and names no user's home stays as it is."""
+    return published_folder(name) or Path(os.path.expanduser(name))

@@ -190,8 +190,9 @@ def decoder(
     sampling = Sampling(temperature=0.0, max_new_tokens=recipe.train.tau_tokens)
 
     def decoded(prompts: Prompts, policy: Policy) -> Stats:
+        batch = min(len(prompts), recipe.train.tau_prompts)  # what the plan of the memory counts
         return generate(
-            target, prompts, drafter=drafter, sampling=sampling, policy=policy, batch=len(prompts)
+            target, prompts, drafter=drafter, sampling=sampling, policy=policy, batch=batch
         ).stats
 
     def on_suite() -> SuiteTau | None:

@@ -154,17 +154,21 @@ def export(
       specctl export runs/eagle3 --push OWNER/my-eagle3
       specctl export runs/eagle3 --to specctl --store bfloat16 --out small
     """
-    if to is not None:
-        from specctl.export.formats import check_name
+    from specctl.export.formats import PACKAGE, check_name, check_store
 
+    if to is not None:
         check_name(to)
-    if package is None and not draft:
+    serving = {"--prove": prove, "--engine": engine, "--engine-python": engine_python}
+    upload = {"--push": push, "--public": public, "--yes": yes}
+    is_published = publish.check({"--out": out, "--to": to, **serving, **upload})
+    check_store(store, PACKAGE if is_published else to)
+    if package is None and not draft and not is_published:
         _write_target(console, out, to, target)
         return
     word = one_drafter(package, draft, "specctl export runs/NAME --to vllm --out FOLDER")
     check_package(word)
     folder = path_named(word)
-    if publish.check({"--out": out, "--to": to, "--push": push, "--prove": prove}):
+    if is_published:
         _publish(console, word, publish, store, tuple(allow or ()), target)
         return
     _refuse_useless(out, to, push, "--public" if public else "--yes" if yes else "")
@@ -218,16 +222,15 @@ def _publish(
 ) -> None:
     """The package among the drafters that come with specctl."""
     from specctl.api.export import publish
-    from specctl.export.package.publication import STORE, check_publication, place_of
+    from specctl.export.package.publication import STORE, to_publish
 
-    name, licence = str(how.name), str(how.license or "")
-    check_publication(name, licence)
-    place_of(name, how.force)
+    name = str(how.name)
+    to_publish(name, how.license, how.measured, how.force)  # before anything is loaded
     model = choice.or_own(word).load(console, is_read_only=True)
     result = publish(
         word,
         name,
-        license=licence,
+        license=str(how.license),
         target=model,
         measured=how.measured,
         store=store or STORE,

@@ -166,16 +166,16 @@ def _derived(
     from specctl.train.prune.run import cut_parts, prune_plans, shaped
 
     recipe, out = job.recipe, job.out
-    before: tuple[Part, ...] = ()
-    is_there = (out / DERIVED_FILE).exists()
-    if time is None and not is_there:
+    if time is None and not (out / DERIVED_FILE).exists():
         return recipe, None
     wanted = job.cut.wanted(recipe, target_shape(recipe.target).spec)
     if job.cut.heal_steps is not None:
         recipe = with_fields(recipe, {"train.steps": job.cut.heal_steps}, "--heal-steps")
-    if not is_there:
+
+    def before() -> tuple[Part, ...]:
         ((_, made),) = prune_plans(recipe, wanted, recipe.train.steps, False)
-        before = cut_parts(made)
+        return cut_parts(made)
+
     deriving, pace = Deriving(run.recipe, time, before=before), None
     if dry_run:
         derived, pace = deriving.of_plan(console, shaped(recipe, wanted), out)

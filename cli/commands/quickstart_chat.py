@@ -17,10 +17,11 @@ from specctl.cli.app.follow_up import command_line, noted
 from specctl.cli.app.progress import duration
 from specctl.cli.commands.adapt import drafter_fields
 from specctl.cli.commands.quickstart_story import StoryPlace, StoryReporter, prove, train
-from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.errors import RecipeError
 from specctl.core.files import digest_of, write_json
 from specctl.core.printable import counted
 from specctl.recipes.load import with_fields
+from specctl.recipes.published import published_folder
 from specctl.runtime.measure.doubt import PAYS, SLACK, SURE, standing
 
 if TYPE_CHECKING:
@@ -121,20 +122,15 @@ def answer(console: Console, target: Target) -> dict[str, Any]:
 
 
 def begun_from(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with the weights to begin from: a published drafter for the target where one is
-    known, else none; and what they are, in words."""
-    from specctl.export.package.find import Kind, locate
-
+    """The recipe with the weights to begin from: the published drafter TARGET-FAMILY where there is
+    one, else none; and what they are, in words."""
     name = f"{recipe.target.name}-{recipe.drafter.family}"
     if recipe.drafter.init is not None:
         return recipe, recipe.drafter.init
-    try:
-        found = locate(name)
-    except SpecctlError:
+    folder = published_folder(name)
+    if folder is None:
         return recipe, "random weights"
-    if found.kind is not Kind.PACKAGE or found.folder is None:
-        return recipe, "random weights"
-    fields = drafter_fields(found.folder)
+    fields = drafter_fields(folder)
     fields |= {"drafter.init": name, "vocab.size": None}  # ids, too, are those of the package
     return with_fields(recipe, fields, name), f"the published drafter {name}"
 
@@ -158,11 +154,16 @@ def train_in_time(place: StoryPlace, recipe: Recipe) -> float | None:
 def derived(console: Console, recipe: Recipe, out: Path, seconds: float) -> Recipe:
     """The recipe with sizes, answers and steps for this target, machine and time; those of the run
     in the folder, if there is one."""
-    from specctl.api.derive import derive_recipe, keep, kept
+    from specctl.api.derive import derive_recipe, keep, kept, time_of
 
     found = kept(recipe, out, None)
     if found is not None:
         console.explain(f"{_amounts(found)}, as chosen by an earlier run")
+        if time_of(out) != seconds:
+            console.warn(
+                f"--minutes is ignored in training: {out} holds a run for another time; choose "
+                "another --out to begin anew"
+            )
         return found
     console.explain("First the pace of this machine is measured, for what fits into the time.")
     made = derive_recipe(recipe=recipe, time=seconds, progress=StoryReporter(console))

@@ -131,7 +131,7 @@ def train(place: StoryPlace, recipe: Recipe) -> float | None:
 
 def prove(console: Console, target: Target, draft: LoadedDraft, level: str = "lossless") -> None:
     """Prove a drafter lossless as it is served, and say how. A package keeps its proof: an earlier
-    one of this level and target is shown again."""
+    one of this level or a stronger one, on this target, is shown again."""
     from specctl.api.verify import prove_draft
 
     console.explain(
@@ -164,11 +164,11 @@ def prove(console: Console, target: Target, draft: LoadedDraft, level: str = "lo
 
 
 def proved_before(package: Path, target: Target, level: str) -> tuple[Check, ...]:
-    """The checks of the proof that a package keeps, if it passed at this level on this very target
-    in this arithmetic; else none."""
+    """The checks of the proof that a package keeps, if it passed at this level or a stronger one on
+    this very target in this arithmetic; else none."""
     from specctl.export.package.manifest import MANIFEST
     from specctl.export.package.proof_record import read_record
-    from specctl.runtime.proof.proof_report import Check
+    from specctl.runtime.proof.proof_report import LEVELS, Check
 
     found = read_record(package) if (package / MANIFEST).is_file() else None
     if found is None:
@@ -179,6 +179,8 @@ def proved_before(package: Path, target: Target, level: str) -> tuple[Check, ...
         target.dtype_name,
         target.inflated,
     )
-    if not (same and found["level"] == level and proof["passed"]):
+    levels = list(LEVELS)  # the weakest first
+    is_enough = found["level"] in levels[levels.index(level) :]
+    if not (same and is_enough and proof["passed"]):
         return ()
     return tuple(Check(**one) for one in proof["checks"])

@@ -19,6 +19,7 @@ from specctl.cli.commands.quickstart_story import (
     prove,
     train,
 )
+from specctl.core.files import write_json
 from specctl.runtime.measure.doubt import PAYS, doubts
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _trim(console: Console, model: Target, out: Path) -> Path:
         f"{report.size:,} of {report.size_before:,} tokens are kept; they make up "
         f"{report.coverage:.0%} of held-out text"
     )
-    mark.write_text(json.dumps({"digest": digest}))
+    write_json(mark, {"digest": digest})
     return folder
 
 
@@ -146,7 +147,7 @@ def _faster(console: Console, model: Target, out: Path, trimmed: Path) -> Path:
     kept = json.loads(mark.read_text())
     if "tokens_per_second" not in kept:
         kept["tokens_per_second"] = _rates(model, packages)
-        mark.write_text(json.dumps(kept))
+        write_json(mark, kept)
     found = kept["tokens_per_second"]
     faster = max(packages, key=lambda name: float(found[name]))
     console.say(

@@ -144,9 +144,7 @@ def _training_words(run: RecipeFlags, recipe: Recipe, answers: Path) -> list[str
     """The flags of a run that learns these answers; those that said how they are written have done
     their work, and the folder holds them and no run."""
     sets = [word for word in run.sets or () if not word.startswith("data.")]
-    if (
-        recipe.data.thinking is not None
-    ):  # else the answers are those of another way to be spoken to
+    if recipe.data.thinking is not None:  # without it the run would have them written anew
         sets.append(f"data.thinking={str(recipe.data.thinking).lower()}")
     kept = replace(run, sets=sets or None)
     words = kept.words(("target", "data", "endpoint", "out", "init"))

@@ -167,6 +167,7 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     from specctl.export.formats import filled
     from specctl.export.package.manifest import read_manifest
     from specctl.export.package.proof_record import read_record
+    from specctl.recipes.published import published_folder
 
     manifest, record = read_manifest(path), read_record(path)
     vocab, accepted = manifest.vocabulary, manifest.acceptance
@@ -189,7 +190,9 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
         ("made by", shlex.join(manifest.command)),
     ]
     console.table(("field", "value"), rows)
-    following = [command_line("verify", path), with_text("generate", "--draft", path, "--compare")]
+    named = path.name if path == published_folder(path.name) else path
+    draft = ("generate", "--draft", named, "--compare")
+    following = [command_line("verify", named), with_text(*draft)]
     if not manifest.is_loadable:
         following = [filled(line, path, None) for line in manifest.served_by]
     if damaged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,14 +36,14 @@ USUAL = "40m"
 @dataclass(frozen=True, slots=True)
 class Deriving:
     """What decides whether a recipe is derived: its name as it was given, the value of --time, the
-    processes that share a batch, whether a run may go on with more data, and what is done before
-    the run in the same time."""
+    processes that share a batch, whether a run may go on with more data, and what plans the parts
+    that are done before the run in the same time."""
 
     given: str
     time: str | None
     processes: int = 1
     allows_more: bool = False
-    before: tuple[Part, ...] = ()
+    before: Callable[[], Sequence[Part]] = tuple
 
     def of_run(self, console: Console, recipe: Recipe, out: Path) -> Recipe:
         """The recipe of a run in `out`: derived before, derived now and kept there, or as it is."""
@@ -77,7 +78,7 @@ class Deriving:
             recipe=recipe,
             time=time,
             processes=self.processes,
-            before=self.before,
+            before=self.before(),
             progress=console,
         )
         show(console, derived)
@@ -90,7 +91,8 @@ class Deriving:
         if found is not None:
             console.say(f"recipe: as it was derived for the run in {out}")
         elif (out / CHOICES).exists():
-            console.say(f"recipe: {out / CHOICES} is of other data, or another time: not used")
+            other = "another target, method or time, or of other data"
+            console.say(f"recipe: {out / CHOICES} is of {other}: not used")
         return found
 
     def _longer(self, recipe: Recipe, out: Path) -> Recipe | None:

@@ -33,12 +33,12 @@ ARXIV = re.compile(r"\d{4}\.\d{5}")
 
 
 def main(words: list[str]) -> int:
-    old = stale()
+    old, is_check = stale(), words == ["--check"]
     for name in old:
-        if words != ["--check"]:
+        if not is_check:
             (DOCS / name).write_text(written(name), encoding="utf-8")
-        print(f"docs/{name} {'is stale: ' + COMMAND if words else 'is written'}")
-    return 1 if old and words else 0
+        print(f"docs/{name} {'is stale: ' + COMMAND if is_check else 'is written'}")
+    return 1 if old and is_check else 0
 
 
 def stale() -> list[str]:

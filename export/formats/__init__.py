@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
 
 FOLDER, TARGET = "THIS_FOLDER", "TARGET_FOLDER"  # stand for paths in the commands of a card
+PACKAGE = "specctl"  # the format of our own package
+STORED = ("bfloat16", "float16", "float32")  # what a package's weights may be written anew in
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,13 @@ def _no_notes(source: ExportSource) -> tuple[str, ...]:
     return ()
 
 
+def _whole(source: ExportSource) -> dict[str, Any]:
+    """An engine's format holds the rows that the package leaves to its target."""
+    tensors, rows = source.drafter.tensors(), source.manifest.target_rows
+    count = source.manifest.parameters + sum(tensors[name].numel() for name in rows)
+    return {"target_rows": [], "parameters": count}
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """One export format. `families` it can hold (None = all); `write(source, folder)` writes its
@@ -63,7 +72,7 @@ class Format:
     check: Callable[[ExportSource, Path], None]
     serve: Callable[[ExportSource, str], tuple[str, ...]]
     notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
-    fields: Callable[[ExportSource], dict[str, Any]] = lambda source: {"target_rows": []}
+    fields: Callable[[ExportSource], dict[str, Any]] = _whole
     fits: Callable[[ExportSource], object] = lambda source: None
     ready: Callable[[str | None], object] = lambda engine_python: None
 
@@ -130,10 +139,32 @@ def check_name(name: str) -> None:
         )
 
 
+def check_store(store: str | None, to: str | None) -> None:
+    """Refuse a dtype that nothing is stored in, or that format `to` ignores; no torch."""
+    if store is None:
+        return
+    if to != PACKAGE:
+        raise RecipeError(
+            "--store writes the weights of a package anew, and of no other format",
+            where="--store",
+            found="no --to" if to is None else f"--to {to}",
+            expected=f"--to {PACKAGE}",
+            do=f"--to {PACKAGE} --out FOLDER, or leave --store out",
+        )
+    if store not in STORED:
+        raise RecipeError(
+            f"weights are not stored in {store!r}",
+            where="--store",
+            found=store,
+            expected="one of " + ", ".join(STORED),
+            do=f"--store {nearest(store, STORED, 1)}",
+        )
+
+
 def _fitting(family: str) -> list[str]:
     """The formats that hold a family, an engine's before our own."""
     fits = [n for n, form in formats().working().items() if form.holds(family)]
-    return sorted(fits, key=lambda n: (n == "specctl", n not in PREFERRED, *_place(n)))
+    return sorted(fits, key=lambda n: (n == PACKAGE, n not in PREFERRED, *_place(n)))
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -183,6 +214,7 @@ def export(
     _refuse_overlap(folder, out)
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
+    check_store(store, form.name)
     drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
     beside = _beside(manifest, target)
     source = ExportSource(folder, beside, drafter, target, tuple(allow), engine_python, store)

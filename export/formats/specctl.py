@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.errors import GateError, IncompatibleError, RecipeError, nearest
+from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats import ExportSource, Format
 from specctl.export.package.card import adapter_flags, given_target
 from specctl.export.package.folder import package_tensors
@@ -27,20 +27,10 @@ from specctl.export.package.tensors import (
     write_tensors,
 )
 
-STORED = ("bfloat16", "float16", "float32")
-
 
 def fits(source: ExportSource) -> None:
     if source.store is None:
         return
-    if source.store not in STORED:
-        raise RecipeError(
-            f"weights are not stored in {source.store!r}",
-            where="--store",
-            found=source.store,
-            expected="one of " + ", ".join(STORED),
-            do=f"--store {nearest(source.store, STORED, 1)}",
-        )
     if source.drafter.module is None or source.drafter.memories or source.drafter.holds_data:
         raise IncompatibleError(
             f"a drafter of family {source.manifest.family} has no weights alone to round",

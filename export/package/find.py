@@ -33,7 +33,7 @@ from specctl.export.package.manifest import (
     read_manifest,
     refuse_export,
 )
-from specctl.recipes.built_in import is_built_in
+from specctl.recipes.built_in import is_built_in, say_hidden
 from specctl.recipes.drafter_names import drafter_words
 from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
@@ -103,8 +103,11 @@ def _gguf(target: ResolvedTarget) -> Found:
 
 
 def _place(name: str, path: Path) -> Found:
-    """A word that is no built-in name: a folder here, or a published drafter."""
+    """A word that is no built-in name: a folder here, or a published drafter; one that the folder
+    hides is said."""
     if path.exists():
+        if name in published_names():
+            say_hidden(f"{name} is what lies here, not the published drafter of that name")
         return _folder(path)
     if (published := published_folder(name)) is not None:
         return _folder(published)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST = 200_000  # characters of a benchmark's card
 STORE = "bfloat16"
+PROJECT = "pyproject.toml"  # stands beside the rooms of a checkout
+WITHOUT = ("none", "plain")  # mean no drafter where one is named
 _ABSOLUTE = re.compile(r"(?<![\w:/.~-])(?:/[\w.+-]+)+/(?=[\w.+-])")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
@@ -33,6 +35,11 @@ class Publication:
     name: str
     license: str
     measured: str = ""
+
+    @property
+    def place(self) -> Path:
+        """Its folder."""
+        return place_of_name(self.name)
 
     def fields(self, about: Mapping[str, Any], target: Target) -> dict[str, Any]:
         """The fields of the manifest that differ from `about`."""
@@ -54,17 +61,12 @@ class Publication:
         return f"It comes with specctl under the name `{self.name}`:\n\n    {shlex.join(words)}"
 
 
-def check_publication(name: str, licence: str | None) -> None:
-    """Refuse a name that means something else, and weights without a licence."""
-    if NAME.fullmatch(name) is None or name in drafter_words():
-        raise RecipeError(
-            f"no drafter can be published as {name!r}",
-            where="--publish",
-            found=ascii(name)[:80],
-            expected="a name of lower-case letters, digits, dots and dashes that no family, recipe "
-            "or target has",
-            do="--publish TARGET-FAMILY",
-        )
+def to_publish(
+    name: str, licence: str | None, measured: str | Path | None = None, is_forced: bool = False
+) -> Publication:
+    """What is published under a name, after every check that needs neither package nor target: the
+    name is free or replaced, the licence is one, the card can be read."""
+    _check_name(name)
     if licence is None or _LICENCE.fullmatch(licence) is None:
         raise RecipeError(
             "a published drafter names the licence of its weights",
@@ -73,43 +75,73 @@ def check_publication(name: str, licence: str | None) -> None:
             expected="an identifier in lower case, such as apache-2.0",
             do="--license apache-2.0, if the target's licence and that of the data allow it",
         )
+    card = "" if measured is None else _read_measured(Path(measured))
+    publication = Publication(name, licence, card)
+    _check_place(publication.place, is_forced)
+    return publication
 
 
-def place_of(name: str, is_forced: bool) -> Path:
-    """The folder that a drafter is published in; one that is there is refused unless forced."""
-    folder = place_of_name(name)
+def _check_name(name: str) -> None:
+    """Refuse a name that means something else."""
+    if NAME.fullmatch(name) is None or name in drafter_words().union(WITHOUT):
+        raise RecipeError(
+            f"no drafter can be published as {name!r}",
+            where="--publish",
+            found=ascii(name)[:80],
+            expected="a name of lower-case letters, digits, dots and dashes that no family, recipe "
+            "or target has",
+            do="--publish TARGET-FAMILY",
+        )
+
+
+def _check_place(folder: Path, is_forced: bool) -> None:
+    """Refuse a folder that is there, unless forced, and one that no checkout has: an installed
+    package loses it with its next version."""
+    if not (folder.parent.resolve().parent / PROJECT).is_file():
+        raise FileError(
+            "this specctl is installed, and no checkout: what it publishes would be lost",
+            where=str(folder.parent),
+            found=f"no {PROJECT} beside it",
+            expected="a checkout, installed with pip install -e",
+            do="run the command there; --to specctl --store bfloat16 --out FOLDER writes a package",
+        )
     if folder.exists() and not is_forced:
         raise FileError(
-            f"a drafter is published as {name} already",
+            f"a drafter is published as {folder.name} already",
             where=str(folder),
-            found=name,
+            found=folder.name,
             expected="a free name, or --force",
-            do=f"--publish {name} --force replaces it",
+            do=f"--publish {folder.name} --force replaces it",
         )
-    return folder
 
 
-def check_public(target: str) -> None:
-    """Refuse a target that others cannot name."""
-    if target in aliases() or (is_hub_id(target) and not Path(target).exists()):
-        return
-    raise IncompatibleError(
-        "a published drafter names its target as everybody can",
-        where="--target",
-        found=ascii(target)[:200],
-        expected="an alias or a hub id",
-        do="--target ALIAS (specctl targets lists them)",
-    )
+def check_public(target: Target) -> None:
+    """Refuse a target that others cannot name, and one with an adapter of this machine."""
+    names = [one.name for one in target.adapters]
+    if target.name not in aliases():
+        names.insert(0, target.name)
+    private = [ascii(name)[:200] for name in names if not is_hub_id(name)]
+    if private:
+        raise IncompatibleError(
+            "a published drafter names its target as everybody can",
+            where="--target",
+            found=", ".join(private),
+            expected="an alias or a hub id",
+            do="--target ALIAS (specctl targets lists them)",
+        )
 
 
-def read_measured(path: Path) -> str:
+def _read_measured(path: Path) -> str:
     """The card of a benchmark, as `specctl bench --card` writes it."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except ValueError:
+        text = ""
     if not text.startswith("# ") or len(text) > MOST:
         raise FileError(
             "this is no card of a benchmark",
             where=str(path),
-            found=ascii(text[:60])[1:-1] or "an empty file",
+            found=ascii(text[:60])[1:-1] or "no text",
             expected="Markdown that begins with a title",
             do="specctl bench --target TARGET PACKAGE --suite NAME --card FILE",
         )

@@ -90,6 +90,12 @@ def test_a_cut_is_healed_for_the_time_that_it_leaves(
     assert again.code == 0, again.err
     assert "recipe: as it was derived for the run in cut" in again.err
     assert "left as it is" in again.err
+    Path("half").mkdir()
+    shutil.copy("cut/derived.json", "half")  # as a kill leaves it before the cut
+    larger = run(*words, "--layers", "3", "--time", "80s", "--dry-run", "--out", "half")
+    assert larger.code == 0, larger.err
+    assert "not used" in larger.err
+    assert "scoring what matters" in larger.out
     for more in (("--two-step",), ("--heal-steps", "0"), ("--search",)):
         assert run(*words, *more, "--time", "80s", "--out", "other-cut").code == Exit.RECIPE
     Path("cut/derived.json").rename("gone.json")

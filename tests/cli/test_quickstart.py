@@ -16,6 +16,7 @@ from specctl.cli.commands import quickstart as command
 from specctl.cli.commands import quickstart_chat as story
 from specctl.core.errors import Exit, RecipeError
 from specctl.recipes.installed_models import InstalledModel
+from specctl.recipes.load import load_recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.proof import prove
 from specctl.runtime.target import hub
@@ -49,7 +50,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return ["quickstart", "-t", "./chatty", *(w for one in SMALL for w in ("--set", one))]
 
 
-def test_a_chat_model_is_trained_for_proved_measured_and_judged(run: Run, words: list[Any]) -> None:
+def test_a_chat_model_is_trained_for_proved_measured_and_judged(
+    run: Run, words: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = run(*words)
     assert ran.code == 0, ran.err[-3000:]
     for number in range(1, 6):
@@ -69,16 +72,25 @@ def test_a_chat_model_is_trained_for_proved_measured_and_judged(run: Run, words:
     assert {row["name"] for row in kept["bench"]["rows"]} == {"plain", "trained", *story.FREE}
     assert len(kept["bench"]["categories"]) == 6
 
-    again = run(*words, "--json")
+    report = Path("runs/quickstart-chatty/package/.verification/report.json")
+    stronger = json.loads(report.read_text()) | {"level": "full"}
+    report.write_text(json.dumps(stronger))
+    again = run(*words, "--json", "--minutes", "20")
     assert again.code == 0, again.err[-3000:]
+    assert json.loads(report.read_text()) == stronger, (
+        "a weaker proof takes no stronger one's place"
+    )
+    assert any("--minutes is ignored in training" in text for text in again.json["warnings"])
     for step in ("chosen", "proved", "measured"):
         assert f"{step} by an earlier run" in again.err
     assert again.json["result"]["bench"] == kept["bench"]
 
-    Path("chatty-eagle3").symlink_to("runs/quickstart-chatty/package")  # as a published one stands
-    begun = run(*words, "--out", "second")
+    monkeypatch.setattr("specctl.recipes.published.published_room", lambda: Path("room").absolute())
+    shutil.copytree("runs/quickstart-chatty/package", "room/chatty-eagle3")
+    named = ["chatty" if word == "./chatty" else word for word in words]
+    begun = run(*named, "--out", "second")
     assert begun.code == 0, begun.err[-3000:]
-    assert "It begins from the published drafter ./chatty-eagle3" in begun.err
+    assert "It begins from the published drafter chatty-eagle3" in begun.err
     assert "--allow data" not in begun.err, "that command would begin without it"
     assert json.loads(Path("second/package/manifest.json").read_text())["family"] == "eagle3"
 
@@ -100,6 +112,19 @@ def test_a_time_too_short_for_training_leaves_the_drafters_without(
     again = run(*words, "--json")
     assert again.code == 0, again.err[-3000:]
     assert again.json["result"]["package"] == "runs/quickstart-chatty/package"
+
+
+def test_only_a_published_drafter_is_begun_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def of(target: str) -> str:
+        return story.begun_from(load_recipe("eagle3", target=target))[1]
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(str(resolve("tiny").path), "mine")
+    Path("mine-eagle3").mkdir()
+    Path("mine-eagle3/manifest.json").write_text("{}")
+    assert of("./mine") == of("OWNER/mine") == "random weights"  # nothing is fetched, either
 
 
 def test_a_chat_model_is_not_measured_at_another_cost(run: Run, words: list[Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from specctl.api import models_here
 from specctl.api.models_here import ModelHere
+from specctl.core.errors import Exit
 from specctl.runtime.target.target import Target
 from specctl_testing.cli.ran import Run
 from specctl_testing.export.engine_cases import packaged, shaken
@@ -59,9 +60,18 @@ def test_a_published_drafter_is_listed_beside_its_target_and_drafts_by_its_name(
     monkeypatch.setattr("specctl.recipes.published.published_room", lambda: tmp_path / "room")
     monkeypatch.setattr(models_here, "models_here", list)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").touch()
     drafter = shaken("eagle3", tiny_target, taps=(1,), intermediate=32)
     package = packaged(drafter, tiny_target, tmp_path / "package")
     publish = ("export", package, "--publish", "tiny-one", "--license", "mit", "--target", "tiny")
+    for ignored in ("--public", "--yes", "--prove", "--engine=vllm", "--to=gguf", "--out=x"):
+        ran = run(*publish, ignored)
+        assert (ran.code, ignored.partition("=")[0] in ran.err) == (Exit.USAGE, True), ignored
+    assert run(*publish, "--store", "bf16").code == Exit.RECIPE
+    assert run(*publish, "--measured", "gone.md").code == Exit.FILE
+    assert "no drafter was given" in run(*publish[:1], *publish[2:]).err
+    assert "no --to" in run("export", package, "--push", "a/b", "--store", "float16").err
+    assert not Path("room").exists()
     assert run(*publish).code == 0
     assert run(*publish).code == 4, "the name is taken"
     assert run(*publish, "--force").code == 0
@@ -72,6 +82,7 @@ def test_a_published_drafter_is_listed_beside_its_target_and_drafts_by_its_name(
     drafted = run("generate", "-d", "tiny-one", "-t", "tiny", "def f(", "--max-new-tokens", "4")
     plain = run("generate", "-t", "tiny", "def f(", "--max-new-tokens", "4")
     assert (drafted.code, drafted.out) == (0, plain.out)
+    assert "specctl verify tiny-one\n" in run("show", "tiny-one").err
     unknown = run("generate", "-d", "tiny-two", "-t", "tiny", "def f(")
     assert unknown.code == 4
     assert "tiny-one" in unknown.err

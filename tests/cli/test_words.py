@@ -28,6 +28,8 @@ def test_two_words_are_drafter_and_prompt_and_one_is_the_prompt(tmp_path: Path) 
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "manifest.json").write_text("{}")
     assert told_apart([str(tmp_path)], None) == (str(tmp_path), None)
+    for text in ("~3 apples", "~you+me"):  # no user of that name has a home
+        assert told_apart([text], None) == (None, text)
     with pytest.raises(SpecctlError, match="too many words"):
         told_apart(["a", "b", "c"], None)
 

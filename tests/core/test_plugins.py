@@ -142,6 +142,10 @@ def test_an_entry_whose_name_cannot_be_read_is_listed_by_its_file(folder: Path) 
             entries[name]
 
 
+def test_the_last_line_of_a_module_needs_no_end(folder: Path) -> None:
+    assert toys(folder, last=GOOD.replace('"good"', '"last"').rstrip("\n"))["last"]
+
+
 def test_an_entry_that_is_named_anew_by_its_module_is_refused(folder: Path) -> None:
     entries = toys(folder, renamed=GOOD.replace('"good"', '"bad"') + "ENTRY = ()\n")
     with pytest.raises(BrokenPlugin, match="another name once the module is imported"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +14,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specctl import published
 from specctl.api.export import publish
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.drafters.nets.heads import head_rows
 from specctl.export.formats import export
+from specctl.export.package.find import locate
 from specctl.export.package.folder import load_drafter, seal_folder
 from specctl.export.package.load import read_package
-from specctl.export.package.manifest import WEIGHTS, read_manifest
+from specctl.export.package.manifest import WEIGHTS, check_files, read_manifest
+from specctl.recipes.built_in import HiddenName
+from specctl.recipes.drafter_names import drafter_words
+from specctl.recipes.published import published_names
+from specctl.recipes.targets import aliases, is_hub_id
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.adapter import AppliedAdapter
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import KEPT, packaged, shaken
 from specctl_testing.models import build_model
@@ -54,6 +63,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty room of published drafters."""
     monkeypatch.setattr("specctl.recipes.published.published_room", lambda: tmp_path / "published")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").touch()
     return tmp_path / "published"
 
 
@@ -118,6 +128,9 @@ def test_an_engine_s_format_holds_the_rows(made: Made, tmp_path: Path) -> None:
     assert manifest.target_rows == ()
     written = load_file(tmp_path / "out" / WEIGHTS)
     assert torch.equal(written[HEAD], drafter.tensors()[HEAD])
+    assert manifest.parameters == read_manifest(package).parameters + written[HEAD].numel()
+    with pytest.raises(SpecctlError, match="of no other format"):
+        export(package, "speculators", tmp_path / "small", target, store="bfloat16")
 
 
 @pytest.mark.parametrize(("named", "what"), [("fc.weight", "no target has"), (HEAD, "said to be")])
@@ -180,6 +193,9 @@ def test_a_published_drafter_is_found_by_its_name_and_names_no_path(
     loaded = load_drafter("tiny-eagle3", target)
     assert torch.equal(loaded.tensors()[HEAD], drafter.tensors()[HEAD])
     assert loaded.note == ""
+    shutil.copytree(package, "tiny-eagle3")
+    with pytest.warns(HiddenName, match="not the published drafter"):
+        assert locate("tiny-eagle3").folder == tmp_path / "tiny-eagle3"
     with pytest.raises(FileError, match="unknown drafter") as caught:
         load_drafter("tiny-eagle4", target)
     assert "tiny-eagle3" in caught.value.expected
@@ -199,12 +215,45 @@ def test_a_published_name_is_replaced_by_force_alone(
     assert read_manifest(room / "one").license == "mit"
     with pytest.raises(SpecctlError, match="licence of its weights"):
         publish(package, "two", **about | {"license": ""})
-    with pytest.raises(SpecctlError, match="no drafter can be published as 'eagle3'"):
-        publish(package, "eagle3", **about)
-    private = replace(target, name=str(package))
-    with pytest.raises(SpecctlError, match="names its target as everybody can"):
-        publish(package, "two", license="mit", target=private)
+    for name in ("eagle3", "tiny", "none", "../two", "a/b", "..", ".two", "TWO", "two\n", ""):
+        with pytest.raises(SpecctlError, match="no drafter can be published as"):
+            publish(package, name, **about)
+    adapter = AppliedAdapter(str(room), 1.0, "d" * 64)
+    for private in (replace(target, name=str(package)), replace(target, adapters=(adapter,))):
+        with pytest.raises(SpecctlError, match="names its target as everybody can"):
+            publish(package, "two", license="mit", target=private)
     assert [path.name for path in room.iterdir()] == ["one"]
+
+
+def test_what_a_killed_writer_left_is_no_published_drafter(made: Made, room: Path) -> None:
+    target, _, package = made
+    publish(package, "one", license="mit", target=target)
+    left = room / ".two.tmp-4194305-0123abcd"  # of a process that cannot be
+    shutil.copytree(room / "one", left)
+    assert published_names() == ("one",)
+    publish(package, "two", license="mit", target=target)
+    assert not left.exists()
+    assert published_names() == ("one", "two")
+
+
+def test_published_drafters_are_whole_and_name_nothing_of_a_machine(made: Made, room: Path) -> None:
+    publish(made[2], "one", license="mit", target=made[0])
+    shipped = Path(published.__file__).parent
+    for folder in (room / "one", *(file.parent for file in shipped.glob("*/manifest.json"))):
+        manifest = check_files(folder)
+        assert manifest.license, folder
+        assert manifest.target.sketch, folder
+        assert manifest.target.name in aliases() or is_hub_id(manifest.target.name), folder
+        assert folder.name not in drafter_words()
+        words = json.dumps(manifest.to_json()) + (folder / "README.md").read_text()
+        assert not re.search(r"[\s\"=](/|~/)\w", words), folder
+
+
+def test_nothing_is_published_outside_of_a_checkout(made: Made, room: Path, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").unlink()
+    with pytest.raises(FileError, match="what it publishes would be lost"):
+        publish(made[2], "one", license="mit", target=made[0])
+    assert not room.exists()
 
 
 def test_the_same_model_in_other_numbers_takes_a_published_drafter_and_says_so(

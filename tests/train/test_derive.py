@@ -365,6 +365,8 @@ def test_a_run_that_goes_on_has_the_same_recipe(other: Path, prompts: Path, tmp_
     changed = kept(recipe_of(other, prompts, "train.steps=9"), tmp_path / "run", None)
     assert changed is not None
     assert changed.train.steps == 9
+    other_size = recipe_of(other, prompts, "drafter.options.intermediate=64")
+    assert kept(other_size, tmp_path / "run", None) is None
     with prompts.open("a") as file:
         file.write(json.dumps({"text": "one more line of text to learn"}) + "\n")
     assert kept(recipe, tmp_path / "run", None) is None

@@ -47,8 +47,10 @@ def test_a_few_texts_let_expect_as_many_ids_as_a_run_keeps() -> None:
     texts = torch.multinomial(weights, USUAL_TEXTS * 200, True, generator=seeded(0)).view(-1, 200)
     ranked, heldout = count_tokens(((text, "text") for text in texts), 20_000)
     kept = fewest(seen_ranking(ranked, ()), heldout, (), 0.95)
-    for few in (32, 200):
-        assert 0.7 * kept < expected_ids(texts[:few].tolist(), 20_000, (), 0.95) < 1.5 * kept
+    prompts = [text[:10].tolist() for text in texts[16:]]
+    for few in (texts[:32].tolist(), texts[:200].tolist(), [*prompts, *texts[:16].tolist()]):
+        expected = expected_ids(few, 20_000, (), 0.95, usual=texts.numel())
+        assert 0.7 * kept < expected < 1.5 * kept
 
 
 def test_no_id_is_kept_that_was_never_counted() -> None:

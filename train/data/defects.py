@@ -21,9 +21,7 @@ class Defects:
         self.num_records = 0
         self.remarks: list[str] = []
         self.records: Counter[str] = Counter()  # usable ones, by source
-        self.chosen: Counter[str] = (
-            Counter()
-        )  # of these, those that are prompts; empty: not settled
+        self.chosen: Counter[str] = Counter()  # of these, the prompts; empty: not settled
         self._source_of = array("H")  # of each usable record, in the order in which they were read
         self._num_reported = 0  # of the remarks
         self._are_shares_reported = False

@@ -4,7 +4,8 @@ A bfloat16 target is read in float32 on CPUs that only emulate bfloat16. There a
 takes two to three times as long (tiny, 8 rows of 288, one core of an AVX512 machine without
 AVX512-BF16: 1.36 s a batch against 0.69). A float32 target, such as a widened GGUF file, is read in
 bfloat16 by a run of that precision on CPUs that have it, and its features are kept in bfloat16
-anyway. Weights are the target's own, so that rounding between layers is all that differs.
+anyway. A float32 copy has the target's own weights, so that rounding between layers is all that
+differs; those of a bfloat16 copy are rounded, too.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -52,7 +52,7 @@ PREDICTED_TEXTS, PREDICTED, LEAST_PREDICTED = 8, 64, 4
 # Bits for a byte of a prompt. SmolLM2-135M: English 0.8 to 1.0, code 0.9; of languages that it was
 # hardly trained on Chinese 2.4, French 2.5, German 2.8, Amharic 3.2, Finnish 3.6.
 UNKNOWN_BITS = 2.0
-# Texts of a usual run; and the power of the number of tokens by which ids grow: 1,060 in 8,000
+# Answers of a usual run; and the power of the number of tokens by which ids grow: 1,060 in 8,000
 # tokens of SmolLM2's answers, 1,820 in 16,000, 6,150 in 127,000, 8,880 in 253,000.
 USUAL_TEXTS, HEAPS = 1000, 0.6
 GUESSED = 0.75  # of the longest answer, where no answer could be tried
@@ -120,17 +120,19 @@ def look_at_data(
     lengths = sorted(len(cut.ids) for cut in cuts)
     answers = _tried(recipe, target, cuts[:TRIED], reporter, tried)
     seen = [*(cut.ids for cut in cuts), *(ids for ids, _ in answers)]
-    facts = DataFacts(
+    written = sum(len(ids) for ids, _ in answers)
+    mean = written / len(answers) if answers else GUESSED * data.new_tokens
+    size, always = target.spec.vocab_size, always_kept(target)
+    return DataFacts(
         prompts=some.count,
         prompt_tokens=sum(lengths) / len(lengths),
         long_prompt=lengths[int(0.95 * (len(lengths) - 1))],
-        answer_tokens=sum(len(ids) for ids, _ in answers) / max(1, len(answers)),
+        answer_tokens=mean,
         tried=len(answers),
         ended=sum(reason == OVER for _, reason in answers) / max(1, len(answers)),
-        ids=expected_ids(seen, target.spec.vocab_size, always_kept(target), coverage),
+        ids=expected_ids(seen, size, always, coverage, USUAL_TEXTS * mean),
         coverage=coverage,
     )
-    return facts if answers else replace(facts, answer_tokens=GUESSED * data.new_tokens)
 
 
 def _with_questions(
@@ -162,8 +164,9 @@ def _of_documents(
     if not texts:
         raise _nothing(recipe.data, "no sample of the data can be learned", Defects())
     lengths = sorted(map(len, texts))
-    ids = expected_ids(texts, target.spec.vocab_size, always_kept(target), coverage)
     mean, answer = sum(lengths) / len(texts), said / len(texts)
+    size, always = target.spec.vocab_size, always_kept(target)
+    ids = expected_ids(texts, size, always, coverage, USUAL_TEXTS * mean)
     long = lengths[int(0.95 * (len(texts) - 1))]
     return DataFacts(count, mean - answer, long, answer, len(texts), 1.0, ids, coverage)
 
@@ -300,13 +303,17 @@ def _check_answers(target: Target, found: Sequence[tuple[Sequence[int], str]]) -
 
 
 def expected_ids(
-    texts: Sequence[Sequence[int]], vocab_size: int, always: Sequence[int], coverage: float
+    texts: Sequence[Sequence[int]],
+    vocab_size: int,
+    always: Sequence[int],
+    coverage: float,
+    usual: float,
 ) -> int:
     """How many ids `vocab.size: auto` is expected to keep: those that cover that share of texts
-    that were not ranked, and at most as many as a run's texts will hold. A few texts hold only a
-    part of these, which grows by Heaps' law."""
+    that were not ranked, and at most as many as the `usual` tokens of a run will hold. Fewer tokens
+    hold only a part of these, which grows by Heaps' law."""
     documents = ((ids, "text") for ids in texts)
     counts, heldout = count_tokens(documents, vocab_size)
-    growth = max(1.0, USUAL_TEXTS / len(texts)) ** HEAPS
+    growth = max(1.0, usual / sum(map(len, texts))) ** HEAPS
     seen = int(growth * len(seen_ranking(counts, always)))
     return min(seen, fewest(ranking(counts, always), heldout, always, coverage))
