@@ -57,6 +57,14 @@ class GrowRequest:
             return logits_BMK
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
 
+    def marginals(self, length: int) -> Tensor | None:
+        """[B, H, K]: logits of up to `length` places at once (see `StepState.marginals`). None
+        where a place depends on what is drafted before it, as under a grammar."""
+        if self.guide is not None:
+            return None
+        logits_BHK = self.steps.marginals(self.view, length)
+        return None if logits_BHK is None else self.view.shown(logits_BHK)
+
     def whole_chain(self, length: int) -> WholeChain | None:
         """Greedy, or drawn by temperature and truncation: the chain of that length by one call of
         the drafter. None where it has none, or where more of its logits are asked for."""
