@@ -228,7 +228,7 @@ class StepState(DraftState):
         return None
 
     def marginals(self, view: RoundView, length: int) -> Tensor | None:
-        """[B, H, K]: logits of the first H places behind the root, at most `length`, where none
+        """[B, P, K]: logits of the first P places behind the root, at most `length`, where none
         depends on the tokens drafted before it; in place of `root` and `expand`. None where they
         do, and nothing has been done."""
         return None

@@ -53,7 +53,7 @@ from specctl.drafters.nets.routed import (
     served_head,
     with_router,
 )
-from specctl.drafters.nets.seen import Window, seen_ahead
+from specctl.drafters.nets.seen import AttentionWindow, seen_ahead
 from specctl.drafters.nets.taps import taps_of
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
@@ -112,9 +112,9 @@ class Eagle3Options(DepthOptions):
             )
 
     @property
-    def seen(self) -> Window | None:
+    def seen(self) -> AttentionWindow | None:
         """What a row sees of the rows before it; None: all."""
-        return None if self.window is None else Window(self.window, self.sink)
+        return None if self.window is None else AttentionWindow(self.window, self.sink)
 
 
 class Eagle3(BorrowingDrafter):

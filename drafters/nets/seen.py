@@ -108,7 +108,7 @@ class SeenPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class AttentionWindow:
     """A row sees the newest `size` rows of its document, itself counted (as transformers counts
     `sliding_window`), and the first `sink`."""
 
@@ -127,7 +127,7 @@ class SeenWindow:
 
     @classmethod
     def of(
-        cls, batch: TrainBatch, whole: Seen | SeenPart, window: Window, ahead: int
+        cls, batch: TrainBatch, whole: Seen | SeenPart, window: AttentionWindow, ahead: int
     ) -> SeenWindow:
         """Queries that stand `ahead` positions behind their rows, ahead < size."""
         assert ahead < window.size, f"{ahead} positions ahead of a window of {window.size}"
@@ -157,7 +157,7 @@ def seen_text(batch: TrainBatch) -> Seen | SeenPart:
 
 
 def seen_ahead(
-    batch: TrainBatch, window: Window | None, steps: int
+    batch: TrainBatch, window: AttentionWindow | None, steps: int
 ) -> list[Seen | SeenPart | SeenWindow]:
     """What the queries of each of so many steps see of the text: those of step j stand j positions
     behind their rows. A window that holds every document whole changes nothing."""

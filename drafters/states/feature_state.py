@@ -25,7 +25,7 @@ from specctl.core.language_model import ChainDraws, Feed, LmOut, Masks, WholeCha
 from specctl.core.masks import chain_mask
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
-from specctl.drafters.nets.seen import Window
+from specctl.drafters.nets.seen import AttentionWindow
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
 from specctl.drafters.states.recorded_draws import RecordedDraws
@@ -85,7 +85,7 @@ class FeatureState(StepState):
         shape: LayerShape,
         num_layers: int,
         space: Space,
-        window: Window | None = None,
+        window: AttentionWindow | None = None,
     ) -> None:
         first = next(drafter.module.parameters())
         self._embed = drafter.embed

@@ -5,7 +5,7 @@ the others have filled the cache, the newest of them move to the front of what i
 slot never holds more than `sink` + 2 `least` of them. Keys are rotated before they are stored, so a
 row keeps its true position wherever it lies: entry i >= sink is the row of position
 i + dropped[slot].
-Letters: B rows, T fed tokens, Z slots.
+Letters: B rows, L positions, T fed tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import chain_mask
-from specctl.drafters.nets.seen import Window
+from specctl.drafters.nets.seen import AttentionWindow
 
 
 class KeptRows:
     """One writer: the state that owns it. `width` rows at most are written in one round."""
 
-    def __init__(self, window: Window, num_slots: int, width: int) -> None:
+    def __init__(self, window: AttentionWindow, num_slots: int, width: int) -> None:
         self.window, self.dropped = window, [0] * num_slots
         self.least = max(window.size, width)
 

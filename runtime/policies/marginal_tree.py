@@ -18,7 +18,8 @@ first two.
 Nodes are ranks, never samples: POINT, so the target draws and q is no part of the verification.
 Rejection against the marginals would not be lossless, since no token was drawn from them; sampled
 trees from the same logits are `dyspec`'s.
-Letters: B rows, C candidates, H places, K draft vocabulary, M candidates before (1 or C), N nodes.
+Letters: B rows, C candidates, K draft vocabulary, M new nodes (of the place before), N nodes, P
+path.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class MarginalTree(PointTree):
         if min(nodes, depth) <= 0:
             return empty_tree(len(growth.view.slots), growth.view.slot_B.device)
         width = nodes if self.beam is None else min(self.beam, nodes)
-        logits_BHK = growth.marginals(depth)
-        if logits_BHK is None:
+        logits_BPK = growth.marginals(depth)
+        if logits_BPK is None:
             places = _behind_each_other(growth, width, depth)
         else:
-            places = _independent(_log_chance(growth, logits_BHK), width)
+            places = _independent(_log_chance(growth, logits_BPK), width)
         rows = [best_prefixes(row, nodes, self.capped) for row in places]
         return _tree(growth, rows)
 
@@ -128,9 +129,9 @@ def _log_chance(growth: GrowRequest, logits_BMK: Tensor) -> Tensor:
     return log_guess(growth.sampling.tempered(logits_BMK))
 
 
-def _independent(log_chance_BHK: Tensor, width: int) -> list[list[PlaceChoices]]:
+def _independent(log_chance_BPK: Tensor, width: int) -> list[list[PlaceChoices]]:
     """By row: the best tokens of every place."""
-    best = log_chance_BHK.topk(min(width, log_chance_BHK.shape[-1]), dim=-1)
+    best = log_chance_BPK.topk(min(width, log_chance_BPK.shape[-1]), dim=-1)
     same = [[0] * best.indices.shape[-1]]
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [

@@ -18,7 +18,7 @@ from specctl.core.drafter import Space
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters.eagle3 import Eagle3, Eagle3Options
 from specctl.drafters.nets.attention import attend_seen
-from specctl.drafters.nets.seen import Seen, SeenWindow, Window, seen_ahead
+from specctl.drafters.nets.seen import AttentionWindow, Seen, SeenWindow, seen_ahead
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
@@ -114,7 +114,7 @@ def test_rows_are_seen_as_a_mask_says(size: int, sink: int, ahead: int) -> None:
     lengths = (11, 1, 6)
     batch = packed(*(list(range(n)) for n in lengths))
     document_S, S = batch.document_BS[0], sum(lengths)
-    seen = SeenWindow.of(batch, Seen.text(batch.document_BS), Window(size, sink), ahead)
+    seen = SeenWindow.of(batch, Seen.text(batch.document_BS), AttentionWindow(size, sink), ahead)
     at_S = torch.arange(S)
     far_SS = at_S[:, None] + ahead - at_S
     shown_SS = (document_S[:, None] == document_S) & (at_S[:, None] >= at_S)
@@ -137,7 +137,7 @@ def test_rows_are_seen_as_a_mask_says(size: int, sink: int, ahead: int) -> None:
 
 def test_documents_that_fit_a_window_are_read_as_before() -> None:
     batch = packed(list(range(9)), list(range(4)))
-    kinds = [type(each) for each in seen_ahead(batch, Window(10), 3)]
+    kinds = [type(each) for each in seen_ahead(batch, AttentionWindow(10), 3)]
     assert kinds == [Seen, Seen, SeenWindow]
 
 

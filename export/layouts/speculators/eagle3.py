@@ -21,7 +21,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.drafters.eagle3 import Eagle3
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.routed import PREFIX
-from specctl.drafters.nets.seen import Window
+from specctl.drafters.nets.seen import AttentionWindow
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     ascending,
@@ -70,7 +70,7 @@ def write(source: ExportSource) -> SpeculatorsFolder:
     )
 
 
-def window_keys(window: Window) -> dict[str, Any]:
+def window_keys(window: AttentionWindow) -> dict[str, Any]:
     """`sliding_window` counts the row itself in vLLM and speculators, as in ours."""
     if window.sink:
         raise IncompatibleError(
