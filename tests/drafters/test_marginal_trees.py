@@ -121,7 +121,8 @@ def test_a_tree_is_one_pass_of_the_block_and_no_deeper_than_it(
 
 def test_drafters_that_read_their_own_tokens_refuse_it_by_name() -> None:
     grows = {name for name, found in families().items() if "marginal-tree" in policies_of(found)}
-    assert grows == set(DRAFTERS)
+    assert set(DRAFTERS) <= grows
+    assert grows.isdisjoint({"eagle3", "eagle", "small-lm", "hydra", "recurrent", "prompt-lookup"})
     for name in ("eagle3", "distill", "hydra"):
         recipe = load_recipe(name)
         asked = recipe.model_copy(
