@@ -5,7 +5,7 @@ the others have filled the cache, the newest of them move to the front of what i
 slot never holds more than `sink` + 2 `least` of them. Keys are rotated before they are stored, so a
 row keeps its true position wherever it lies: entry i >= sink is the row of position
 i + dropped[slot].
-Letters: B rows, L positions, T fed tokens.
+Letters: B rows, E head width, J key/value heads, L positions, T fed tokens, Z slots.
 """
 
 from __future__ import annotations
