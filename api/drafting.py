@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, did_you_mean, one_of
 from specctl.drafters import family
+from specctl.drafters.nets.options import served_anew
 from specctl.export.package import folder as packages
 from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
 from specctl.recipes.built_in import as_path_word, is_built_in
@@ -143,9 +146,11 @@ def load_draft(
     adaptive: bool | None = None,
     allow: Sequence[str] | None = None,
     translate: str = "auto",
+    draft_options: Mapping[str, Any] | Sequence[str] | None = None,
 ) -> LoadedDraft:
     """The drafter with the policy and rule it is to be served by. What is None is as the package
-    says, then the family. None or "none" decodes plainly."""
+    says, then the family. None or "none" decodes plainly. `draft_options`: options of the drafter
+    that its weights do not fix, by name or as words (`window=512`)."""
     settings = {
         "policy": policy,
         "length": length,
@@ -159,17 +164,18 @@ def load_draft(
     given = {name: value for name, value in settings.items() if value is not None}
     for count in sorted({"length", "nodes"} & given.keys()):
         check_count(count, given[count], MOST_DRAFTED)
+    options = _read_options(draft_options or {})
     if isinstance(drafter, LoadedDraft):
-        if given:
+        if given or options:
             raise SpecctlError(
                 "how this drafter drafts was decided when it was loaded",
-                found=", ".join(given),
+                found=", ".join((*given, *options)),
                 expected="a name or a Drafter beside these settings",
                 do="leave them out",
             )
         return drafter
     if drafter is None or drafter == NO_DRAFTER:
-        _refuse_settings(given)
+        _refuse_settings(given | ({"draft_option": options} if options else {}))
         return PLAIN
     name = drafter.family if isinstance(drafter, Drafter) else as_path_word(drafter)
     if not isinstance(drafter, Drafter):
@@ -181,6 +187,9 @@ def load_draft(
         source = _source(name)
     else:
         loaded, source = drafter, ""
+    if options:
+        loaded, source = copy.copy(loaded), source and f"{source} with {options}"
+        loaded.options = served_anew(getattr(loaded, "options", None), options)
     if not (policy is None or isinstance(policy, str)):
         if not hasattr(policy, "grow"):
             raise RecipeError(
@@ -206,6 +215,28 @@ def load_draft(
 
 
 DRAFTING = tuple(load_draft.__kwdefaults__ or ())  # the settings that it takes
+
+
+def _read_options(given: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """By name; words are JSON where they can be read as such, else text."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    found: dict[str, Any] = {}
+    for word in given:
+        name, mark, value = word.partition("=")
+        if not (name and mark):
+            raise RecipeError(
+                "an option of the drafter has a name and a value",
+                where="--draft-option",
+                found=word,
+                expected="NAME=VALUE",
+                do="--draft-option window=512",
+            )
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def _serve(

@@ -8,6 +8,7 @@ chances that serve.acceptance and serve.profile want, and stops.
     python benchmarks/trees.py --draft runs/distill/package
     python benchmarks/trees.py --draft runs/eagle3/package --temperature 0 --fit --json
     python benchmarks/trees.py --draft runs/distill/package --calibrate
+    python benchmarks/trees.py --draft runs/dflash/package --policies marginal-tree:nodes=8,dyspec
 """
 
 from __future__ import annotations
@@ -104,19 +105,28 @@ def rows(
     sampling: Sampling,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """One row a policy (None: plain decoding); every repeat runs all of them in turn."""
+    """One row a policy (None: plain decoding); every repeat runs all of them in turn. The first
+    only warms up, prompt by prompt, which tells how much tau differs between them."""
     found: dict[str, list[Stats]] = {name: [] for name in policies}
-    for repeat in range(repeats + 1):  # the first only warms up
+    errors: dict[str, float] = {}
+    for repeat in range(repeats + 1):
         for name, policy in policies.items():
             drafted = None if policy is None else drafter
-            done = generate(target, prompts, drafter=drafted, policy=policy, sampling=sampling)
+
+            def run(given: Prompts, drafted: Any = drafted, policy: Any = policy) -> Stats:
+                how = {"drafter": drafted, "policy": policy, "sampling": sampling}
+                return generate(target, given, **how).stats
+
             if repeat:
-                found[name].append(done.stats)
+                found[name].append(run(prompts))
+            else:
+                errors[name] = tau_error([run([prompt]) for prompt in prompts])
     speeds = {n: statistics.median(s.tokens_per_second for s in all_) for n, all_ in found.items()}
     return [
         {
             "policy": name,
             "tau": round(all_[-1].tau, 3),
+            "tau_error": round(errors[name], 3),
             "nodes": round(all_[-1].drafted / max(1, all_[-1].rounds), 2),
             "draft_share": round(all_[-1].draft_share, 3),
             "tokens_per_second": round(speeds[name], 1),
@@ -126,13 +136,29 @@ def rows(
     ]
 
 
+def tau_error(stats: Sequence[Stats]) -> float:
+    """Standard error of tau, a ratio of sums over prompts, as prompts differ."""
+    tokens, rounds, n = sum(s.tokens for s in stats), sum(s.rounds for s in stats), len(stats)
+    if n < 2 or not rounds:
+        return 0.0
+    squares = sum((s.tokens - tokens / rounds * s.rounds) ** 2 for s in stats)
+    return float((squares * n / (n - 1)) ** 0.5 / rounds)
+
+
+def policy_of(words: str) -> Policy:
+    """`NAME` or `NAME:FIELD=VALUE:...` as in a recipe's `serve`."""
+    name, *fields = words.split(":")
+    pairs = (field.partition("=") for field in fields)
+    return make_policy({"policy": name, **{key: json.loads(value) for key, _, value in pairs}})
+
+
 def contenders(
     target: Target, drafter: Drafter, names: list[str], prompts: Prompts | None
 ) -> dict[str, Policy | None]:
     """Plain decoding, a chain, and the named trees, fitted to the device if there are prompts."""
     found: dict[str, Policy | None] = {"plain": None, "chain": make_policy({"policy": "chain"})}
     for name in names:
-        policy = make_policy({"policy": name})
+        policy = policy_of(name)
         if prompts is not None and isinstance(policy, Fitting):
             policy = equip(policy, measure_costs(target, drafter, policy, prompts)).policy
         found[name] = policy

@@ -227,6 +227,12 @@ class StepState(DraftState):
         and nothing has been done."""
         return None
 
+    def marginals(self, view: RoundView, length: int) -> Tensor | None:
+        """[B, P, K]: logits of the first P places behind the root, at most `length`, where none
+        depends on the tokens drafted before it; in place of `root` and `expand`. None where they
+        do, and nothing has been done."""
+        return None
+
     def exit_states(self) -> ExitStates | None:
         """What this round's growth has computed of the target's forward of root and nodes, in the
         target's cache, if it was a chain; None: nothing."""

@@ -243,5 +243,12 @@ FAMILY = Family(
     options=BlockwiseOptions,
     build=Blockwise,
     trainable=True,
-    policies=("direct", "chain", "dynamic-tree", "static-tree", "merged-beams"),
+    policies=(
+        "direct",
+        "chain",
+        "dynamic-tree",
+        "static-tree",
+        "marginal-tree",
+        "merged-beams",
+    ),
 )

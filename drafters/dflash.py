@@ -5,23 +5,28 @@ attends from the block to keys and values that it makes of them itself. Slot 0 h
 other slot the same mask; inside the block attention goes both ways, and slot k predicts the token
 that stands there. One denoising step, so a draft of any length costs one pass. The embedding and
 the LM head are the target's; the mask is a learned vector, or the row of a reserved id (`mask_id`).
+With `causal` a slot sees only those before it, as in JetSpec (arXiv 2606.18394), which trains such
+a block by KL(target || draft) of equal weight at every depth (loss kl, decay 1) and drafts trees
+from it (policy marginal-tree). Its slots are masks in training as in drafting.
 Letters: B rows, D hidden width, T fed tokens, X any axes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
+from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
+from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import LayerShape, RmsNorm
-from specctl.drafters.nets.options import ADDED, HeadOptions
+from specctl.drafters.nets.options import ADDED, SERVED, HeadOptions
 from specctl.drafters.nets.taps import even_taps
 from specctl.drafters.option_checks import Count, Within
 
@@ -34,7 +39,8 @@ class DFlashOptions(HeadOptions):
     chooses five of them, evenly. `anchors`: blocks per row of a training batch. `mask_id`: the
     token whose row of the target's embedding every mask is, as engines have it; None learns a
     vector for it. Sizes of the layers that are left None are those of the target, and so is
-    `rope_theta`, the base of their rotary positions."""
+    `rope_theta`, the base of their rotary positions. `causal`: a slot sees only those before it.
+    `window`: a slot sees the features less than so many positions before it; None: all."""
 
     decay: float = 0.78
     num_heads: int = 5
@@ -47,6 +53,19 @@ class DFlashOptions(HeadOptions):
     head_dim: Annotated[int, Within(2, 1 << 16)] | None = field(default=None, metadata=ADDED)
     intermediate: Count | None = field(default=None, metadata=ADDED)
     rope_theta: Annotated[float, Within(most=1e12)] | None = field(default=None, metadata=ADDED)
+    causal: bool = field(default=False, metadata=ADDED)
+    window: Count | None = field(default=None, metadata=SERVED)
+
+    def __post_init__(self) -> None:
+        HeadOptions.__post_init__(self)
+        if self.window is not None and self.window < self.num_heads + 2:
+            raise RecipeError(
+                "every slot of a block sees a feature of the text through its window",
+                where="drafter.options.window",
+                found=f"window: {self.window}, num_heads: {self.num_heads}",
+                expected=f"window: {self.num_heads + 2} or more, or null",
+                do="--set drafter.options.window=2048",
+            )
 
     def shape(self, spec: ModelSpec) -> LayerShape:
         """One layer beside that target."""
@@ -89,6 +108,10 @@ class InjectedBlocks(TappedBlocks):
     chosen_taps = staticmethod(even_taps)
     module: InjectedNet
 
+    def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
+        super().__init__(options, spec, vocab)
+        self.is_causal = self.options.causal
+
     def rows(self, state_BTD: Tensor, next_ids_BT: Tensor) -> Tensor:
         rows_BTD: Tensor = self.module.fc_norm(self.module.fc(state_BTD))
         return rows_BTD
@@ -124,5 +147,5 @@ FAMILY = Family(
     options=DFlashOptions,
     build=DFlash,
     trainable=True,
-    policies=("direct", "chain", "static-tree"),
+    policies=("direct", "chain", "static-tree", "marginal-tree"),
 )

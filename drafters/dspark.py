@@ -130,5 +130,5 @@ FAMILY = Family(
     options=DSparkOptions,
     build=DSpark,
     trainable=True,
-    policies=("chain", "dynamic-tree", "static-tree"),
+    policies=("chain", "dynamic-tree", "static-tree", "marginal-tree"),
 )

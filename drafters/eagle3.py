@@ -8,6 +8,9 @@ feeding back the state after the final norm. Without them the residual stream ke
 target's features (ten times that of a normed state in the embedded target), beside which the
 layer's own part is small: later tokens of a draft then miss. `norm_before_residual`, speculators'
 switch, mends that as well: the residual stream starts at the normed state.
+With `window` the layer sees the newest rows only (and the first `sink`), in training as in
+drafting: rows of training are short, and attention over more rows than it was trained on drafts
+worse (speculators measured the same on long texts). The cache of a slot is then bounded.
 
 `Eagle3State` serves it with fused weights.
 Letters: B rows, D hidden width, E head width, I input width, K draft vocabulary, L positions, M new
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family, Needs, Space
+from specctl.core.errors import RecipeError
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
@@ -38,7 +42,7 @@ from specctl.drafters.losses.head_losses import (
 )
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
-from specctl.drafters.nets.options import ADDED, DepthOptions
+from specctl.drafters.nets.options import ADDED, SERVED, DepthOptions
 from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import (
     RoutedHead,
@@ -49,10 +53,11 @@ from specctl.drafters.nets.routed import (
     served_head,
     with_router,
 )
-from specctl.drafters.nets.seen import seen_text
+from specctl.drafters.nets.seen import AttentionWindow, seen_ahead
 from specctl.drafters.nets.taps import taps_of
-from specctl.drafters.option_checks import Count, OneOf, Within
+from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
+from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.tree_layout import Place
 from specctl.models.copies import Copies
 from specctl.models.kernels import Weight, linear, prepared, rms_norm
@@ -70,7 +75,8 @@ class Eagle3Options(DepthOptions):
     "scratch" starts at random. `ttt_steps` steps are unrolled. `taps` are hidden_states indices,
     None chooses three. `head_groups` splits the LM head's rows, of which the `head_top` best groups
     are read (CORAL). `rope_theta` is the base of the drafter's own rotary positions, which
-    are plain, or with `scaled_rope` scaled as the target's (llama3).
+    are plain, or with `scaled_rope` scaled as the target's (llama3). A row sees the newest
+    `window` rows, itself counted, and the first `sink`; None: all.
     """
 
     decay: float = 0.8
@@ -89,10 +95,26 @@ class Eagle3Options(DepthOptions):
     norm_before_residual: bool = field(default=False, metadata=ADDED)
     rope_theta: Annotated[float, Within(most=1e12)] | None = field(default=None, metadata=ADDED)
     scaled_rope: bool = field(default=False, metadata=ADDED)
+    window: Count | None = field(default=None, metadata=SERVED)
+    sink: CountOrZero = field(default=0, metadata=SERVED)
 
     def __post_init__(self) -> None:
         DepthOptions.__post_init__(self)
         check_routing(self.head_groups, self.head_top)
+        is_seeing = self.window is None or self.window >= self.ttt_steps
+        if not is_seeing or (self.sink and self.window is None):
+            raise RecipeError(
+                "a window holds every step that is unrolled, and only a window has sinks",
+                where="drafter.options.window",
+                found=f"window: {self.window}, sink: {self.sink}, ttt_steps: {self.ttt_steps}",
+                expected=f"window: {self.ttt_steps} or more, or window: null and sink: 0",
+                do="--set drafter.options.window=512",
+            )
+
+    @property
+    def seen(self) -> AttentionWindow | None:
+        """What a row sees of the rows before it; None: all."""
+        return None if self.window is None else AttentionWindow(self.window, self.sink)
 
 
 class Eagle3(BorrowingDrafter):
@@ -163,10 +185,17 @@ class Eagle3(BorrowingDrafter):
     def open(self, space: Space) -> Eagle3State:
         return Eagle3State(self, space)
 
+    def slot_bytes(self, space: Space) -> int:
+        """A window bounds the rows of a slot, however long texts become."""
+        if (window := self.options.seen) is not None:
+            most = KeptRows(window, 1, space.max_nodes + 2).most
+            space = replace(space, max_len=min(space.max_len, most))
+        return super().slot_bytes(space)
+
     def unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
         """[B, S, D] per step: the normed states of training-time test, which the LM head reads."""
         net, layer, shape = self.module, self.module.layer, self.module.shape
-        seen, own = seen_text(batch), batch.own
+        seen, own = seen_ahead(batch, self.options.seen, steps), batch.own
         width, inner = shape.hidden_size, shape.intermediate_size
         again = is_large(own(batch.ids_BS).numel(), steps, width, inner)
 
@@ -176,10 +205,10 @@ class Eagle3(BorrowingDrafter):
             x = layer.mix(self.embed(own(shifted(batch.ids_BS, 1 + step))), state_BSD)
             key, value = layer.self_attn.key_value(x, rope)
             if step == 0:  # later steps have entries of their own
-                key, value = seen.gathered(key), seen.gathered(value)
+                key, value = seen[0].gathered(key), seen[0].gathered(value)
             query = layer.self_attn.query(x, rope)
             keys, values = [*before[::2], key], [*before[1::2], value]
-            out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, seen))
+            out_BSD = layer.finish(state_BSD, attend_chains(query, keys, values, seen[step]))
             normed_BSD = net.norm(out_BSD)
             return normed_BSD if net.norm_output else out_BSD, normed_BSD, key, value
 
@@ -237,7 +266,7 @@ class Eagle3State(FeatureState):
 
     def __init__(self, drafter: Eagle3, space: Space) -> None:
         self.net, self.embed, self.borrowed = drafter.module, drafter.embed, drafter.borrowed
-        super().__init__(drafter, self.net.shape, 1, space)
+        super().__init__(drafter, self.net.shape, 1, space, drafter.options.seen)
 
     def fuse_weights(self) -> None:
         self._fused = FUSED.of(self.net)
@@ -245,7 +274,7 @@ class Eagle3State(FeatureState):
 
     @property
     def is_recordable(self) -> bool:
-        return not isinstance(self._head, RoutedHead)
+        return not isinstance(self._head, RoutedHead) and self._kept is None
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return linear(self.net.gathered(taps), self._fused.fc)
@@ -289,9 +318,11 @@ class Eagle3State(FeatureState):
             return found
         query, key, value = self._project(fed.ids_BT, fed.state_BTD, fed.rope_BT2E)
         assert self._growth is not None
-        mask = None
-        if self._growth.uniform != key.shape[2]:  # behind the newest row stands another, or padding
-            at_L = torch.arange(key.shape[2], device=self.device)
+        mask, span = None, key.shape[2]
+        if self._kept is not None and span > self._kept.window.size:
+            mask = self._kept.chain(kept_B - 1, 1, span)
+        elif self._growth.uniform != span:  # behind the newest row stands another, or padding
+            at_L = torch.arange(span, device=self.device)
             mask = (at_L < kept_B[:, None])[:, None, None]
         query = fed.newest(query.transpose(1, 2)).transpose(1, 2)
         state_B1D = fed.newest(fed.state_BTD)

@@ -92,5 +92,5 @@ FAMILY = Family(
     options=MedusaOptions,
     build=Medusa,
     trainable=True,
-    policies=("direct", "static-tree", "dynamic-tree", "chain"),
+    policies=("direct", "static-tree", "dynamic-tree", "marginal-tree", "chain"),
 )

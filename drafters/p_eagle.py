@@ -125,5 +125,5 @@ FAMILY = Family(
     options=PEagleOptions,
     build=PEagle,
     trainable=True,
-    policies=("direct", "chain", "static-tree"),
+    policies=("direct", "chain", "static-tree", "marginal-tree"),
 )

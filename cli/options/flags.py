@@ -99,6 +99,15 @@ TranslateFlag = Annotated[
         "(strings by probability, small vocabularies), auto, or none to refuse it.",
     ),
 ]
+DraftOptionFlag = Annotated[
+    list[str] | None,
+    drafting_option(
+        "--draft-option",
+        metavar="NAME=VALUE",
+        help="Set an option of the drafter that its weights do not fix, e.g. window=512 of eagle3 "
+        "(repeatable).",
+    ),
+]
 StopRuleFlag = Annotated[
     str | None,
     drafting_option(

@@ -11,6 +11,7 @@ from specctl.cli.options.flags import (
     Allow,
     ControllerFlag,
     Draft,
+    DraftOptionFlag,
     LengthFlag,
     NodesFlag,
     ParallelFlag,
@@ -43,6 +44,7 @@ class DraftingFlags:
     adaptive: AdaptiveFlag = None
     allow: Allow = None
     translate: TranslateFlag = "auto"
+    draft_options: DraftOptionFlag = None
 
     def given(self) -> dict[str, Any]:
         """The settings by name."""

@@ -5,8 +5,8 @@ slot k lies at position t + 1 + k, sees the features up to t and the slots of it
 them, or those up to k). Its output is what head k - `first_slot` predicts from, so that head i
 predicts token t + 2 + i. While training, many blocks stand behind one text (`anchors`); none sees
 another, and none sees a feature behind its anchor.
-Letters: A anchors, B rows, D hidden width, M new nodes, P path, S sequence, W window, X any axes, Y
-carry, Z slots.
+Letters: A anchors, B rows, D hidden width, L positions, M new nodes, P path, S sequence, W window,
+X any axes, Y carry, Z slots.
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ class BlockDrafter(ParallelHeads):
         return cast(nn.Module, self.module.norm)
 
     @property
+    def window(self) -> int | None:
+        """Slots see features less than so many positions before them; None: all."""
+        size: int | None = getattr(self.options, "window", None)
+        return size
+
+    @property
     def num_slots(self) -> int:
         return int(self.options.num_heads) + self.first_slot
 
@@ -105,7 +111,7 @@ class BlockDrafter(ParallelHeads):
         """[B, S, D] per head, zero where no block stands."""
         anchor_BA = self.anchors(batch) if anchor_BA is None else anchor_BA
         counts = self.counts(anchor_BA.shape[1])
-        block = Block.of(batch, anchor_BA, counts, self.is_causal)
+        block = Block.of(batch, anchor_BA, counts, self.is_causal, self.window)
         slots = []
         for index, count in enumerate(counts):
             slots.append(self.slot_of(index, batch, anchor_BA[:, :count]))
@@ -157,6 +163,9 @@ class BlockState(PrefixState):
         mask = chain_mask(kept_B, P, span)
         if not drafter.is_causal:
             mask = mask[:, :, -1:].expand_as(mask)
+        if drafter.window is not None and span > drafter.window:
+            far_BPL = position_BP[:, :, None] - torch.arange(span, device=kept_B.device)
+            mask = mask & (far_BPL < drafter.window)[:, None]
         self.kv.begin(view.slots, view.slot_B, kept_B, P, span)
         out_BPD: Tensor = self.net(x_BPD, position_BP, mask, self.kv)
         if drafter.first_slot < 0:

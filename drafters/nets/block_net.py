@@ -45,9 +45,15 @@ class Block:
 
     @classmethod
     def of(
-        cls, batch: TrainBatch, anchor_BA: Tensor, counts: Sequence[int], is_causal: bool
+        cls,
+        batch: TrainBatch,
+        anchor_BA: Tensor,
+        counts: Sequence[int],
+        is_causal: bool,
+        window: int | None = None,
     ) -> Block:
-        """Slot k of the first counts[k] anchors each."""
+        """Slot k of the first counts[k] anchors each; slots see features less than `window`
+        positions before them."""
         device = anchor_BA.device
         anchor_BM = torch.cat([anchor_BA[:, :count] for count in counts], dim=1)
         slot_M = torch.cat(
@@ -60,8 +66,11 @@ class Block:
         last_BM = at_BM if is_causal else torch.searchsorted(anchor_BM, anchor_BM, right=True) - 1
         position_BM = batch.position_BS.gather(1, anchor_BM) + 1 + slot_BM
         whole, own = Seen.text(batch.document_BS), Seen(first_BM, last_BM)
-        text = whole if batch.part is None else seen_text(batch)
-        return cls(position_BM, text, whole.rows(anchor_BM), own, order_BM)
+        text, known = whole if batch.part is None else seen_text(batch), whole.rows(anchor_BM)
+        if window is not None:
+            low_BM = anchor_BM + slot_BM + (2 - window)  # slot k lies at anchor + 1 + k
+            known = Seen(torch.maximum(known.first_BT, low_BM), known.last_BT)
+        return cls(position_BM, text, known, own, order_BM)
 
     def ordered(self, slots_BMD: Tensor) -> Tensor:
         """[B, M, D]: rows that stand slot by slot, one block after the other."""

@@ -21,7 +21,7 @@ from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.attention import attend_seen
 from specctl.drafters.nets.routed import Router
-from specctl.drafters.nets.seen import KeySet, Seen, SeenPart
+from specctl.drafters.nets.seen import KeySet, Seen, SeenPart, SeenWindow
 from specctl.models import kernels
 
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> attended
@@ -123,7 +123,10 @@ def attend(query_BHTE: Tensor, key_BHLE: Tensor, value_BHLE: Tensor, mask: Tenso
 
 
 def attend_chains(
-    query_BHSE: Tensor, keys: list[Tensor], values: list[Tensor], seen: Seen | SeenPart
+    query_BHSE: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    seen: Seen | SeenPart | SeenWindow,
 ) -> Tensor:
     """[B, S, H * E]: attention of training-time-test step j = len(keys) - 1 (EAGLE-3, sec. 3.2).
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter
 
+from specctl.core.errors import RecipeError
 from specctl.drafters.losses.head_losses import LossOptions
 from specctl.drafters.option_checks import Count, Options, Within
 
 ADDED = {"added": True}  # metadata of an option that older packages lack: they have its default
+SERVED = {**ADDED, "served": True}  # and that may be set anew whenever the drafter is served
 
 
 def added_before(value: Any) -> dict[str, Any]:
@@ -26,6 +28,23 @@ def read_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
     """A family's options from a recipe or a manifest. Nothing is taken for a number that is none:
     neither true nor "1" is a count, and null only where the option may be None."""
     return TypeAdapter(kind).validate_json(json.dumps(given, default=str), strict=True)
+
+
+def served_anew(options: Any, given: Mapping[str, Any]) -> Any:
+    """The options of a trained drafter with some set anew: those that its weights do not fix."""
+    every = fields(options) if is_dataclass(options) else ()
+    free = [field.name for field in every if field.metadata.get("served")]
+    for name in given:
+        if name not in free:
+            raise RecipeError(
+                f"{name} was decided when this drafter was trained, or it is no option of it",
+                where=f"--draft-option {name}",
+                found=name,
+                expected=", ".join(free) or "a drafter with options that may be set when it drafts",
+                do="leave it out" if not free else f"--draft-option {free[0]}=VALUE",
+            )
+    known = {field.name: getattr(options, field.name) for field in every}
+    return read_options(type(options), {**known, **given})
 
 
 @dataclass(frozen=True, slots=True)

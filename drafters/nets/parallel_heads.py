@@ -146,6 +146,11 @@ class ParallelState(HeadState):
 
     # -- grown by a policy ----------------------------------------------------------------------
 
+    def marginals(self, view: RoundView, length: int) -> Tensor | None:
+        if self.heads.rescoring is not None:
+            return None
+        return self._logits(view, min(length, self.heads.options.num_heads))
+
     def root(self, view: RoundView) -> Tensor:
         self._logits_BPK = self._logits(view, self.heads.options.num_heads)
         self._depths = [torch.zeros_like(view.slot_B[:, None])]

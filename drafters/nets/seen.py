@@ -107,11 +107,69 @@ class SeenPart:
         return sets
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """A row sees the newest `size` rows of its document, itself counted (as transformers counts
+    `sliding_window`), and the first `sink`."""
+
+    size: int
+    sink: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SeenWindow:
+    """What the queries here see of the text through a window: two sets of the same keys that have
+    none in common, the rows near them and the first ones."""
+
+    whole: Seen | SeenPart
+    near: Seen
+    first: Seen | None
+
+    @classmethod
+    def of(
+        cls, batch: TrainBatch, whole: Seen | SeenPart, window: AttentionWindow, ahead: int
+    ) -> SeenWindow:
+        """Queries that stand `ahead` positions behind their rows, ahead < size."""
+        assert ahead < window.size, f"{ahead} positions ahead of a window of {window.size}"
+        text = Seen.text(batch.document_BS)
+        begin_BT, at_BT = batch.own(text.first_BT), batch.own(text.last_BT)
+        low_BT = torch.maximum(begin_BT, at_BT + (ahead + 1 - window.size))
+        first = None
+        if window.sink:
+            first = Seen(begin_BT, torch.minimum(begin_BT + window.sink, low_BT) - 1)
+        return cls(whole, Seen(low_BT, at_BT), first)
+
+    def gathered(self, key_BJLE: Tensor) -> Tensor:
+        """Keys or values of whole rows."""
+        return self.whole.gathered(key_BJLE)
+
+    def sets(self, key_BJLE: Tensor, value_BJLE: Tensor) -> list[KeySet]:
+        """The rows near, and the first rows."""
+        seen = [self.near] if self.first is None else [self.near, self.first]
+        return [KeySet(key_BJLE, value_BJLE, each) for each in seen]
+
+
 def seen_text(batch: TrainBatch) -> Seen | SeenPart:
     """What the positions that are computed here see of their rows."""
     if batch.part is None:
         return Seen.text(batch.document_BS)
     return SeenPart.text(batch.document_BS, batch.part)
+
+
+def seen_ahead(
+    batch: TrainBatch, window: AttentionWindow | None, steps: int
+) -> list[Seen | SeenPart | SeenWindow]:
+    """What the queries of each of so many steps see of the text: those of step j stand j positions
+    behind their rows. A window that holds every document whole changes nothing."""
+    whole = seen_text(batch)
+    if window is None:
+        return [whole] * steps
+    spans = Seen.text(batch.document_BS).spans or ()
+    longest = max((span.stop - span.start for span in spans), default=0)
+    return [
+        whole if longest + j <= window.size else SeenWindow.of(batch, whole, window, j)
+        for j in range(steps)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

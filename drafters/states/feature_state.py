@@ -25,6 +25,8 @@ from specctl.core.language_model import ChainDraws, Feed, LmOut, Masks, WholeCha
 from specctl.core.masks import chain_mask
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
+from specctl.drafters.nets.seen import AttentionWindow
+from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
 from specctl.drafters.states.recorded_draws import RecordedDraws
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
@@ -42,9 +44,9 @@ FREE = 64  # as long as all texts together have no more: a GPU reads them as fas
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """True rows fed at once, right-padded: tokens, the states beside them, their rotations, the
-    position of the first in each row, and how many are real; `count_B`: where the host may not
-    know that, which is being recorded."""
+    """True rows fed at once, right-padded: tokens, the states beside them, their rotations, where
+    the first of each row is written, and how many are real; `count_B`: where the host may not know
+    that, which is being recorded; `shift_B`: how far positions are ahead of where rows lie."""
 
     ids_BT: Tensor
     state_BTD: Tensor
@@ -52,6 +54,12 @@ class Fed:
     start_B: Tensor
     counts: tuple[int, ...]
     count_B: Tensor | None = None
+    shift_B: Tensor | None = None
+
+    @property
+    def first_B(self) -> Tensor:
+        """The position of the first in each row."""
+        return self.start_B if self.shift_B is None else self.start_B + self.shift_B
 
     def newest(self, rows_BTX: Tensor) -> Tensor:
         """[B, 1, ...]: those of the last real row."""
@@ -72,14 +80,21 @@ class FeatureState(StepState):
     prefills_in_parts = True
 
     def __init__(
-        self, drafter: BorrowingDrafter, shape: LayerShape, num_layers: int, space: Space
+        self,
+        drafter: BorrowingDrafter,
+        shape: LayerShape,
+        num_layers: int,
+        space: Space,
+        window: AttentionWindow | None = None,
     ) -> None:
         first = next(drafter.module.parameters())
         self._embed = drafter.embed
         self.shape, self.device, self.dtype = shape, first.device, first.dtype
         width = space.max_nodes + 2
-        layers, max_len = [shape.kv] * num_layers, space.max_len + width
-        self.kv = SlotKV.of(layers, space.num_slots, max_len, self.dtype, self.device)
+        layers, self._num_positions = [shape.kv] * num_layers, space.max_len + width
+        self._kept = None if window is None else KeptRows(window, space.num_slots, width)
+        rows = space.max_len if self._kept is None else min(space.max_len, self._kept.most)
+        self.kv = SlotKV.of(layers, space.num_slots, rows + width, self.dtype, self.device)
         self.pending_token_ZW = torch.zeros(
             space.num_slots, width, dtype=torch.long, device=self.device
         )
@@ -182,13 +197,14 @@ class FeatureState(StepState):
         true rows with the logits after the last real one. None where PyTorch does it."""
         if self._native is not None and not self._native.is_current:
             self._prepare()  # the weights lie elsewhere
-        step, span = self._native, self.kv.aim.span
+        step, span, kept = self._native, self.kv.aim.span, self._kept
         if step is None or ids_BT.numel() > step.most_rows or torch.is_grad_enabled():
             return None
         T, only = ids_BT.shape[1], None
         if isinstance(at, Fed):
-            position_BT = at.start_B[:, None] + torch.arange(T)
-            mask = chain_mask(at.start_B, T, span)
+            position_BT = at.first_B[:, None] + torch.arange(T)
+            run = at.start_B, T, span
+            mask = chain_mask(*run) if kept is None else kept.chain(*run)
             only = tuple(count - 1 for count in at.counts)
         else:
             position_BT = at.position_BM
@@ -203,9 +219,11 @@ class FeatureState(StepState):
         return self._rope_L2E.flatten(1).float()
 
     def _rotate_all(self) -> None:
-        """Angles as far as the cache reaches, which grows, and none before they are needed."""
-        if self._rope_L2E.shape[0] < self.kv.max_len:
-            at_L = torch.arange(self.kv.max_len, device=self.device)
+        """Angles as far as positions reach, which may grow, and none before they are needed."""
+        dropped = 0 if self._kept is None else max(self._kept.dropped)
+        needed = max(self._num_positions, self.kv.max_len + dropped)
+        if self._rope_L2E.shape[0] < needed:
+            at_L = torch.arange(needed, device=self.device)
             self._rope_L2E = self.shape.rope(at_L).to(self.dtype)
 
     def of_parents(self, stored: list[Tensor], parent_BM: Tensor, place: Place) -> Tensor:
@@ -220,6 +238,8 @@ class FeatureState(StepState):
 
     def forget(self, slot: int) -> None:
         """A new text begins in that slot."""
+        if self._kept is not None:
+            self._kept.forget(slot)
         if self._version != self._weights_version():
             self._prepare()
 
@@ -249,22 +269,24 @@ class FeatureState(StepState):
 
     def _write_rows(self, slot: int, tokens: Sequence[int], state_TD: Tensor, first: int) -> None:
         """True rows of a prompt from `first` on, for which these are the features."""
-        count, last = len(state_TD), first + len(state_TD)
-        ids_1T = torch.tensor([list(tokens[first + 1 : last + 1])], device=self.device)
-        slot_1 = torch.full((1,), slot, device=self.device)
-        start_1 = torch.full((1,), first, device=self.device)
-        self.kv.begin((slot,), slot_1, start_1, count, last, first)
-        self._rotate_all()
-        rope_1T2E = self._rope_L2E[None, first:last]
-        self.fill(Fed(ids_1T, state_TD[None], rope_1T2E, start_1, (count,)))
+        last = first + len(state_TD)
+        kept, whole = self._kept, [(first, last, first)]
+        for start, stop, at in whole if kept is None else kept.runs(self.kv, slot, first, last):
+            count, own_TD = stop - start, state_TD[start - first : stop - first]
+            ids_1T = torch.tensor([list(tokens[start + 1 : stop + 1])], device=self.device)
+            places = slot, at, start - at
+            slot_1, at_1, shift_1 = (torch.full((1,), n, device=self.device) for n in places)
+            self.kv.begin((slot,), slot_1, at_1, count, at + count, at)
+            self._rotate_all()
+            rope_1T2E = self._rope_L2E[None, start:stop]
+            self.fill(Fed(ids_1T, own_TD[None], rope_1T2E, at_1, (count,), shift_B=shift_1))
 
     # -- a round --------------------------------------------------------------------------------
 
     def root(self, view: RoundView) -> Tensor:
         counts, kept = self._lengths(view)
-        kept_B = view.kept_len_B.clamp(min=1)
-        self._growth = TreeLayout(view, self.kv, kept, kept_B)
-        self._states = []
+        kept_B = self._kept_B(view)
+        self._growth, self._states = TreeLayout(view, self.kv, kept, kept_B), []
         if self._records() and not self._waits:
             inputs = self._padded(view, counts, kept, kept_B)
             found = self._calls.run("newest", self.kv, self._root_call, *inputs)
@@ -288,7 +310,7 @@ class FeatureState(StepState):
         if draws is not None and how is None:
             return None
         counts, kept = self._lengths(view)
-        kept_B = view.kept_len_B.clamp(min=1)
+        kept_B = self._kept_B(view)
         inputs, name = self._padded(view, counts, kept, kept_B, length - 1), f"chain of {length}"
         if draws is not None and how is not None:
             inputs, name = (*inputs, *how.inputs(draws, self.device)), f"{name}, {how.name}"
@@ -380,9 +402,24 @@ class FeatureState(StepState):
             self.kv, self._states, self._growth = mine
 
     def _lengths(self, view: RoundView) -> tuple[list[int], list[int]]:
-        """Pending rows, and true rows with them; a text without features counts its zero row."""
+        """Pending rows, and kept true rows with them; a text without any counts its zero row."""
         counts = [max(self.num_pending[slot], 1) for slot in view.slots]
-        return counts, [max(self.num_rows[slot], 1) for slot in view.slots]
+        kept = [max(self.num_rows[slot], 1) for slot in view.slots]
+        if self._kept is None:
+            return counts, kept
+        for slot in view.slots:
+            have = self.num_rows[slot] - self.num_pending[slot]
+            self._kept.make_room(self.kv, slot, have, self.num_rows[slot])
+        dropped = [self._kept.dropped[slot] for slot in view.slots]
+        return counts, [rows - gone for rows, gone in zip(kept, dropped, strict=True)]
+
+    def _kept_B(self, view: RoundView) -> Tensor:
+        """[B]: `_lengths`' true rows, on the device; to be read behind it."""
+        kept_B, shift_B = view.kept_len_B.clamp(min=1), self._shift_B(view)
+        return kept_B if shift_B is None else kept_B - shift_B
+
+    def _shift_B(self, view: RoundView) -> Tensor | None:
+        return None if self._kept is None else self._kept.shift_B(view.slots, self.device)
 
     def _aim_pending(
         self,
@@ -402,16 +439,18 @@ class FeatureState(StepState):
         is_even = min(counts) == most
         start_B = kept_B - (most if is_even else torch.tensor(counts, device=self.device))
         self._aim(view, start_B, W, max(max(before) + W, max(kept) + num_nodes), uniform)
-        if uniform is not None:
+        shift_B = self._shift_B(view)
+        if uniform is not None and shift_B is None:
             rope = self._rope_L2E[None, uniform : uniform + W]
         else:
-            rope = self._rope_L2E[start_B[:, None] + torch.arange(W, device=self.device)]
+            first_B = start_B if shift_B is None else start_B + shift_B
+            rope = self._rope_L2E[first_B[:, None] + torch.arange(W, device=self.device)]
         if view.slots == tuple(range(B)):
             ids_BW, state_BWD = self.pending_token_ZW[:B, :W], self.pending_ZWD[:B, :W]
         else:
             ids_BW = self.pending_token_ZW[view.slot_B, :W]
             state_BWD = self.pending_ZWD[view.slot_B, :W]
-        return Fed(ids_BW, state_BWD, rope, start_B, tuple(counts))
+        return Fed(ids_BW, state_BWD, rope, start_B, tuple(counts), shift_B=shift_B)
 
     def _aim(
         self, view: RoundView, start_B: Tensor, num_fed: int, span: int, uniform: int | None
@@ -422,6 +461,8 @@ class FeatureState(StepState):
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         assert self._growth is not None, "root() begins a round"
         place = self._growth.place(parent_BM)
+        if self._kept is not None:
+            place = self._growth.within(place, self._kept)
         self._rotate_all()
         if place.is_next and self._records() and not self._waits:
             inputs = token_BM, self._states[-1]
@@ -444,7 +485,7 @@ class FeatureState(StepState):
         view = outcome.view
         if self._growth is None:  # a round without drafting: nothing may pile up
             counts, kept = self._lengths(view)
-            self.fill(self._aim_pending(view, counts, kept, view.kept_len_B.clamp(min=1)))
+            self.fill(self._aim_pending(view, counts, kept, self._kept_B(view)))
         self._growth, self._states, self._waits = None, [], False
         W = max(len(new) for new in outcome.emitted)
         tokens = [[*new, *(0,) * (W - len(new))] for new in outcome.emitted]

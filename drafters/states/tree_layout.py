@@ -10,7 +10,7 @@ window, Z slots.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from specctl.core.drafter import Outcome, RoundView
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Masks
 from specctl.core.tree import chain_parent
+from specctl.drafters.states.kept_rows import KeptRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,17 @@ class TreeLayout:
             node_BL = self.kept_B[:, None] + self._depth_BN.gather(1, index_BL) - 1
             key_BL = torch.where(key_BL < self.kept_B[:, None], key_BL, node_BL)
         return (place.position_BM[:, :, None] - key_BL[:, None] < window)[:, None]
+
+    def within(self, place: Place, kept: KeptRows) -> Place:
+        """The same nodes behind a window, at their true positions; a window over everything hides
+        nothing."""
+        shift_B = kept.shift_B(self.view.slots, self.kept_B.device)
+        position_BM = place.position_BM + shift_B[:, None]
+        mask, size = place.mask, kept.window.size
+        if place.span > size:
+            near = self.near(place, size) | kept.is_sink(place.span, shift_B.device)
+            mask = near if mask is None else mask & near
+        return replace(place, mask=mask, position_BM=position_BM)
 
 
 def _closed(link_BMM: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from specctl.export.imports.layers import check_layers, check_positions
 from specctl.export.layouts.blocks import PUBLISHED
 from specctl.runtime.target.target import Target
 
+CAUSAL_KEYS = ("causal", "is_causal", "causal_head")  # vLLM's and ModelOpt's, SGLang's, JetSpec's
 EMBEDDING, HEAD, TABLES = "embed_tokens.weight", "lm_head.weight", ("d2t", "t2d")
 OURS = {theirs: ours for ours, theirs in PUBLISHED.items()}
 
@@ -38,13 +39,15 @@ OURS = {theirs: ours for ours, theirs in PUBLISHED.items()}
 @dataclass(frozen=True, slots=True)
 class BlockReading:
     """What an engine makes of config.json: `taps` as hidden states, the token of the mask, how many
-    tokens are drafted; `rank` is that of DSpark's correction (None: DFlash)."""
+    tokens are drafted; `rank` is that of DSpark's correction (None: DFlash); `is_causal`: a slot
+    sees only those before it."""
 
     config: Any
     taps: Sequence[object]
     mask_id: object
     num_drafted: int
     rank: int | None = None
+    is_causal: bool = False
 
 
 def drafter_of(
@@ -67,6 +70,7 @@ def drafter_of(
         "layers": count_of(config, "num_hidden_layers"),
         "taps": _taps(reading.taps, spec.num_layers),
         "mask_id": mask_id if own_mask_D is None else None,
+        "causal": reading.is_causal,
         **_shape(config, target),
     }
     drafter = filled(lambda: _made(reading, options, target, vocab), weights)
@@ -146,14 +150,22 @@ def _taps(taps: Sequence[object], num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(known))
 
 
+def is_causal(settings: Mapping[str, Any]) -> bool:
+    """Whether a slot of the block sees only those before it; none of the keys means it does not."""
+    said = {key: settings[key] for key in CAUSAL_KEYS if settings.get(key) is not None}
+    if any(not isinstance(value, bool) for value in said.values()) or len({*said.values()}) > 1:
+        what = "config.json does not say how slots of the block attend to each other"
+        found = ", ".join(f"{key}: {value}" for key, value in said.items())
+        raise refused(what, found, "the same, true or false, under each", REPAIR)
+    return any(said.values())
+
+
 def refuse_variants(settings: Mapping[str, Any]) -> None:
     """Switches of the published blocks, in SGLang or vLLM, that ours do not have. (Those that come
     with tensors of their own would be refused for these.)"""
     allowed = {
         "projector_type": (None, "dflash", "dspark"),
         "markov_head_type": (None, "vanilla"),
-        "causal": (None, False),
-        "is_causal": (None, False),
         "use_swa": (None, False),
         "attention_sink_bias": (None, False),
         "enable_confidence_head": (None, True),

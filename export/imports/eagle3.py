@@ -19,7 +19,7 @@ from specctl.export.imports.heads import (
     refused,
     vocabulary,
 )
-from specctl.export.imports.layers import check_layers, check_positions
+from specctl.export.imports.layers import FULL, SLIDING, check_layers, check_positions
 from specctl.export.readers.layers import LLAMA3_FACTORS
 from specctl.runtime.target.target import Target
 
@@ -34,11 +34,16 @@ def default_layers(num_layers: int) -> list[int]:
 
 
 def drafter_of(
-    config: Any, tensors: Mapping[str, Tensor], taps: Sequence[object], target: Target
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    taps: Sequence[object],
+    target: Target,
+    kinds: Sequence[str] = (FULL,),
 ) -> Eagle3:
     """The drafter, its weights as they are stored. `config` is what the engine makes of config.json
-    (defaults included), `taps` the hidden states by our count."""
-    check_layers(config, target, 1)
+    (defaults included), `taps` the hidden states by our count, `kinds` the attention that it has
+    layers for."""
+    check_layers(config, target, 1, kinds)
     scaling = target.spec.rope_scaling or {}
     check_positions(config, [{key: scaling.get(key) for key in LLAMA3}])
     rows = getattr(config, "draft_vocab_size", None) or count_of(config, "vocab_size")
@@ -66,7 +71,16 @@ def _options(config: Any, taps: tuple[int, ...]) -> Eagle3Options:
         norm_before_residual=bool(config.norm_before_residual),
         rope_theta=float(config.rope_parameters["rope_theta"]),
         scaled_rope=config.rope_parameters.get("rope_type") == "llama3",
+        **_window(config),
     )
+
+
+def _window(config: Any) -> dict[str, Any]:
+    """Steps of training say nothing of a checkpoint; a window must hold those that are unrolled."""
+    if SLIDING not in (getattr(config, "layer_types", None) or ()):
+        return {}
+    size = count_of(config, "sliding_window")
+    return {"window": size, "ttt_steps": min(size, Eagle3Options().ttt_steps)}
 
 
 def read_taps(ids: Sequence[object], num_layers: int) -> tuple[int, ...]:

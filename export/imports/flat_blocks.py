@@ -19,6 +19,7 @@ from specctl.export.imports.blocks import (
     TABLES,
     BlockReading,
     drafter_of,
+    is_causal,
     refuse_variants,
 )
 from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
@@ -42,6 +43,12 @@ SPARK_KEYS = (
     "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
     "sample_from_anchor",
 )  # fmt: skip
+
+
+NOT_IN_SGLANG = (
+    f"the block is causal, which {ENGINE} reads from is_causal alone: there, set it to true or "
+    "export the package"
+)
 
 
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
@@ -71,6 +78,7 @@ def read(published: Published, target: Target) -> Imported:
         settings.get("mask_token_id"),
         size if is_spark else size - 1,
         rank,
+        is_causal(settings),
     )
     drafter = drafter_of(reading, published.tensors, target)
     beside = {n: t for n, t in published.tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
@@ -81,6 +89,10 @@ def read(published: Published, target: Target) -> Imported:
     kind = DSPARK if is_spark else DFLASH
     staged: dict[str, Any] = {"architectures": [kind], "model_type": "qwen3"}
     staged |= {key: settings[key] for key in SPARK_KEYS if is_spark and key in settings}
+    notes: tuple[str, ...] = ()
+    if reading.is_causal:
+        staged["is_causal"] = True
+        notes = () if body.get("is_causal") else (NOT_IN_SGLANG,)
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, reading.num_drafted - 1, without=drafter.options.mask_id)
@@ -95,7 +107,7 @@ def read(published: Published, target: Target) -> Imported:
         if is_spark:
             check_confidence(source, sure_N, trial)
 
-    return Imported(drafter, ENGINE, prove, reading.num_drafted)
+    return Imported(drafter, ENGINE, prove, reading.num_drafted, notes)
 
 
 def _settings(body: Mapping[str, Any]) -> dict[str, Any]:

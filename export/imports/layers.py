@@ -18,7 +18,7 @@ from specctl.export.imports.heads import (
 from specctl.runtime.target.target import Target
 
 OFF = ("attention_bias", "mlp_bias", "norm_before_fc", "use_sliding_window")
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def derived_config(body: Mapping[str, Any], kind: str) -> Any:
@@ -39,8 +39,11 @@ def derived_config(body: Mapping[str, Any], kind: str) -> Any:
         raise refused(what, shown, "its keys and kinds", REPAIR) from error
 
 
-def check_layers(config: Any, target: Target, num_layers: int | None = None) -> None:
-    """What our layers compute, and the target's own sizes; `num_layers` of them (None: any)."""
+def check_layers(
+    config: Any, target: Target, num_layers: int | None = None, kinds: Sequence[str] = (FULL,)
+) -> None:
+    """What our layers compute, and the target's own sizes; `num_layers` of them (None: any), of
+    these kinds."""
     spec = target.spec
     width = f"the head was made for another target than {target.name}"
     for key, expected in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
@@ -66,7 +69,7 @@ def check_layers(config: Any, target: Target, num_layers: int | None = None) -> 
     if scale not in (None, 1):
         raise refused("the head scales its logits", f"logit_scale: {scale}", "1", ELSEWHERE)
     layers = getattr(config, "layer_types", None) or [FULL]
-    if any(kind != FULL for kind in layers):
+    if any(kind not in kinds for kind in layers):
         what = "the head looks through a window"
         raise refused(what, f"layer_types: {layers}", FULL, ELSEWHERE)
 

@@ -12,6 +12,7 @@ from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
 from specctl.export.imports.heads import ELSEWHERE, count_of, refused, with_head
+from specctl.export.imports.layers import FULL, SLIDING
 from specctl.export.imports.published import Published
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3, draft_config
@@ -39,7 +40,7 @@ def read(published: Published, target: Target) -> Imported:
     )
     rows = getattr(config, "draft_vocab_size", None) or count_of(config, "vocab_size")
     head = with_head(published.tensors, rows, target)
-    drafter = drafter_of(config, head.tensors, taps, target)
+    drafter = drafter_of(config, head.tensors, taps, target, (FULL, SLIDING))
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, FED_BACK)

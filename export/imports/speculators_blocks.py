@@ -46,7 +46,8 @@ def read(published: Published, target: Target) -> Imported:
     body = published.config
     derived = block_config(body)
     notes = other_verifier(body, target)
-    if derived.get("dflash_config", {}).get("causal"):
+    causal = derived.get("is_causal") is True  # which speculators does not write, and vLLM obeys
+    if not causal and derived.get("dflash_config", {}).get("causal"):
         derived["dflash_config"]["causal"] = False
         notes += (CAUSAL,)
     refuse_variants(derived)
@@ -66,6 +67,7 @@ def read(published: Published, target: Target) -> Imported:
         body["mask_token_id"],
         length,
         derived.get("markov_rank") if is_spark else None,
+        causal,
     )
     drafter = drafter_of(reading, published.tensors, target)
 

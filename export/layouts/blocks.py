@@ -46,6 +46,13 @@ def blocks_of(source: ExportSource) -> InjectedBlocks:
             expected="rank: 1 or more",
             do="train dflash instead, or train with --set drafter.options.rank=32",
         )
+    if drafter.window is not None:
+        raise IncompatibleError(
+            "engines do not agree on what a window means inside a block",
+            found=f"window: {drafter.window}",
+            expected="window: null",
+            do="--to specctl, or train with --set drafter.options.window=null",
+        )
     return drafter
 
 

@@ -174,6 +174,19 @@ def head_factor(source: ExportSource) -> float:
     return 1.0 if config is None else head_scale(config)
 
 
+def refuse_window(source: ExportSource, engine: str) -> None:
+    """An engine that lets the drafter's attention see the whole text."""
+    options = source.drafter.options
+    if options.window is not None:
+        raise IncompatibleError(
+            f"{engine} has no window for an EAGLE-3 drafter",
+            found=f"window: {options.window}, sink: {options.sink}",
+            expected="window: null",
+            do="--to speculators (vLLM reads windows without sinks), or train with "
+            "--set drafter.options.window=null",
+        )
+
+
 def refuse_scaled_head(source: ExportSource, engine: str) -> None:
     """Of drafters that read the target's own LM head."""
     factor = head_factor(source)

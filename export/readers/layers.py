@@ -66,9 +66,10 @@ def attention(
     sizes: LayerSizes,
     context_SI: Tensor | None = None,
     is_causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """[T, D]: attention of consecutive rows to themselves, or of rows that stand behind a context,
-    whose keys and values are made of other inputs."""
+    whose keys and values are made of other inputs; to the newest `window` rows, itself counted."""
     num_before = 0 if context_SI is None else len(context_SI)
     seen_LI = x_TI if context_SI is None else torch.cat([context_SI, x_TI])
     position_L = torch.arange(len(seen_LI))
@@ -82,6 +83,8 @@ def attention(
     scores = query @ key.transpose(-1, -2) * sizes.head_dim**-0.5
     if is_causal:
         hidden = position_L[None] > position_L[num_before:, None]
+        if window is not None:
+            hidden |= position_L[None] <= position_L[num_before:, None] - window
         scores = scores.masked_fill(hidden, -torch.inf)
     out_HTE = scores.softmax(-1) @ value
     return F.linear(out_HTE.transpose(0, 1).flatten(1), tensors[f"{name}.o_proj.weight"])

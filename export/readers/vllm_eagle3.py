@@ -197,6 +197,12 @@ class VllmEagle3:
         ids = [*trial.ids[1:], *[self.config.pard_token] * num_masks]
         return self._step(torch.tensor(ids), state_TD)[0][-1 - num_masks :]
 
+    def _window(self, layer: int) -> int | None:
+        """Layers of the draft model count from 0, whatever number they have behind the target's."""
+        kinds: list[str] = getattr(self.config, "layer_types", None) or []
+        is_sliding = bool(kinds) and kinds[layer] == "sliding_attention"
+        return getattr(self.config, "sliding_window", None) if is_sliding else None
+
     def _step(self, ids_T: Tensor, state_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Logits after every row, and what is fed back."""
         params, sizes = self.params, self.sizes
@@ -210,7 +216,8 @@ class VllmEagle3:
                 x_TI = torch.cat([rms_norm(embed_TD, first_D, sizes.eps), normed_TD], dim=-1)
             else:
                 x_TI = rms_norm(state_TD, first_D, sizes.eps)
-            attended_TD = attention(params, f"{own}.self_attn", x_TI, sizes)
+            window = self._window(layer)
+            attended_TD = attention(params, f"{own}.self_attn", x_TI, sizes, window=window)
             state_TD = onward(params, own, state_TD, attended_TD, sizes.eps)
         read_TD = rms_norm(state_TD, params["norm.weight"], sizes.eps)
         said_TK = F.linear(read_TD, params["lm_head.weight"])

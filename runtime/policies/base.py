@@ -1,6 +1,6 @@
 """What a tree policy is, and what it is given to grow with.
 
-Letters: B rows, K draft vocabulary, M new nodes, N nodes.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes, P path.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ class GrowRequest:
         if self.guide is None:
             return logits_BMK
         return self.guide.expand(token_BM, parent_BM, logits_BMK)
+
+    def marginals(self, length: int) -> Tensor | None:
+        """[B, P, K]: logits of up to `length` places at once (see `StepState.marginals`). None
+        where a place depends on what is drafted before it, as under a grammar."""
+        if self.guide is not None:
+            return None
+        logits_BPK = self.steps.marginals(self.view, length)
+        return None if logits_BPK is None else self.view.shown(logits_BPK)
 
     def whole_chain(self, length: int) -> WholeChain | None:
         """Greedy, or drawn by temperature and truncation: the chain of that length by one call of

@@ -229,6 +229,11 @@ class SamplingBatch:
         argmax, -inf elsewhere)."""
         return processed_BTV if self.all_greedy else self._warp(processed_BTV)
 
+    def tempered(self, logits_BXK: Tensor) -> Tensor:
+        """float32 logits over the row's temperature; those of greedy rows as they are."""
+        wide_BXK = logits_BXK.float()
+        return wide_BXK if self._temperature_B11 is None else wide_BXK / self._temperature_B11
+
     def draft_distribution(self, logits_BMK: Tensor, ids_K: Tensor | None = None) -> Tensor:
         """float32 probabilities to draw drafts from: the row's temperature, top-k, top-p, min-p and
         fixed biases applied to draft logits; one-hot on greedy rows. `ids_K`: target ids of the

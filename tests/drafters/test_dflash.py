@@ -13,7 +13,7 @@ from specctl.core.errors import RecipeError
 from specctl.drafters.dflash import DFlashOptions
 from specctl.drafters.nets.taps import even_taps
 from specctl_testing.drafters.block_cases import passes
-from specctl_testing.drafters.head_cases import fit, make_heads
+from specctl_testing.drafters.head_cases import fit, make_heads, train
 
 
 @pytest.mark.parametrize("length", [2, 7])
@@ -24,20 +24,43 @@ def test_a_draft_of_any_length_is_one_pass(
 
 
 @torch.no_grad()
-def test_a_slot_sees_the_slots_behind_it_and_no_other_block(
-    make_target: Any, make_batch: Any
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_slot_sees_the_slots_behind_it_unless_causal_and_no_other_block(
+    make_target: Any, make_batch: Any, causal: bool
 ) -> None:
     target = make_target(num_layers=2, vocab=24)
-    drafter = make_heads(target, "dflash", num_heads=3)
+    drafter = make_heads(target, "dflash", num_heads=3, causal=causal)
+    with torch.enable_grad():
+        train(target, drafter, make_batch, 2)
     batch = make_batch(target, drafter)
     every = torch.arange(batch.ids_BS.shape[1]).expand_as(batch.ids_BS)
     one = [x[:, 5] for x in drafter.unroll(batch, every[:, 5:6])]
     for alone, among in zip(one, drafter.unroll(batch, every), strict=True):
         torch.testing.assert_close(alone, among[:, 5])
-    fewer = make_heads(target, "dflash", num_heads=2)
+    fewer = make_heads(target, "dflash", num_heads=2, causal=causal)
     fewer.load_tensors(drafter.tensors())  # the last slot of three is gone
     shorter = next(iter(fewer.unroll(batch, every)))
-    assert not torch.allclose(shorter[:, 5], one[0])
+    assert torch.allclose(shorter[:, 5], one[0], atol=1e-6) == causal
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_drafts_what_it_was_trained_to(
+    make_target: Any, make_batch: Any, drive: Any, causal: bool
+) -> None:
+    """The states behind an anchor of a text, and those of a round behind the same text."""
+    target = make_target(num_layers=2, vocab=24)
+    drafter = make_heads(target, "dflash", num_heads=3, causal=causal)
+    with torch.enable_grad():
+        train(target, drafter, make_batch, 2)
+    batch, at = make_batch(target, drafter), 6
+    anchor_BA = torch.full((len(batch.ids_BS), 1), at)
+    trained = [state_BSD[0, at] for state_BSD in drafter.unroll(batch, anchor_BA)]
+    text = batch.ids_BS[0, : at + 2].tolist()
+    served_TK = drive(target, drafter).chain_logits([*text, 0, 0], len(text))
+    head_KD = drafter.head_weights()[0]
+    for state_D, served_K in zip(trained, served_TK, strict=True):
+        torch.testing.assert_close(head_KD @ state_D, served_K, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ PROMPTS = [[5, 17, 3, 88], [41, 9], [60, 2, 33, 71, 12, 8]]
     ("family", "options"),
     [
         ("eagle3", {}),
+        ("eagle3", {"window": 5, "sink": 2}),
         *(
             pytest.param("eagle3", options, marks=pytest.mark.proof)
             for options in (

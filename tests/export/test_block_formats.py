@@ -183,6 +183,7 @@ def nested(key: str, value: Any) -> Change:
 
 FLAT_MISTAKES: dict[str, tuple[str, Change, str]] = {
     "another mask": ("dflash", nested("mask_token_id", 7), "logits by SGLang"),
+    "a causal block": ("dflash", put("is_causal", True), "logits by SGLang"),
     "no mask": ("dflash", lambda config, tensors: config["dflash_config"].pop("mask_token_id"),
                 "mask_token_id None"),
     "a shorter block": ("dflash", put("block_size", 3), "other token ids|logits by SGLang"),
@@ -236,6 +237,7 @@ def test_a_silent_mistake_in_a_block_is_caught(
         ("sglang", "dspark", {"mask_id": 21, "kept": KEPT}, "a vocabulary of 14 ids"),
         ("sglang", "dflash", {"mask_id": 21, "taps": (0, 2)}, "distinct taps from 1 to 3"),
         ("speculators", "dspark", {"rank": 0}, "rank: 0"),
+        ("speculators", "dflash", {"window": 64}, "window: 64"),
         ("speculators", "dflash", {"taps": (2, 4)}, "distinct taps from 0 to 3"),
     ],
 )

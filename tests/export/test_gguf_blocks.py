@@ -38,6 +38,7 @@ def target(make_target: Any) -> Target:
     ("kept", "options"),
     [
         (None, {"mask_id": 7, "taps": (5, 1, 2)}),
+        (None, {"mask_id": 7, "causal": True}),
         (KEPT, {}),
         (KEPT, {"mask_id": 7, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 24}),
     ],

@@ -63,6 +63,7 @@ def test_the_target_is_written_by_specctl_where_it_can_be(target: Target, tmp_pa
         ({"norm_output": True}, "norm_output"),
         ({"qk_norm": True}, "qk_norm"),
         ({"taps": (2, 4)}, "2 taps"),
+        ({"window": 8}, "llama.cpp has no window"),
     ],
 )
 def test_what_the_graph_has_no_place_for_is_refused(

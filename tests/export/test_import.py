@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[2]
         ("speculators", {"qk_norm": True, "heads": 2, "kv_heads": 1, "intermediate": 24}),
         ("speculators", {"fc_norm": True, "norm_output": True, "taps": (1, 3, 6, 7)}),
         ("speculators", {"taps": (5,)}),
+        ("speculators", {"window": 5}),
         ("speculators", {"kept": KEPT, "dtype": torch.bfloat16}),
         ("sglang", {}),
         ("sglang", {"kept": KEPT, "taps": (1, 3, 7), "rope_theta": 500.0}),
@@ -63,6 +64,7 @@ def test_an_export_comes_back_with_the_same_weights_and_drafts(
     found = load_drafter(tmp_path / "package", target)
     assert same_tensors(found, drafter.to(target.device, target.dtype))
     assert found.needs() == drafter.needs()
+    assert getattr(found.options, "window", None) == options.get("window")
     prompts = [[1, 5, 9, 5, 9, 5], [7, 7, 3]]
     checked = check_package(
         tmp_path / "package", target, reference=drafter, prompts=prompts, new_tokens=12

@@ -35,17 +35,37 @@ def deep_spec(config: Config, tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("change", [None, spec_forge, deep_spec])
+@pytest.mark.parametrize(
+    ("change", "causal"),
+    [(None, False), (None, True), (spec_forge, False), (deep_spec, False), (deep_spec, True)],
+)
 def test_flat_blocks_come_back(
-    family: str, change: Change | None, target: Target, publish: Any, tmp_path: Path
+    family: str, change: Change | None, causal: bool, target: Target, publish: Any, tmp_path: Path
 ) -> None:
-    drafter, folder = publish("sglang", change, family=family, mask_id=9, num_heads=3)
+    options = {"mask_id": 9, "num_heads": 3, "causal": causal}
+    drafter, folder = publish("sglang", change, family=family, **options)
     report = taken(folder, target, tmp_path / "package")
     assert (report.format, report.manifest.family) == ("flat-blocks", family)
     assert report.manifest.serve["length"] == 3
     found: Any = load_drafter(tmp_path / "package", target)
     assert same_tensors(found, drafter.to(target.device, target.dtype))
     assert (found.options.mask_id, found.own_taps) == (9, (1, 2, 3))
+    assert found.is_causal == causal
+    assert report.notes == ()
+
+
+def test_a_causal_block_that_only_other_readers_know_of_is_read_and_said(
+    target: Target, publish: Any, tmp_path: Path
+) -> None:
+    """JetSpec writes `causal_head`, which SGLang does not read."""
+
+    def jet_spec(config: Config, tensors: Tensors) -> None:
+        del config["is_causal"], config["dflash_config"]["causal"]
+
+    _, folder = publish("sglang", jet_spec, family="dflash", mask_id=9, causal=True)
+    report = taken(folder, target, tmp_path / "package")
+    assert [note.split(",")[0] for note in report.notes] == ["the block is causal"]
+    assert load_drafter(tmp_path / "package", target).options.causal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,6 +75,7 @@ def test_flat_blocks_come_back(
         {"num_heads": 3},
         {"num_heads": 3, "kept": KEPT, "mask_id": 9},
         {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 24, "rope_theta": 77.0},
+        {"num_heads": 3, "causal": True},
     ],
     ids=str,
 )
@@ -68,6 +89,7 @@ def test_blocks_of_the_speculators_format_come_back(
     assert same_tensors(found, drafter.to(target.device, target.dtype))
     assert found.options.mask_id == options.get("mask_id")
     assert found.net.shape == drafter.net.shape
+    assert found.is_causal == options.get("causal", False)
 
 
 def test_copies_of_what_is_the_targets_are_left_out(
@@ -149,7 +171,8 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "dflash", inner(target_layer_ids=[0, 1]), r"fc.weight \(16, 48\).*\(16, 32\)"),
     (FLAT, "dflash", inner(target_layer_ids=[0, 1, 7]), r"\[1, 2, 8\] of 8 layers"),
     (FLAT, "dflash", inner(target_layer_ids=None), r"target_layer_ids: None"),
-    (FLAT, "dflash", inner(causal=True), r"causal: True"),
+    (FLAT, "dflash", inner(causal=True, is_causal=False), r"causal: True, is_causal: False"),
+    (FLAT, "dflash", inner(causal_head="yes"), r"causal_head: yes"),
     (FLAT, "dflash", inner(projector_type="domino"), r"projector_type: domino"),
     (FLAT, "dflash", inner(attention_sink_bias=True), r"attention_sink_bias: True"),
     (FLAT, "dflash", inner(use_swa=True), r"use_swa: True"),
@@ -158,7 +181,7 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "dflash", inner(final_logit_softcapping=30.0), r"final_logit_softcapping: 30.0"),
     (FLAT, "dflash", saying(use_gemma_norm=True), r"use_gemma_norm: True"),
     (FLAT, "dflash", saying(is_neox_style=False), r"is_neox_style: False"),
-    (FLAT, "dflash", saying(is_causal=True), r"is_causal: True"),
+    (FLAT, "dflash", saying(is_causal=True), r"causal: False, is_causal: True"),
     (FLAT, "dflash", rotating(rope_dim=2), r"rope_dim 2"),
     (FLAT, "dflash", saying(block_size=1), r"block_size: 1"),
     (FLAT, "dflash", saying(layer_types=["full_attention", "sliding_attention"]), r"window"),
@@ -174,7 +197,6 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (SPEC, "dflash", shared(num_hidden_layers=1), r"net.layers.1.*none such"),
     (SPEC, "dflash", shared(rms_norm_eps=0.1), r"rms_norm_eps: 0.1"),
     (SPEC, "dflash", shared(layer_types=["full_attention", "sliding_attention"]), r"window"),
-    (SPEC, "dflash", shared(is_causal=True), r"is_causal: True"),
     (SPEC, "dflash", shared(logit_scale=0.5), r"logit_scale: 0.5"),
     (SPEC, "dflash", shared(is_neox_style=False), r"is_neox_style: False"),
     (SPEC, "dspark", saying(enable_confidence_head=False), r"enable_confidence_head: False"),

@@ -186,6 +186,7 @@ def test_an_ir_that_drafts_otherwise_is_caught(
         ({"fc_norm": True}, "fc_norm"),
         ({"norm_before_residual": True}, "norm_before_residual"),
         ({"taps": (2, 4)}, "2 taps"),
+        ({"window": 8}, "OpenVINO GenAI has no window"),
     ],
 )
 def test_what_the_converter_has_no_place_for_is_refused(
@@ -253,6 +254,7 @@ def test_an_ir_of_dflash_that_drafts_otherwise_is_caught(
     [
         (None, {"mask_id": None}, "OpenVINO GenAI takes the mask"),
         (KEPT, {}, "OpenVINO GenAI drafts a block over all"),
+        (None, {"causal": True}, "OpenVINO GenAI computes blocks whose slots see each other"),
     ],
 )
 def test_blocks_that_openvino_cannot_hold_are_refused(

@@ -207,6 +207,7 @@ def test_a_silent_mistake_in_eagle_is_caught(
         ("eagle3", {"qk_norm": True}, "qk_norm: true.*--to speculators"),
         ("eagle3", {"norm_before_residual": True}, "residual: true.*--to speculators"),
         ("eagle3", {"taps": (2,)}, "one tap"),
+        ("eagle3", {"window": 8}, "window: 8, sink: 0.*--to speculators"),
         ("eagle3", {"taps": (0, 2)}, "distinct taps from 1 to 3"),
         ("eagle3", {"taps": (2, 4)}, "taps .2, 4. of a target with 4 layers"),
         ("fspad", {}, "fspad with feature_out"),

@@ -42,6 +42,8 @@ def target(make_target: Any) -> Target:
         ("eagle3", {"kept": KEPT, "head_groups": 4, "head_top": 1}),
         ("eagle3", {"dtype": torch.bfloat16}),
         ("eagle3", {"norm_before_residual": True, "rope_theta": 500.0}),
+        ("eagle3", {"window": 5}),
+        ("eagle3", {"window": 6, "qk_norm": True, "kept": KEPT}),
         ("p-eagle", P_EAGLE),
         ("p-eagle", {**P_EAGLE, "kept": KEPT, "taps": (3, 2), "dtype": torch.bfloat16}),
         ("p-eagle", {"num_heads": 2, "layers": 1}),
@@ -216,6 +218,17 @@ def other_kind(config: Config, tensors: Tensors) -> None:
 
 
 MORE = {"fc_norm": True, "norm_output": True}
+WINDOW = {"window": 6}
+
+
+def narrower_window(config: Config, tensors: Tensors) -> None:
+    config["transformer_layer_config"]["sliding_window"] -= 1
+
+
+def window_of_no_layer(config: Config, tensors: Tensors) -> None:
+    del config["transformer_layer_config"]["layer_types"]
+
+
 FAULTS: list[tuple[str, dict[str, Any], Change]] = [
     ("eagle3", {}, swapped_halves),
     ("eagle3", {}, layer_ids_one_off),
@@ -237,6 +250,8 @@ FAULTS: list[tuple[str, dict[str, Any], Change]] = [
     ("eagle3", {"taps": (1, 2)}, no_feature_count),
     ("eagle3", {"qk_norm": True}, as_llama),
     ("eagle3", {}, no_verifier),
+    ("eagle3", WINDOW, narrower_window),
+    ("eagle3", WINDOW, window_of_no_layer),
     ("p-eagle", P_EAGLE, swapped_halves),
     ("p-eagle", P_EAGLE, layer_ids_one_off),
     ("p-eagle", P_EAGLE, no_mask_features),
@@ -313,6 +328,12 @@ def test_a_target_that_scales_its_embeddings_gets_the_scaled_rows(
 def test_a_tap_that_no_engine_hands_out_is_refused(target: Target, tmp_path: Path) -> None:
     with pytest.raises(IncompatibleError, match=r"distinct taps from 0 to 3.*drafter.options.taps"):
         exported(shaken("eagle3", target, taps=(1, 2, 4)), target, tmp_path / "o", "speculators")
+    assert not (tmp_path / "o").exists()
+
+
+def test_sinks_of_a_window_are_refused(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleError, match="sink: 2"):
+        exported(shaken("eagle3", target, window=6, sink=2), target, tmp_path / "o", "speculators")
     assert not (tmp_path / "o").exists()
 
 

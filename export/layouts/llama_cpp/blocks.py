@@ -52,7 +52,7 @@ def write(source: ExportSource, path: Path) -> None:
         write_sizes(writer, net.shape, spec, len(net.layers))
         writer.add_array(f"{ARCH}.target_layers", taps)
         writer.add_uint32(f"{ARCH}.block_size", drafter.num_slots)
-        writer.add_bool(f"{ARCH}.attention.causal", False)
+        writer.add_bool(f"{ARCH}.attention.causal", drafter.is_causal)
         if is_spark:
             writer.add_bool(f"{ARCH}.sample_from_anchor", True)
             writer.add_bool(f"{ARCH}.has_confidence_head", True)

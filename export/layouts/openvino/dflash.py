@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from specctl.core.errors import IncompatibleError
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import blocks_of
 from specctl.export.layouts.engines import dump_json, refuse_scaled_embedding
@@ -27,6 +28,13 @@ def refuse(source: ExportSource) -> None:
     """What its class or OpenVINO GenAI has no place for."""
     refuse_scaled_embedding(source, ENGINE)
     blocks.refuse(source, ENGINE)
+    if blocks_of(source).is_causal:
+        raise IncompatibleError(
+            f"{ENGINE} computes blocks whose slots see each other",
+            found="causal: true",
+            expected="causal: false",
+            do="--to speculators (vLLM), --to sglang or --to gguf",
+        )
 
 
 def write(source: ExportSource, folder: Path) -> None:

@@ -18,7 +18,12 @@ from safetensors.torch import save_file
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
-from specctl.export.layouts.engines import dump_json, layer_ids, refuse_scaled_embedding
+from specctl.export.layouts.engines import (
+    dump_json,
+    layer_ids,
+    refuse_scaled_embedding,
+    refuse_window,
+)
 from specctl.export.layouts.sglang import eagle3
 from specctl.export.layouts.speculators.eagle3 import embedding_rows
 from specctl.export.package.manifest import WEIGHTS
@@ -42,6 +47,7 @@ def refuse(source: ExportSource) -> None:
             expected=f"{NUM_TAPS} taps; {', '.join(switches[:-1])} and {switches[-1]} off",
             do="--to speculators (vLLM), or train with the recipe's own switches",
         )
+    refuse_window(source, "OpenVINO GenAI")
     refuse_scaled_embedding(source, "OpenVINO GenAI")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
+from specctl.drafters.dflash import InjectedBlocks
 from specctl.drafters.dspark import DSpark
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import block_tensors, blocks_of, check_confidence
@@ -60,9 +61,15 @@ def write(source: ExportSource, engine: str = "SGLang") -> FlatFolder:
         "block_size": drafter.num_slots,
         "num_target_layers": spec.num_layers,
         **top,
-        "dflash_config": {**own, "causal": False},
+        **({"is_causal": True} if drafter.is_causal else {}),
+        "dflash_config": {**own, **causal_keys(drafter)},
     }
     return FlatFolder(config, block_tensors(source))
+
+
+def causal_keys(drafter: InjectedBlocks) -> dict[str, bool]:
+    """How slots attend inside `dflash_config`; `causal_head` is JetSpec's name for it."""
+    return {"causal": drafter.is_causal, **({"causal_head": True} if drafter.is_causal else {})}
 
 
 def _architecture(source: ExportSource) -> str:

@@ -22,6 +22,7 @@ from specctl.export.layouts.engines import (
     draft_length,
     hidden_state_ids,
     layer_ids,
+    refuse_window,
     sglang_command,
     vllm_command,
 )
@@ -48,7 +49,7 @@ def write(source: ExportSource) -> FlatFolder:
     drafter = source.drafter
     assert isinstance(drafter, Eagle3)
     options, spec = drafter.options, drafter.spec
-    _refuse(drafter)
+    _refuse(source, drafter)
     taps = sorted(options.taps or ())
     config = {
         **llama_config("LlamaForCausalLMEagle3", source, drafter.module.shape, 1),
@@ -72,7 +73,7 @@ def _theirs(name: str) -> str:
     return name.replace("layers.0.", f"{LAYER}.", 1) if name.startswith("layers.0.") else name
 
 
-def _refuse(drafter: Eagle3) -> None:
+def _refuse(source: ExportSource, drafter: Eagle3) -> None:
     if drafter.options.qk_norm:
         raise IncompatibleError(
             "a flat EAGLE-3 checkpoint has no norm on queries and keys",
@@ -95,6 +96,8 @@ def _refuse(drafter: Eagle3) -> None:
             expected="two taps or more",
             do="--to speculators (vLLM), or train with more taps",
         )
+    # TensorRT-LLM reads the same folder, and sees the whole text whatever config.json says.
+    refuse_window(source, ENGINE)
 
 
 def check(source: ExportSource, folder: Path) -> None:

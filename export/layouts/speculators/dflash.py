@@ -30,16 +30,19 @@ def written(
     drafter = blocks_of(source)
     taps = sorted(hidden_state_ids(drafter.own_taps, drafter.spec.num_layers))
     net = drafter.net
+    layer = layer_config(source, net.shape, len(net.layers), qk_norm=True)
+    if drafter.is_causal:  # vLLM looks here first, whatever kind of block it is
+        layer["is_causal"] = True
     return SpeculatorsFolder(
         kind=kind,
         architecture=architecture,
         length=length(source),
-        layer=layer_config(source, net.shape, len(net.layers), qk_norm=True),
+        layer=layer,
         own={
             "block_size": drafter.num_slots,
             "mask_token_id": mask_row(source),
             "aux_hidden_state_layer_ids": taps,
-            "sliding_window_non_causal": True,
+            "sliding_window_non_causal": not drafter.is_causal,
             **own,
         },
         tensors=block_tensors(source) | embedding_tensors(source),

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.core.errors import IncompatibleError
 from specctl.drafters.eagle3 import Eagle3
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.routed import PREFIX
+from specctl.drafters.nets.seen import AttentionWindow
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     ascending,
@@ -46,11 +48,15 @@ FED_BACK = 3  # states of the drafter's own that are compared, besides those of 
 def write(source: ExportSource) -> SpeculatorsFolder:
     drafter = source.drafter
     assert isinstance(drafter, Eagle3)
+    window = drafter.options.seen
+    layer = layer_config(source, drafter.module.shape, 1, drafter.options.qk_norm)
+    if window is not None:
+        layer |= window_keys(window)
     return SpeculatorsFolder(
         kind="eagle3",
         architecture="Eagle3DraftModel",
         length=draft_length(source),
-        layer=layer_config(source, drafter.module.shape, 1, drafter.options.qk_norm),
+        layer=layer,
         own={
             **feature_keys(source),
             "norm_before_residual": drafter.options.norm_before_residual,
@@ -62,6 +68,18 @@ def write(source: ExportSource) -> SpeculatorsFolder:
             "embed_tokens.weight": embedding_rows(source),
         },
     )
+
+
+def window_keys(window: AttentionWindow) -> dict[str, Any]:
+    """`sliding_window` counts the row itself in vLLM and speculators, as in ours."""
+    if window.sink:
+        raise IncompatibleError(
+            "vLLM's windows keep no first rows",
+            found=f"sink: {window.sink}",
+            expected="sink: 0",
+            do="train with --set drafter.options.sink=0",
+        )
+    return {"layer_types": ["sliding_attention"], "sliding_window": window.size}
 
 
 def layer_config(

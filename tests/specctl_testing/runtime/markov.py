@@ -84,6 +84,24 @@ class MarkovDrafter(Drafter):
         return self.state
 
 
+class PlacesState(MarkovState):
+    """Shows the marginals of all places at once: q^d, whatever is drafted before."""
+
+    def marginals(self, view: Any, length: int) -> Tensor:
+        self.calls += 1
+        rows, state_BV = [], torch.eye(len(self.log_VV))[view.root_B]
+        for _ in range(length):
+            state_BV = state_BV @ self.log_VV.exp()
+            rows.append(state_BV.log())
+        return torch.stack(rows, dim=1)
+
+
+class Places(MarkovDrafter):
+    def open(self, space: Space) -> PlacesState:
+        self.state = PlacesState(self.log_VV)
+        return self.state
+
+
 class SilentState(MarkovState):
     """Has nothing to say behind tokens 2 and 4."""
 
@@ -156,10 +174,11 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target distribution p and a draft distribution q, [V, V] each."""
+    """A target distribution p and a draft distribution q, [V, V] each, and how q drafts."""
 
     p_VV: Tensor
     q_VV: Tensor
+    drafts: type[MarkovDrafter] = MarkovDrafter
 
     @property
     def target(self) -> Target:
@@ -174,7 +193,7 @@ class Pair:
         temperature: float = 1.0,
     ) -> Rounds:
         """Rounds of the real engine."""
-        drafter, recorder = MarkovDrafter(self.q_VV), Recorder(CostTable({}, {}, "", "", 1))
+        drafter, recorder = self.drafts(self.q_VV), Recorder(CostTable({}, {}, "", "", 1))
         engine = Engine(self.target, drafter, policy, rule, num_slots=rows, chooser=recorder)
         starts = [(i % len(self.p_VV),) for i in range(rows)]
         engine.run(
