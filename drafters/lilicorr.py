@@ -39,6 +39,7 @@ from specctl.drafters.losses.head_losses import (
     fitting_chunk,
     joined,
 )
+from specctl.drafters.losses.teacher import wide
 from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
 from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.lattice import LatticeNet, LatticeShape, Vectors
@@ -140,7 +141,7 @@ class Linking(Correction):
         self.net, self.embed, self.ids_K, self.scale = net, embed, ids_K, scale
 
     def start(self, block: FilledBlock) -> tuple[Lattice, Tensor]:
-        logp_XPK = block.base.float().log_softmax(-1)
+        logp_XPK = wide(block.base).log_softmax(-1)
         best = BestTokens.of(logp_XPK, self.net.shape.candidates)
         lattice = self.lattice(block, best, logp_XPK.shape[-1])
         return lattice, lattice.vectors.root_XO[:, None]
@@ -169,7 +170,7 @@ class Linking(Correction):
     def links(self, shared: Lattice, depth_XM: Tensor, carry_XMY: Tensor) -> Tensor:
         """[X, M, C]: z of each node's candidates."""
         enter_XMCO = at_depth(shared.vectors.enter_XPCO, depth_XM)
-        return self.scale * (enter_XMCO @ carry_XMY[..., None])[..., 0].float()
+        return self.scale * wide((enter_XMCO @ carry_XMY[..., None])[..., 0])
 
 
 class LiLiCorr(CorrectedBlocks):
@@ -250,7 +251,7 @@ class LiLiCorr(CorrectedBlocks):
         flat_RD, head = states_XPD.flatten(0, 1), LinearHead(weight_KD)
 
         def one(state_RD: Tensor) -> tuple[Tensor, Tensor]:
-            best = head(state_RD).float().log_softmax(-1).topk(count, dim=-1)
+            best = wide(head(state_RD)).log_softmax(-1).topk(count, dim=-1)
             return best.values, best.indices
 
         size = self.options.chunk or fitting_chunk(len(weight_KD), flat_RD.device)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.drafters.losses.teacher import wide
+
 
 @dataclass(frozen=True, slots=True)
 class BestTokens:
@@ -45,4 +47,4 @@ def forced_in(rows_QC: Tensor, label_Q: Tensor) -> Tensor:
 def choice_loss(scores_QC: Tensor, rows_QC: Tensor, label_Q: Tensor) -> Tensor:
     """[Q]: cross-entropy of the label among the candidates."""
     at_Q = (rows_QC == label_Q[:, None]).to(torch.int8).argmax(-1)
-    return F.cross_entropy(scores_QC.float(), at_Q, reduction="none")
+    return F.cross_entropy(wide(scores_QC), at_Q, reduction="none")
