@@ -11,8 +11,8 @@ with A and B one row of r numbers per token. Drafts are drawn from softmax(S / T
 tokens; any other is left to the verification. Slots are filled in as DFlash's: slot 0 is the root.
 The loss is DFlash's on U plus cross-entropy of S on the text, behind the true token before; there a
 true token that is none of the C takes the last one's place.
-Letters: C candidates, D hidden width, K draft vocabulary, M new nodes, O output width (the rank), P
-path, Q picked rows, X any axes, Y carry.
+Letters: B rows, C candidates, D hidden width, K draft vocabulary, M new nodes, O output width (the
+rank), P path, Q picked rows, R flat rows, S sequence, X any axes, Y carry.
 """
 
 from __future__ import annotations

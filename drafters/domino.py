@@ -10,8 +10,8 @@ since the block itself has seen all that the first token depends on. The loss is
 of the corrected logits plus w times that of U, w falling linearly to zero over the training, so
 that the block learns before its correction does. The paper scores by cross-entropy to the text
 (`loss: ce`); here any loss will do.
-Letters: D hidden width, K draft vocabulary, M new nodes, O output width (the rank), X any axes, Y
-carry.
+Letters: D hidden width, K draft vocabulary, M new nodes, O output width (the rank), P path, X any
+axes, Y carry.
 """
 
 from __future__ import annotations

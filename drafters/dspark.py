@@ -12,8 +12,8 @@ rnn     (g, c, o) = J [s; e; h],  f = tanh(o),  s' = sigmoid(g) s + (1 - sigmoid
 
 A confidence head on [h; e] is trained on the analytic acceptance sum_v min(p, q), detached; the
 stop rule confidence-head ends a draft where the product of its estimates falls below a threshold.
-Letters: B rows, D hidden width, K draft vocabulary, M new nodes, O output width (the rank), Q
-picked rows, R flat rows, S sequence, X any axes, Y carry.
+Letters: B rows, D hidden width, K draft vocabulary, M new nodes, O output width (the rank), P path,
+Q picked rows, R flat rows, S sequence, X any axes, Y carry.
 """
 
 from __future__ import annotations

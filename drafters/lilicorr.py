@@ -13,7 +13,7 @@ DFlash's plus weighed means, over slots whose true token and those before it are
 
 behind the true candidate, with q = softmax(z) and l the target's logits.
 Letters: A anchors, B rows, C candidates, D hidden width, K draft vocabulary, M new nodes, O output
-width (of a vector), P path, Q picked rows, R flat rows, X any axes, Y carry.
+width (of a vector), P path, Q picked rows, R flat rows, S sequence, X any axes, Y carry.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A node is the j-th likeliest token of slot k: its embedding, the slot's state, a
 its rank made of log p, p, log p minus the slot's largest, j / (C - 1) and whether j = 0. All nodes
 attend to all, with a bias per distance of slots. Each ends as two unit vectors: `enter` is compared
 with the `leave` of the candidate before it, that of the first slot with one of the context alone.
-Letters: C candidates, D hidden width, E head width, F figures (the features), H query heads, M new
-nodes (P C), O output width (of a vector), P path, W width of the lattice, X any axes.
+Letters: C candidates, D hidden width, E head width, F figures (the features), H query heads, I input
+width (of the lattice), M new nodes (P C), O output width (of a vector), P path, X any axes.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class LatticeAttention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, x_XMW: Tensor, bias_HMM: Tensor) -> Tensor:
-        made = F.linear(x_XMW, self.in_proj_weight, self.in_proj_bias)
+    def forward(self, x_XMI: Tensor, bias_HMM: Tensor) -> Tensor:
+        made = F.linear(x_XMI, self.in_proj_weight, self.in_proj_bias)
         query, key, value = (
             torch.unflatten(part, -1, (self.num_heads, -1)).transpose(1, 2)
             for part in made.chunk(3, -1)
         )
         bias = bias_HMM.to(query.dtype).expand(len(query), -1, -1, -1)
         out_XHME = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        out_XMW: Tensor = self.out_proj(out_XHME.transpose(1, 2).flatten(2))
-        return out_XMW
+        out_XMI: Tensor = self.out_proj(out_XHME.transpose(1, 2).flatten(2))
+        return out_XMI
 
 
 class LatticeLayer(nn.Module):
@@ -83,10 +83,10 @@ class LatticeLayer(nn.Module):
         self.mlp_norm = RmsNorm(width, shape.norm_eps)
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width))
 
-    def forward(self, x_XMW: Tensor, bias_HMM: Tensor) -> Tensor:
-        x_XMW = x_XMW + self.attn(self.attn_norm(x_XMW), bias_HMM)
-        out_XMW: Tensor = x_XMW + self.mlp(self.mlp_norm(x_XMW))
-        return out_XMW
+    def forward(self, x_XMI: Tensor, bias_HMM: Tensor) -> Tensor:
+        x_XMI = x_XMI + self.attn(self.attn_norm(x_XMI), bias_HMM)
+        out_XMI: Tensor = x_XMI + self.mlp(self.mlp_norm(x_XMI))
+        return out_XMI
 
 
 class LatticeNet(nn.Module):
@@ -126,18 +126,18 @@ class LatticeNet(nn.Module):
         self, embedding_XPCD: Tensor, logp_XPC: Tensor, states_XPD: Tensor, before_XD: Tensor
     ) -> Vectors:
         P, C = logp_XPC.shape[1:]
-        x_XPCW = self.token_proj(embedding_XPCD) + self.pass_hidden_proj(states_XPD)[:, :, None]
-        x_XPCW = x_XPCW + self.feature_mlp(_features(logp_XPC).to(x_XPCW))
-        x_XPCW = x_XPCW + self.slot_embedding[:, 0, :P] + self.rank_embedding[:, 0, :, :C]
-        x_XMW, bias_HMM = x_XPCW.flatten(1, 2), self.bias(P, C)
+        x_XPCI = self.token_proj(embedding_XPCD) + self.pass_hidden_proj(states_XPD)[:, :, None]
+        x_XPCI = x_XPCI + self.feature_mlp(_features(logp_XPC).to(x_XPCI))
+        x_XPCI = x_XPCI + self.slot_embedding[:, 0, :P] + self.rank_embedding[:, 0, :, :C]
+        x_XMI, bias_HMM = x_XPCI.flatten(1, 2), self.bias(P, C)
         for layer in self.layers:
-            x_XMW = layer(x_XMW, bias_HMM)
-        x_XPCW = torch.unflatten(self.output_norm(x_XMW), 1, (P, C))
+            x_XMI = layer(x_XMI, bias_HMM)
+        x_XPCI = torch.unflatten(self.output_norm(x_XMI), 1, (P, C))
         is_there_X1 = (before_XD != 0).any(-1, keepdim=True)  # else no token has been read yet
-        context_XW = self.anchor_norm(self.context_proj(before_XD) * is_there_X1)
-        beside = context_XW[:, None, None].expand_as(x_XPCW)
-        made = F.silu(self.factor_input_proj(torch.cat([x_XPCW, beside, x_XPCW * beside], -1)))
-        given = self.out_head(made), self.in_head(made), self.anchor_out_head(context_XW)
+        context_XI = self.anchor_norm(self.context_proj(before_XD) * is_there_X1)
+        beside = context_XI[:, None, None].expand_as(x_XPCI)
+        made = F.silu(self.factor_input_proj(torch.cat([x_XPCI, beside, x_XPCI * beside], -1)))
+        given = self.out_head(made), self.in_head(made), self.anchor_out_head(context_XI)
         return Vectors(*(F.normalize(x, dim=-1, eps=self.shape.eps) for x in given))
 
     def bias(self, num_slots: int, count: int) -> Tensor:
