@@ -13,7 +13,7 @@ read from left to right, which is that fixed point; the carry holds the a_j so f
 the teacher-forced one the mean of free-running rounds, each behind the likeliest tokens of the
 round before (the first behind those of U), and that of U.
 Letters: A anchors, B rows, D hidden width, K draft vocabulary, M new nodes, O output width (the
-rank), P path, R flat rows, X any axes, Y carry.
+rank), P path, R flat rows, S sequence, X any axes, Y carry.
 """
 
 from __future__ import annotations

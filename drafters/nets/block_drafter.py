@@ -5,8 +5,8 @@ slot k lies at position t + 1 + k, sees the features up to t and the slots of it
 them, or those up to k). Its output is what head k - `first_slot` predicts from, so that head i
 predicts token t + 2 + i. While training, many blocks stand behind one text (`anchors`); none sees
 another, and none sees a feature behind its anchor.
-Letters: A anchors, B rows, D hidden width, M new nodes, P path, S sequence, W window, X any axes, Y
-carry, Z slots.
+Letters: A anchors, B rows, D hidden width, M new nodes, O output width, P path, S sequence, W
+window, X any axes, Y carry, Z slots.
 """
 
 from __future__ import annotations

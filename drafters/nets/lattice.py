@@ -4,8 +4,8 @@ A node is the j-th likeliest token of slot k: its embedding, the slot's state, a
 its rank made of log p, p, log p minus the slot's largest, j / (C - 1) and whether j = 0. All nodes
 attend to all, with a bias per distance of slots. Each ends as two unit vectors: `enter` is compared
 with the `leave` of the candidate before it, that of the first slot with one of the context alone.
-Letters: C candidates, D hidden width, E head width, F figures (the features), H query heads, I input
-width (of the lattice), M new nodes (P C), O output width (of a vector), P path, X any axes.
+Letters: C candidates, D hidden width, E head width, F figures (the features), H query heads, I
+input width (of the lattice), M new nodes (P C), O output width (of a vector), P path, X any axes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ the rows just before it in its block,
 with one deviation d for g channels, made of the sublayer's normed input on both sides; what lies
 before the block is zero. P and all of `base` but its first tap begin at zero and the first tap at
 one: a fresh convolution changes nothing.
-Letters: B rows, D hidden width, G groups, M new nodes, P path.
+Letters: B rows, D hidden width, E head width, G groups, M new nodes, P path, T fed tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """CorrectedState: the memory of a corrected block while serving. One pass and one product with the
 LM head fill it at the root; each node reads its token into its parent's carry and is scored.
-Letters: B rows, D hidden width, K draft vocabulary, M new nodes, N nodes, P path, Y carry.
+Letters: B rows, D hidden width, K draft vocabulary, M new nodes, N nodes, O output width, P path, X
+any axes, Y carry, Z slots.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ DFlashDraftModel with `projector_type: domino`), read as SGLang reads them.
 Which token a row predicts, and which rows the head corrects, cannot be seen from the tensors: keys
 that say so must be there. A DFlashDraftModel without its projector type is a DFlash to every
 engine, so the tensors of the head are refused there by name (`flat_blocks`).
+Letters: N nodes, V target vocabulary.
 """
 
 from __future__ import annotations
