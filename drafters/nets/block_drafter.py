@@ -5,14 +5,14 @@ slot k lies at position t + 1 + k, sees the features up to t and the slots of it
 them, or those up to k). Its output is what head k - `first_slot` predicts from, so that head i
 predicts token t + 2 + i. While training, many blocks stand behind one text (`anchors`); none sees
 another, and none sees a feature behind its anchor.
-Letters: A anchors, B rows, D hidden width, L positions, M new nodes, P path, S sequence, W window,
-X any axes, Y carry, Z slots.
+Letters: A anchors, B rows, D hidden width, L positions, M new nodes, O output width, P path,
+S sequence, W window, X any axes, Y carry, Z slots.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ class BlockDrafter(ParallelHeads):
 
     first_slot: int = 0  # the slot that head 0 reads; -1 = the newest true row itself
     is_causal: bool = False  # slots see only those before them
+    shows_root: bool = False  # a slot that predicts nothing is handed on with the others
     own_taps: tuple[int, ...]
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
@@ -110,6 +111,19 @@ class BlockDrafter(ParallelHeads):
     def unroll(self, batch: TrainBatch, anchor_BA: Tensor | None = None) -> Iterator[Tensor]:
         """[B, S, D] per head, zero where no block stands."""
         anchor_BA = self.anchors(batch) if anchor_BA is None else anchor_BA
+        for index, out_BAD in enumerate(self.drafted(batch, anchor_BA)):
+            is_true = index + self.first_slot < 0  # the newest true rows themselves
+            yield out_BAD if is_true else self.placed(out_BAD, batch, anchor_BA)
+
+    def drafted(self, batch: TrainBatch, anchor_BA: Tensor) -> Iterator[Tensor]:
+        """[B, A, D] per head behind the anchors; of a head that reads true rows [B, S, D]."""
+        known_BSD, outs = self.outputs(batch, anchor_BA)
+        for i in range(self.options.num_heads):
+            is_true = i + self.first_slot < 0
+            yield self.norm(known_BSD if is_true else outs[i + self.first_slot])
+
+    def outputs(self, batch: TrainBatch, anchor_BA: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """What the layers make of the true rows, [B, S, D], and of each slot, [B, A, D]."""
         counts = self.counts(anchor_BA.shape[1])
         block = Block.of(batch, anchor_BA, counts, self.is_causal, self.window)
         slots = []
@@ -118,15 +132,14 @@ class BlockDrafter(ParallelHeads):
         state_BSD = self.gathered(batch.own_taps())
         x_BSD = self.rows(state_BSD, batch.own(shifted(batch.ids_BS, 1)))
         known_BSD, out_BMD = self.net.spread(x_BSD, torch.cat(slots, dim=1), batch, block)
-        outs = torch.split(out_BMD, counts, dim=1)
-        for i in range(self.options.num_heads):
-            if i + self.first_slot < 0:
-                yield self.norm(known_BSD)
-                continue
-            out_BAD = self.norm(outs[i + self.first_slot])
-            at_BAD = (anchor_BA - batch.start)[:, : out_BAD.shape[1], None].expand_as(out_BAD)
-            blank_BSD = out_BAD.new_zeros(*known_BSD.shape)
-            yield blank_BSD.scatter(1, at_BAD, out_BAD)
+        return known_BSD, torch.split(out_BMD, counts, dim=1)
+
+    def placed(self, out_BAO: Tensor, batch: TrainBatch, anchor_BA: Tensor) -> Tensor:
+        """[B, S, O]: what stands behind the anchors, zero elsewhere."""
+        at_BAO = (anchor_BA - batch.start)[:, : out_BAO.shape[1], None].expand_as(out_BAO)
+        length = batch.own(batch.ids_BS).shape[1]
+        blank_BSO = out_BAO.new_zeros(len(out_BAO), length, out_BAO.shape[-1])
+        return blank_BSO.scatter(1, at_BAO, out_BAO)
 
 
 class TappedBlocks(BlockDrafter):
@@ -170,4 +183,5 @@ class BlockState(PrefixState):
         out_BPD: Tensor = self.net(x_BPD, position_BP, mask, self.kv)
         if drafter.first_slot < 0:
             out_BPD = torch.cat([self.state_ZD[view.slot_B][:, None], out_BPD], dim=1)
-        return out_BPD[:, max(drafter.first_slot, 0) :].flatten(1)
+        first = 0 if drafter.shows_root else max(drafter.first_slot, 0)
+        return out_BPD[:, first:].flatten(1)

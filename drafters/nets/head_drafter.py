@@ -44,13 +44,15 @@ from specctl.drafters.states.head_state import DraftFeatures, GroundedState, Las
 @dataclass(frozen=True, slots=True)
 class HeadLearned:
     """What head `index` has just learned from: the states its LM head read, which rows of them, the
-    LM head, and the target's distributions (None: it learned from the text)."""
+    LM head, and the target's distributions (None: it learned from the text). `others`: the states
+    of further passes of the same head, of which a family makes losses of its own."""
 
     index: int
     ready_RO: Tensor
     rows: AlignedRows
     head: LinearHead
     teacher: TeacherLogits | None
+    others: tuple[Tensor, ...] = ()
 
 
 class HeadDrafter(BorrowingDrafter):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import check_vocab, dump_json, refuse_scaled_embedding
-from specctl.export.layouts.sglang import blocks, eagle, eagle3
+from specctl.export.layouts.sglang import blocks, domino, eagle, eagle3
 from specctl.export.layouts.sglang.layout import Flat
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
@@ -21,6 +21,7 @@ from specctl.export.package.tensors import compare_tensors, refuse_not_finite, w
 LAYOUTS: dict[str, Flat] = {
     "coral": eagle.FLAT,
     "dflash": blocks.DFLASH_FLAT,
+    "domino": domino.FLAT,
     "dspark": blocks.DSPARK_FLAT,
     "eagle": eagle.FLAT,
     "eagle3": eagle3.FLAT,

@@ -1,6 +1,7 @@
-"""A DFlash or DSpark checkpoint of any format as our drafter: Qwen3 layers over injected features,
-under the published names. Embedding and LM head are the target's, whether the folder repeats them
-or not; a mask that is no row of the target's embedding becomes a vector of the drafter's own.
+"""A DFlash, DSpark or Domino checkpoint of any format as our drafter: Qwen3 layers over injected
+features, under the published names. Embedding and LM head are the target's, whether the folder
+repeats them or not; a mask that is no row of the target's embedding becomes a vector of the
+drafter's own.
 Letters: D hidden width, V target vocabulary.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from specctl.core.vocab import VocabMap
 from specctl.drafters.dflash import DFlash, DFlashOptions, InjectedBlocks
+from specctl.drafters.domino import Domino, DominoOptions
 from specctl.drafters.dspark import DSpark, DSparkOptions
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.export.imports.heads import (
@@ -28,19 +30,18 @@ from specctl.export.imports.heads import (
     vocabulary,
 )
 from specctl.export.imports.layers import check_layers, check_positions
-from specctl.export.layouts.blocks import PUBLISHED
+from specctl.export.layouts.blocks import published_names
 from specctl.runtime.target.target import Target
 
 CAUSAL_KEYS = ("causal", "is_causal", "causal_head")  # vLLM's and ModelOpt's, SGLang's, JetSpec's
 EMBEDDING, HEAD, TABLES = "embed_tokens.weight", "lm_head.weight", ("d2t", "t2d")
-OURS = {theirs: ours for ours, theirs in PUBLISHED.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockReading:
     """What an engine makes of config.json: `taps` as hidden states, the token of the mask, how many
-    tokens are drafted; `rank` is that of DSpark's correction (None: DFlash); `is_causal`: a slot
-    sees only those before it."""
+    tokens are drafted; `rank` is that of DSpark's or Domino's correction (None: DFlash), `state`
+    the width of Domino's GRU (None: DSpark); `is_causal`: a slot sees only those before it."""
 
     config: Any
     taps: Sequence[object]
@@ -48,6 +49,13 @@ class BlockReading:
     num_drafted: int
     rank: int | None = None
     is_causal: bool = False
+    state: int | None = None
+
+    @property
+    def family(self) -> str:
+        if self.rank is None:
+            return DFlash.family
+        return DSpark.family if self.state is None else Domino.family
 
 
 def drafter_of(
@@ -59,7 +67,8 @@ def drafter_of(
     check_positions(config)
     rows = getattr(config, "draft_vocab_size", None) or spec.vocab_size
     vocab = vocabulary(tensors, rows, spec.vocab_size)
-    weights = {_ours(n): t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
+    ours = {theirs: own for own, theirs in published_names(reading.family).items()}
+    weights = {_ours(n, ours): t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
     check_head(tensors.get(HEAD), vocab, target)
     mask_id = _mask_id(reading, spec.vocab_size)
     own_mask_D = own_mask(tensors.get(EMBEDDING), mask_id, target)
@@ -83,7 +92,10 @@ def _made(
 ) -> InjectedBlocks:
     if reading.rank is None:
         return DFlash(DFlashOptions(**options), target.spec, vocab)
-    return DSpark(DSparkOptions(**options, rank=reading.rank), target.spec, vocab)
+    if reading.state is None:
+        return DSpark(DSparkOptions(**options, rank=reading.rank), target.spec, vocab)
+    own = DominoOptions(**options, rank=reading.rank, state=reading.state)
+    return Domino(own, target.spec, vocab)
 
 
 def _shape(config: Any, target: Target) -> dict[str, Any]:
@@ -99,8 +111,8 @@ def _shape(config: Any, target: Target) -> dict[str, Any]:
     return {} if is_same else sizes
 
 
-def _ours(name: str) -> str:
-    for theirs, ours in OURS.items():
+def _ours(name: str, names: Mapping[str, str]) -> str:
+    for theirs, ours in names.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name  # for `check_names` to refuse

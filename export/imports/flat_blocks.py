@@ -22,6 +22,7 @@ from specctl.export.imports.blocks import (
     is_causal,
     refuse_variants,
 )
+from specctl.export.imports.flat_domino import is_domino
 from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
 from specctl.export.imports.layers import derived_config
 from specctl.export.imports.published import Published
@@ -54,6 +55,8 @@ NOT_IN_SGLANG = (
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
     named = config.get("architectures")
     is_flat = not {"speculators_config", "speculators_model_type"} & config.keys()
+    if is_domino(config):
+        return False
     return is_flat and isinstance(named, list) and len(named) == 1 and named[0] in NAMES
 
 

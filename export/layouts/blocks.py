@@ -1,4 +1,4 @@
-"""DFlash's and DSpark's parameters under their published names.
+"""DFlash's, DSpark's and Domino's parameters under their published names.
 
 Our equations are the published ones but for the mask: ours is a vector of its own unless `mask_id`
 was set in training, theirs is the embedding row of a token. An engine that reads an embedding from
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.dflash import InjectedBlocks
-from specctl.drafters.dspark import DSpark
+from specctl.drafters.dspark import PLAIN, DSpark
 from specctl.drafters.nets.heads import head_rows
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import gate, head_factor
@@ -25,15 +25,30 @@ from specctl.export.layouts.speculators.p_eagle import mask_token
 from specctl.export.package.tensors import MAP_NAMES
 from specctl.export.readers.trial import TOLERANCE, Trial, spoken, twin
 
-PUBLISHED = {  # our prefix -> theirs; the mask has no place of its own
+SHARED = {  # our prefix -> theirs; the mask has no place of its own
     "fc.": "fc.",
     "fc_norm.": "hidden_norm.",
     "net.layers.": "layers.",
     "norm.": "norm.",
-    "before.": "markov_head.markov_w1.",
-    "bias.": "markov_head.markov_w2.",
-    "confidence.": "confidence_head.proj.",
 }
+OWN = {  # of a family's correction
+    "dspark": {
+        "before.": "markov_head.markov_w1.",
+        "bias.": "markov_head.markov_w2.",
+        "confidence.": "confidence_head.proj.",
+    },
+    "domino": {
+        "memory.weight_ih": "prefix_gru.weight_ih_l0",
+        "memory.weight_hh": "prefix_gru.weight_hh_l0",
+        "down.": "embed_proj.0.",
+        "up.": "embed_proj.2.",
+    },
+}
+
+
+def published_names(family: str) -> dict[str, str]:
+    """Of a family's parameters: our prefix -> theirs."""
+    return SHARED | OWN.get(family, {})
 
 
 def blocks_of(source: ExportSource) -> InjectedBlocks:
@@ -53,6 +68,13 @@ def blocks_of(source: ExportSource) -> InjectedBlocks:
             expected="window: null",
             do="--to specctl, or train with --set drafter.options.window=null",
         )
+    if isinstance(drafter, DSpark) and drafter.options.correction != PLAIN:
+        raise IncompatibleError(
+            "this format is written for DSpark's plain correction only",
+            found=f"correction: {drafter.options.correction}",
+            expected=f"correction: {PLAIN}",
+            do="serve the package itself, or train with --set drafter.options.correction=plain",
+        )
     return drafter
 
 
@@ -61,7 +83,7 @@ def block_tensors(source: ExportSource) -> dict[str, Tensor]:
     an engine could not share them as they are: of a trimmed vocabulary, or multiplied (Granite)."""
     drafter = blocks_of(source)
     tensors = {
-        _published(name): tensor
+        _published(name, drafter.family): tensor
         for name, tensor in written_tensors(source, drafter.own_taps).items()
         if name != "mask"
     }
@@ -72,8 +94,8 @@ def block_tensors(source: ExportSource) -> dict[str, Tensor]:
     return tensors
 
 
-def _published(name: str) -> str:
-    for ours, theirs in PUBLISHED.items():
+def _published(name: str, family: str) -> str:
+    for ours, theirs in published_names(family).items():
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     assert name in MAP_NAMES, name

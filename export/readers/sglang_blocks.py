@@ -112,7 +112,12 @@ class SglangBlocks:
             raise gate(f"{len(taken)} hidden states captured", f"{len(self.layer_ids)} read by fc")
         causal = [bool(getattr(self.config, "is_causal", None))] * self.config.num_hidden_layers
         out_TD = through_block(self.params, self.sizes, torch.cat(taken, dim=-1), x_TD, causal)
-        return out_TD if self.is_spark else out_TD[1:]
+        return out_TD if self.anchor_speaks else out_TD[1:]
+
+    @property
+    def anchor_speaks(self) -> bool:
+        """Whether the root's row predicts."""
+        return self.is_spark
 
     def drafted_logits(self, trial: Trial) -> Tensor:
         """[N + 1, V]."""

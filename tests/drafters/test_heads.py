@@ -30,6 +30,10 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"layers": 2}),
     ("p-eagle", {"layers": 2}),
     ("dspark", {"layers": 1}),
+    ("dspark", {"layers": 1, "correction": "gated"}),
+    ("dspark", {"layers": 1, "correction": "rnn"}),
+    ("domino", {"layers": 1, "base_weight": 0.5}),
+    ("xpress", {"layers": 1}),
     ("glide", {}),
     ("glide", {"width": 16}),
     ("moa", {}),
@@ -37,7 +41,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("chimera", {}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
-FROM_SCRATCH = ("mlp-speculator", "dflash", "p-eagle", "dspark", "glide", "moa", "chimera")
+FROM_SCRATCH = (
+    "mlp-speculator", "dflash", "p-eagle", "dspark", "domino", "xpress", "glide", "moa", "chimera",
+)  # fmt: skip
 START_AS_BASE = [case for case in FAMILIES if case[0] not in FROM_SCRATCH]
 KEPT = VocabMap(torch.arange(0, 24, 2), 24)
 TEXT = [5, 17, 3, 8, 21, 9, 9, 12, 2]

@@ -204,6 +204,19 @@ FLAT_MISTAKES: dict[str, tuple[str, Change, str]] = {
         put("confidence_head_with_markov", False),
         "confidence_head",
     ),
+    "a root that does not predict": ("domino", nested("shift_label", False), "shift_label: False"),
+    "another first correction": ("domino", nested("pure_draft_prefix_len", 0), "prefix_len: 0"),
+    "two widths of Domino's head": ("domino", put("emb_dim", 7), "two values of emb_dim"),
+    "a memory under another name": (
+        "domino",
+        rename("prefix_gru.weight_hh_l0", "prefix_gru.weight_hh"),
+        "goes nowhere",
+    ),
+    "a GRU of another input": (
+        "domino",
+        lambda config, tensors: tensors["prefix_gru.weight_ih_l0"].mul_(1.1),
+        "logits by SGLang",
+    ),
 }  # fmt: skip
 
 
@@ -238,6 +251,9 @@ def test_a_silent_mistake_in_a_block_is_caught(
         ("sglang", "dflash", {"mask_id": 21, "taps": (0, 2)}, "distinct taps from 1 to 3"),
         ("speculators", "dspark", {"rank": 0}, "rank: 0"),
         ("speculators", "dflash", {"window": 64}, "window: 64"),
+        ("speculators", "dspark", {"correction": "gated"}, "correction: gated"),
+        ("sglang", "dspark", {"mask_id": 21, "correction": "rnn"}, "correction: rnn"),
+        ("sglang", "domino", {"mask_id": 21, "recurrent": False}, "recurrent: false"),
         ("speculators", "dflash", {"taps": (2, 4)}, "distinct taps from 0 to 3"),
     ],
 )

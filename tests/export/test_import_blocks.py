@@ -164,6 +164,35 @@ def shared(**fields: Any) -> Change:
     return lambda config, tensors: config["transformer_layer_config"].update(fields)
 
 
+def as_dflash(config: Config, tensors: Tensors) -> None:
+    """A name under which engines load the stack and drop the head without a word."""
+    config["architectures"] = ["DFlashDraftModel"]
+    del config["dflash_config"]["projector_type"]
+
+
+def outer_only(key: str) -> Change:
+    """The key at the top level, where no engine looks for it."""
+    return lambda config, tensors: config.update({key: config["dflash_config"].pop(key)})
+
+
+def as_modelopt(config: Config, tensors: Tensors) -> None:
+    """DFlash's architecture, and the projector's type."""
+    config["architectures"] = ["DFlashDraftModel"]
+
+
+@pytest.mark.parametrize("change", [None, as_modelopt])
+def test_domino_comes_back(
+    change: Change | None, target: Target, publish: Any, tmp_path: Path
+) -> None:
+    drafter, folder = publish("sglang", change, family="domino", mask_id=9, num_heads=3, state=24)
+    report = taken(folder, target, tmp_path / "package")
+    assert (report.format, report.manifest.family) == ("flat-domino", "domino")
+    assert report.manifest.serve["length"] == 3
+    found: Any = load_drafter(tmp_path / "package", target)
+    assert same_tensors(found, drafter.to(target.device, target.dtype))
+    assert (found.options.mask_id, found.options.state, found.options.rank) == (9, 24, 64)
+
+
 SPEC, FLAT = "speculators", "sglang"
 REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "dflash", no_mask, r"mask_token_id: None.*dflash_config"),
@@ -173,7 +202,14 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "dflash", inner(target_layer_ids=None), r"target_layer_ids: None"),
     (FLAT, "dflash", inner(causal=True, is_causal=False), r"causal: True, is_causal: False"),
     (FLAT, "dflash", inner(causal_head="yes"), r"causal_head: yes"),
-    (FLAT, "dflash", inner(projector_type="domino"), r"projector_type: domino"),
+    (FLAT, "dflash", inner(projector_type="domino"), r"shift_label: None"),
+    (FLAT, "domino", as_dflash, r"embed_proj.0.weight"),
+    (FLAT, "domino", outer_only("shift_label"), r"shift_label: None.*shift_label: True"),
+    (FLAT, "domino", inner(shift_label=False), r"shift_label: False.*shift_label: True"),
+    (FLAT, "domino", inner(pure_draft_prefix_len=0), r"pure_draft_prefix_len: 0"),
+    (FLAT, "domino", inner(projector_type="dflash"), r"projector_type: dflash"),
+    (FLAT, "domino", saying(emb_dim=7), r"emb_dim: 7, and 64 in dflash_config"),
+    (FLAT, "domino", without("prefix_gru.weight_hh_l0"), r"no memory.weight_hh"),
     (FLAT, "dflash", inner(attention_sink_bias=True), r"attention_sink_bias: True"),
     (FLAT, "dflash", inner(use_swa=True), r"use_swa: True"),
     (FLAT, "dflash", inner(attention_value_scale=0.5), r"attention_value_scale: 0.5"),

@@ -151,7 +151,9 @@ SHARING: dict[str, dict[str, Any]] = {
     "clover": {},
     "coral": {"ttt_steps": 3, "noise": 0.0, "head_groups": 3, "head_top": 1},
     "dflash": {**ALL, "layers": 2, "d_pace": 0.25, "window": 8},
-    "dspark": {**ALL, "layers": 2, "rank": 4},
+    "dflash2": {**ALL, "layers": 2, "rank": 4},
+    "domino": {**ALL, "layers": 2, "rank": 4, "state": 8, "base_weight": 0.5},
+    "dspark": {**ALL, "layers": 2, "rank": 4, "correction": "rnn"},
     "eagle": {"noise": 0.0},
     "eagle3": {"ttt_steps": 2, "norm_output": True, "window": 5, "sink": 2},
     "fspad": {"ttt_steps": 2, "noise": 0.0},
@@ -159,6 +161,7 @@ SHARING: dict[str, dict[str, Any]] = {
     "hass": {"ttt_steps": 3, "top": 3, "noise": 0.0},
     "hydra": {"prefix": 1, "feature_weight": 1.0},
     "jakiro": {"noise": 0.0},
+    "lilicorr": {**ALL, "layers": 2, "width": 8, "factor": 8, "candidates": 4, "loss": "ce"},
     "medusa": {"head": "own", "d_pace": 0.5},
     "mlp-speculator": {},
     "mtp": {"ttt_steps": 2},
@@ -166,6 +169,7 @@ SHARING: dict[str, dict[str, Any]] = {
     "propd": {},
     "recurrent": {},
     "small-lm": {"width": 16, "heads": 2, "layers": 2, "window": 5},
+    "xpress": {**ALL, "layers": 2, "rank": 4},
 }
 
 

@@ -26,7 +26,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]  # of config 
 
 # Fewer layers and depths than the published ones, which a target of four layers has not.
 SMALL: dict[str, dict[str, Any]] = {
-    name: {"layers": 2, "taps": (1, 2, 3)} for name in ("dflash", "dspark")
+    name: {"layers": 2, "taps": (1, 2, 3)} for name in ("dflash", "domino", "dspark")
 }
 
 

@@ -1,0 +1,103 @@
+"""Flat Domino folders of SpecForge (architecture DominoDraftModel) and of ModelOpt (architecture
+DFlashDraftModel with `projector_type: domino`), read as SGLang reads them.
+
+Which token a row predicts, and which rows the head corrects, cannot be seen from the tensors: keys
+that say so must be there. A DFlashDraftModel without its projector type is a DFlash to every
+engine, so the tensors of the head are refused there by name (`flat_blocks`).
+Letters: N nodes, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+from specctl.export.formats import ExportSource
+from specctl.export.imports import Imported, Importer
+from specctl.export.imports.blocks import (
+    EMBEDDING,
+    HEAD,
+    TABLES,
+    BlockReading,
+    drafter_of,
+    refuse_variants,
+)
+from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
+from specctl.export.imports.layers import derived_config
+from specctl.export.imports.published import Published
+from specctl.export.layouts.engines import taps_of_layer_ids
+from specctl.export.readers.sglang_blocks import DFLASH, ENGINE
+from specctl.export.readers.sglang_domino import DOMINO, REQUIRED, SglangDomino
+from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, head_of, twin
+from specctl.runtime.target.target import Target
+
+SIZES = ("emb_dim", "gru_hidden_dim")
+
+
+def is_domino(config: Mapping[str, Any]) -> bool:
+    nested = config.get("dflash_config")
+    kind = nested.get("projector_type") if isinstance(nested, Mapping) else None
+    return config.get("architectures") in ([DOMINO], [DFLASH]) and (
+        config["architectures"] == [DOMINO] or kind == "domino"
+    )
+
+
+def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
+    return is_domino(config)
+
+
+def read(published: Published, target: Target) -> Imported:
+    body = published.config
+    nested = body.get("dflash_config")
+    if not isinstance(nested, Mapping):
+        raise refused("dflash_config is no object", str(nested), "keys and values", REPAIR)
+    for key, wanted in REQUIRED.items():
+        if nested.get(key) != wanted or isinstance(nested[key], bool) != isinstance(wanted, bool):
+            what = "config.json does not say that the head is one that we compute"
+            raise refused(what, f"{key}: {nested.get(key)}", f"{key}: {wanted}", ELSEWHERE, key)
+    for key in SIZES:
+        if body.get(key, nested.get(key)) != nested.get(key):
+            found = f"{key}: {body[key]}, and {nested.get(key)} in dflash_config"
+            raise refused("config.json says two sizes", found, "one", REPAIR, key)
+    settings = {**body, **nested}
+    refuse_variants({**settings, "projector_type": None})
+    rank, state, size = (_number(settings, key) for key in (*SIZES, "block_size"))
+    ids = settings.get("target_layer_ids")
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        what = "config.json does not say which layers the head reads"
+        raise refused(what, f"target_layer_ids: {ids}", "a list of layers", REPAIR)
+    taps, mask_id = taps_of_layer_ids(ids), settings.get("mask_token_id")
+    config = derived_config(body, "qwen3")
+    reading = BlockReading(config, taps, mask_id, size, rank, state)
+    drafter = drafter_of(reading, published.tensors, target)
+    if drafter.options.mask_id is None or drafter.vocab is not None:
+        what = "engines take embedding and LM head of a flat block from the target"
+        raise refused(what, "an embedding or a vocabulary of its own", "the target's", ELSEWHERE)
+    beside = {n: t for n, t in published.tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
+    staged: dict[str, Any] = {"architectures": [DOMINO], "model_type": "qwen3"}
+
+    def prove(source: ExportSource) -> None:
+        trial = Trial.of(source, size - 1, without=drafter.options.mask_id)
+        with published.staged(beside, **staged) as folder:
+            layers = target.spec.num_layers
+            theirs = SglangDomino(folder, embedding_of(source), head_of(source), layers)
+            theirs_NV = theirs.drafted_logits(trial)
+        compare(ENGINE, theirs_NV, drafted_logits(twin(source, drafter), trial))
+
+    return Imported(drafter, ENGINE, prove, size)
+
+
+def _number(settings: Mapping[str, Any], key: str) -> int:
+    found = settings.get(key)
+    if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= 1 << 16:
+        what = "config.json does not say a size of the head"
+        raise refused(what, f"{key}: {found}", "1 or more", REPAIR, f"config.json:{key}")
+    return found
+
+
+IMPORTER = Importer(
+    "flat-domino",
+    "architectures DominoDraftModel, DFlashDraftModel with projector_type domino",
+    knows,
+    read,
+)
