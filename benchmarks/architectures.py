@@ -326,7 +326,8 @@ def find(name: str) -> Finding:
         if cannot is not None:
             return Finding(name, "refused", why=why if cannot == why else f"{why}; {cannot}")
         return Finding(name, "trained for", why_unread(name, oracle, (1,)) is None, why)
-    wanted = [said(oracle, prompt) for prompt in PROMPTS]
+    context = target.spec.max_positions  # a state space alone has none of its own
+    wanted = [said(oracle, prompt, context) for prompt in PROMPTS]
     found = [answers(target, family) for family in ("prompt-lookup", "token-recycling")]
     assert all(each == wanted for each in found), f"{name}: {found} instead of {wanted}"
     try:
@@ -348,9 +349,9 @@ def answers(target: Target, family: str) -> list[list[int]]:
     return [list(output.token_ids) for output in done.outputs]
 
 
-def said(oracle: Any, prompt: tuple[int, ...]) -> list[int]:
+def said(oracle: Any, prompt: tuple[int, ...], context: int = CONTEXT) -> list[int]:
     """What transformers says to one prompt."""
-    most = min(NEW_TOKENS, CONTEXT - len(prompt))
+    most = min(NEW_TOKENS, context - len(prompt))
     ids = torch.tensor([prompt])
     whole = oracle.generate(
         ids,

@@ -61,6 +61,7 @@ class SlotKV:
     """
 
     is_as_read: ClassVar[bool] = True
+    holds_state: ClassVar[bool] = False  # see `slot_state`
 
     def __init__(
         self,

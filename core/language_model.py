@@ -373,13 +373,22 @@ class LanguageModel(ABC):
         return self.kv_layers[layer]
 
     @property
+    def state_bytes(self) -> int:
+        """Memory of a slot beside its keys and values, whatever its length."""
+        return 0
+
+    @property
     def kv_devices(self) -> tuple[torch.device, ...]:
         """Where each layer's keys and values are made; empty: all on `device`."""
         return ()
 
     def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
+        return self.cache_of(num_slots, max_len, self.dtype)
+
+    def cache_of(self, num_slots: int, max_len: int, dtype: torch.dtype) -> SlotKV:
+        """An empty cache in that dtype."""
         layers, devices = self.kv_layers, self.kv_devices
-        return SlotKV.of(layers, num_slots, max_len, self.dtype, self.device, devices)
+        return SlotKV.of(layers, num_slots, max_len, dtype, self.device, devices)
 
     def borrowed_kv(self, attention: tuple[int, ...], num_slots: int, max_len: int) -> SlotKV:
         """A cache for a borrower: the model's own, empty but for those layers."""

@@ -55,6 +55,7 @@ class CompiledLM(LanguageModel):
     when it is asked for the `patience`-th time: to record costs about three forwards."""
 
     def __init__(self, lm: LanguageModel, backend: str = "inductor", patience: int = 1) -> None:
+        assert not lm.state_bytes, "states move beside the recorded step"
         self.lm, self.backend, self.patience = lm, backend, patience
         self.spec, self.module, self.windows = lm.spec, lm.module, lm.windows
         self._recorded: dict[RoundShape, Recorded] = {}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from specctl.core import language_model
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
+from specctl.core.slot_state import StateShape
 from specctl.core.sub_layers import SubLayers
 from specctl.models.as_published import is_head_changed, own_attention
 from specctl.models.hf_parts import DecoderParts, check_parts, refused
@@ -115,7 +116,7 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, _explicit_mask)
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of `_SlotCache`."""
 
     def __init__(self, kv: SlotKV, layer: int, length: int, span: int) -> None:
@@ -142,7 +143,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
 
-class _HeldLayer(_SlotLayer):
+class _HeldLayer(SlotLayer):
     """One layer of `_HeldCache`."""
 
     def __init__(self, found: dict[int, tuple[Tensor, Tensor]], layer: int, length: int) -> None:
@@ -174,7 +175,7 @@ class _SlotCache(Cache):  # type: ignore[misc]
 
     def __init__(self, kv: SlotKV, num_fed: int, span: int) -> None:
         super().__init__(
-            layers=[_SlotLayer(kv, i, span - num_fed, span) for i in range(kv.num_layers)]
+            layers=[SlotLayer(kv, i, span - num_fed, span) for i in range(kv.num_layers)]
         )
 
 
@@ -183,12 +184,14 @@ class HfLM(LanguageModel):
     keeps, where the module has been tried before."""
 
     module: Any
+    may_hold_states: ClassVar[bool] = False
+    states: tuple[StateShape, ...] = ()  # of each layer; empty where none holds any
 
     def __init__(
         self, model: Any, eos_ids: tuple[int, ...] = (), kv_layers: tuple[KVShape, ...] = ()
     ) -> None:
         if not kv_layers:
-            refuse_stateful(type(model), model.config)
+            refuse_stateful(type(model), model.config, may_hold=self.may_hold_states)
         if (kernel := own_attention(model)) is not None:
             raise IncompatibleError(
                 f"{type(model).__name__} attends by an implementation of somebody's own",
@@ -240,9 +243,9 @@ class HfLM(LanguageModel):
         given = self.windows
         plain = ask_plainly(model, given)
         self._implementation = _choose_attention(model)
-        self._layers = plain.layers
+        self._layers, self.states = plain.layers, plain.states
         first = plain.layers[0]
-        is_alike = set(plain.layers) == {first} and first.key_width == first.value_width
+        is_alike = set(plain.layers) == {first} and first.key_width == first.value_width > 0
         if is_alike and not is_parallel(model):  # there a process keeps its own heads only
             self.spec = replace(self.spec, num_kv_heads=first.key_heads, head_dim=first.key_width)
         with narrowed(model, given) as windows:
@@ -281,23 +284,29 @@ class HfLM(LanguageModel):
 
     def _run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         model = self.module if feed.logits else self.module.base_model
-        num_fed, span = feed.ids_BT.shape[1], feed.masks.full.shape[-1]
         first = min(feed.only) if feed.only is not None and feed.logits and self._can_skip else 0
-        some = {"logits_to_keep": num_fed - first} if first else {}
+        some = {"logits_to_keep": feed.ids_BT.shape[1] - first} if first else {}
         given = None if feed.residual_BTD is None else {0: feed.residual_BTD}
         is_whole = feed.parts is None and given is None
         with nullcontext() if is_whole else self._parts().only(feed.parts, given):
             out = model(
                 input_ids=feed.ids_BT,
-                attention_mask=self._mask(feed.masks),
-                position_ids=feed.position_BT,
-                past_key_values=None if kv is None else _SlotCache(kv, num_fed, span),
                 use_cache=kv is not None,
                 output_hidden_states=bool(feed.taps),
+                **self._context(feed, kv),
                 **some,
             )
         taps = self._taps(out, feed) if feed.taps else {}
         return LmOut(feed.asked(out.logits, first) if feed.logits else None, taps)
+
+    def _context(self, feed: Feed, kv: SlotKV | None) -> dict[str, Any]:
+        """What the module is to see beside the tokens: masks, positions and the cache."""
+        num_fed, span = feed.ids_BT.shape[1], feed.masks.full.shape[-1]
+        return {
+            "attention_mask": self._mask(feed.masks),
+            "position_ids": feed.position_BT,
+            "past_key_values": None if kv is None else _SlotCache(kv, num_fed, span),
+        }
 
     @property
     def least_saved(self) -> float:

@@ -12,7 +12,7 @@ about their mean. Rounding to bfloat16 makes as much of it as some wrong masks d
 measured, more where it sends a token to another expert), so weights of half precision are widened
 to float32, one module at a time, and a right answer is within `BOUND`. Where they cannot be
 (quantised weights, a kernel of one dtype) the middle distance counts, within `ROUGH`.
-Letters: B rows, N nodes, R flat rows, S sequence, T fed tokens, V target vocabulary.
+Letters: B rows, N nodes, P path, R flat rows, S sequence, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_map
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import LanguageModel
+from specctl.core.slot_state import StateKV, StateShape
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.models.hf_spec import ALIBI, field_of
+from specctl.models.hf_spec import ALIBI, field_of, holds_states
 from specctl.models.not_finite import first_bad_module, is_bad, numbers_error, numbers_in
 from specctl.models.spread import is_piece
 
@@ -48,11 +49,12 @@ HALF = (torch.float16, torch.bfloat16)
 @dataclass(frozen=True, slots=True)
 class Plain:
     """What transformers alone says of the first path of both rows, then of the second, and what
-    each layer of its cache keeps; `is_exact`: computed in float32."""
+    each layer of its cache keeps, of a token and as a state; `is_exact`: computed in float32."""
 
     ids_RS: Tensor
     logits_RSV: Tensor
     layers: tuple[KVShape, ...]
+    states: tuple[StateShape, ...]
     is_exact: bool
 
 
@@ -178,10 +180,11 @@ def ask_plainly(model: Any, windows: tuple[int, ...]) -> Plain:
             out, is_exact = model(input_ids=ids_RS, use_cache=True), False
     _check_numbers(model, out.logits, lambda: model(input_ids=ids_RS, use_cache=False))
     cache = getattr(out, "past_key_values", None)
+    cache = getattr(out, "cache_params", None) if cache is None else cache
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "layers"):
         raise refused(model, "it keeps no cache of keys and values")
-    return Plain(ids_RS, out.logits, _layers(cache), is_exact)
+    return Plain(ids_RS, out.logits, _layers(cache), _states(cache), is_exact)
 
 
 def _check_numbers(model: Any, logits_RSV: Tensor, forward: Callable[[], object]) -> None:
@@ -231,6 +234,18 @@ def _layers(cache: Any) -> tuple[KVShape, ...]:
     return tuple(shapes)
 
 
+def _states(cache: Any) -> tuple[StateShape, ...]:
+    """What each layer keeps as states; empty where none does."""
+    shapes = []
+    for layer in cache.layers:
+        convs = [each for each in getattr(layer, "conv_states", {}).values() if each is not None]
+        state = getattr(layer, "recurrent_states", {}).get(0)
+        # Of as many inputs as a convolution is wide the next step has no use for the oldest.
+        kept = tuple((each.shape[1], each.shape[2] - 1) for each in convs)
+        shapes.append(StateShape(kept, () if state is None else tuple(state.shape[1:])))
+    return tuple(shapes) if any(shape != StateShape() for shape in shapes) else ()
+
+
 @torch.no_grad()
 def check_rounds(lm: LanguageModel, plain: Plain) -> None:
     """Refuse a model that says otherwise through the cache than plainly."""
@@ -242,24 +257,24 @@ def _round(lm: LanguageModel, plain: Plain) -> None:
     model, device, rows = lm.module, plain.ids_RS.device, range(len(KEPT))
     dtype = torch.float32 if plain.is_exact and lm.dtype in HALF else lm.dtype
     length = LENGTH + len(PARENTS)
-    kv = SlotKV.of(plain.layers, len(KEPT), length, dtype, device, lm.kv_devices)
+    kv = lm.cache_of(len(KEPT), length, dtype)
     kept_B = torch.tensor(KEPT, device=device)
+    row_B = torch.arange(len(KEPT), device=device)
     with _told(model, "it does not read rows of different length through a cache"):
         found = _chain(lm, kv, plain.ids_RS[: len(KEPT), : max(KEPT)], kept_B * 0)
     prompt = "a prompt longer than its sliding window" if lm.windows else "a prompt"
     for row, kept in enumerate(KEPT):
         _compare(lm, plain, prompt, found[row, :kept], plain.logits_RSV[row, :kept])
+    if isinstance(kv, StateKV):  # states have read nothing yet: padding must not be among it
+        at_BP = torch.arange(max(KEPT), device=device).expand(len(KEPT), -1)
+        kv.advance(row_B, torch.where(at_BP < kept_B[:, None], at_BP, -1))
     with _told(model, "it does not read a tree through a cache"):
         found = _tree(lm, kv, plain, kept_B)
     for path, fed in enumerate(PATHS):
         for row, kept in enumerate(KEPT):
             wanted = plain.logits_RSV[path * len(KEPT) + row, kept : kept + len(fed)]
             _compare(lm, plain, "a path of a tree", found[row, list(fed)], wanted)
-    kv.keep(
-        torch.arange(len(KEPT), device=device),
-        kept_B,
-        torch.tensor([PATHS[1] for _ in rows], device=device),
-    )
+    kv.keep(row_B, kept_B, torch.tensor([PATHS[1] for _ in rows], device=device))
     start_B = kept_B + len(PATHS[1])
     at_BT = start_B[:, None] + torch.arange(TAIL, device=device)
     second = plain.ids_RS[len(KEPT) :]
@@ -395,6 +410,8 @@ def _cause(model: Any) -> str:
 def _cache_places(model: Any) -> str | None:
     """What is wrong with the numbers by which attentions find their layer of a cache: after layers
     were taken out or put in by hand."""
+    if holds_states(type(model), model.config):
+        return None  # whose convolutions bear the number of their layer, too
     parts = (part for _, part in model.named_modules(remove_duplicate=False))
     found = [part.layer_idx for part in parts if hasattr(part, "layer_idx")]
     numbers = sorted(set(found))

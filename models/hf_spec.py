@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
@@ -23,6 +24,8 @@ OTHER_KINDS = {
     "hybrid": "a recurrent state beside attention",
     "hybrid_sliding": "a recurrent state beside attention",
 }
+STATE_KINDS = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
+CONVOLUTION = "causal_conv1d_fn"  # in every file of transformers whose states are kept here
 PLAIN_HEADS = (  # whose logits are the normed last state times the head, and nothing more
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 )  # fmt: skip
@@ -119,15 +122,41 @@ def head_scale(config: Any) -> float:
     return float(next((factor for factor in found if factor), 1.0))
 
 
-def refuse_stateful(model_class: type, config: Any, is_read_only: bool = False) -> None:
-    """Raise for architectures whose state cannot be rolled back to an accepted path. One that is
-    only read (`is_read_only`) need not roll back, but it must be a causal decoder."""
+def holds_states(model_class: type, config: Any) -> bool:
+    """Whether layers keep a recurrent state or a convolution's, in a way that `state_mixers` knows:
+    whether it is right is tried on loading."""
+    kinds = set(field_of(config.get_text_config(), "layer_types") or ())
+    return bool(kinds & {*STATE_KINDS}) and hasattr(
+        sys.modules.get(model_class.__module__), CONVOLUTION
+    )
+
+
+def refuse_recorded(config: Any, where: str = "") -> None:
+    """Raise where rounds cannot be recorded: states are written beside the recorded step."""
+    if set(field_of(config.get_text_config(), "layer_types") or ()) & {*STATE_KINDS}:
+        raise IncompatibleError(
+            "rounds of a target with recurrent states cannot be recorded",
+            found="--compile",
+            expected="a target of attention alone",
+            do="leave out --compile",
+            where=where,
+        )
+
+
+def refuse_stateful(
+    model_class: type, config: Any, is_read_only: bool = False, may_hold: bool = False
+) -> None:
+    """Raise for architectures whose state cannot be kept to an accepted path. One that is only read
+    (`is_read_only`) need not be, but it must be a causal decoder. `may_hold`: states of a known
+    kind are no reason."""
     text = config.get_text_config()
     kinds = set(field_of(text, "layer_types") or KINDS) - {*KINDS, "mlp", "moe"}
+    is_known = may_hold and holds_states(model_class, config)
+    kinds -= {*STATE_KINDS} if is_known else set()
     found = ""
     if kinds and not is_read_only:
         found = "layers with " + ", ".join(sorted({OTHER_KINDS.get(kind, kind) for kind in kinds}))
-    elif getattr(model_class, "_is_stateful", False) and not is_read_only:
+    elif getattr(model_class, "_is_stateful", False) and not (is_read_only or is_known):
         found = "a state beside its keys and values"
     elif field_of(config, "is_encoder_decoder"):
         found = "an encoder-decoder"
@@ -137,6 +166,7 @@ def refuse_stateful(model_class: type, config: Any, is_read_only: bool = False) 
         raise IncompatibleError(
             f"{model_class.__name__} cannot be a target",
             found=found,
-            expected="a decoder of full or sliding attention, whose cache can be rolled back",
-            do="choose a pure attention target, e.g. a Llama, Qwen3, Mistral, Gemma or GPT-NeoX",
+            expected="a decoder of full or sliding attention, or with recurrent layers of a kind "
+            "that is kept here (docs/targets.md)",
+            do="choose another target, e.g. a Llama, Qwen3, Mistral, Gemma, Qwen3.5 or LFM2",
         )

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, DraftState, Outcome, RoundView, Space, StepState
-from specctl.core.errors import RecipeError
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import LmOut
 from specctl.core.tree import DraftTree, NodeKind, QRows, chain_parent, chain_tree, empty_tree
@@ -92,6 +92,13 @@ class Pearl:
                 where="serve.parallel",
                 found=f"{drafter.family}, which learns from every token that is verified",
                 expected="a drafter that reads the text or the target's features",
+                do="leave parallel out",
+            )
+        if target.lm.state_bytes:
+            raise IncompatibleError(
+                "drafting in parallel needs a target whose cache can be rolled back",
+                found=f"{target.name}, with recurrent states",
+                expected="a target of attention alone",
                 do="leave parallel out",
             )
         target.lm.check_unchanged()

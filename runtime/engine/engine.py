@@ -180,6 +180,7 @@ class Engine:
             done = commit(round, tree, verdict, logits_BTV, self.target, peaks)
         except BadRows as bad:
             raise self._failed(round, tree, bad, peaks) from None
+        self.reader.advance(round, tree, verdict)
         self.scheduler.extend_rows(done)
         waited, verified = self.drafting.catch_up_seconds, time.perf_counter()
         drafting = seconds_between(began, drafted)

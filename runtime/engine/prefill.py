@@ -4,7 +4,7 @@ The last prompt token is the root of the row's first round, so that round may dr
 the invariant kept_len == len(tokens) - 1 holds from the start. Where nothing can be drafted the
 roots are read with the prompts, and the first round needs no forward of its own. Rows may stand at
 different positions: what a slot still holds of a conversation is not read again.
-Letters: B rows, T fed tokens, V target vocabulary.
+Letters: B rows, P path, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
+from specctl.core.slot_state import StateKV
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.target.target import Target
@@ -118,6 +119,10 @@ def read(
     masks = target.lm.chain_masks(start_B, width, span)
     only = tuple(len(chunk) - 1 for chunk in chunks)
     out = target.lm.run(Feed(ids_BT, position_BT, masks, taps, logits, only), kv)
+    if isinstance(kv, StateKV):  # the padding of shorter rows must not be read
+        at_BP = torch.arange(width, device=target.device).expand(len(chunks), -1)
+        lengths_B1 = torch.tensor([[len(chunk)] for chunk in chunks], device=target.device)
+        kv.advance(slot_B, torch.where(at_BP < lengths_B1, at_BP, -1))
     for b, (reading, chunk) in enumerate(zip(readings, chunks, strict=True)):
         reading.at += len(chunk)
         reading.taps.append({tap: out.taps[tap][b, : len(chunk)] for tap in taps})

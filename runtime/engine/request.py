@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from specctl.core.slot_state import StateSnapshot
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.sampling.sampling import Sampling
 
@@ -43,7 +44,7 @@ class Row:
 
     Invariant between rounds: kept_len == len(tokens) - 1; the last token has no cache entry yet.
     `reused_len` positions of the prompt were in the cache already; `prompt_taps` are kept where a
-    later request may reuse them.
+    later request may reuse them, `prompt_states` beside them where layers are recurrent.
     """
 
     index: int
@@ -56,6 +57,7 @@ class Row:
     finished: str | None = None
     reused_len: int = 0
     prompt_taps: Mapping[int, Tensor] = field(default_factory=dict)
+    prompt_states: StateSnapshot | None = None
 
     @classmethod
     def of(cls, index: int, slot: int, request: Request) -> Row:

@@ -20,6 +20,7 @@ from torch import Tensor
 from specctl.core.drafter import Budget, RoundView
 from specctl.core.errors import SpecctlError
 from specctl.core.language_model import LmOut
+from specctl.core.slot_state import StateKV, StateSnapshot
 from specctl.runtime.batching.base import Batching, Choosing, RowView
 from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read, roots_of
@@ -35,21 +36,26 @@ from specctl.runtime.sampling.sampling import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What a free slot still holds: the tokens whose entries are true, and the taps at them."""
+    """What a free slot still holds: the tokens whose entries are true, and the taps at them.
+    `states`: where recurrent states can be gone on from, by the number of tokens that they have
+    read: a snapshot, or None for those that stand in the slot; None where any position will do."""
 
     conversation: str
     tokens: Sequence[int]
     taps: Mapping[int, Tensor]
+    states: Mapping[int, StateSnapshot | None] | None = None
 
     def common(self, request: Request) -> int:
         """How many positions of that request need not be read; its last token is always fed."""
         if request.conversation != self.conversation:
             return 0
         longest = min(len(self.tokens), len(request.tokens) - 1)
-        for at in range(longest):
-            if self.tokens[at] != request.tokens[at]:
-                return at
-        return longest
+        alike = next(
+            (at for at in range(longest) if self.tokens[at] != request.tokens[at]), longest
+        )
+        if self.states is None:
+            return alike
+        return max((at for at in self.states if at <= alike), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +278,8 @@ class Scheduler:
             row, taps = progress.row, progress.prompt_taps()
             if row.request.conversation is not None:
                 row.prompt_taps = taps
+                if isinstance(self.reader.kv, StateKV):
+                    row.prompt_states = self.reader.kv.state.snapshot(row.slot)
             self.drafting.start(row, taps)
         if done:
             settle(self.reader.device)
@@ -315,6 +323,10 @@ class Scheduler:
         row = Row.of(index, slot, request)
         row.reused_len = common
         progress = PrefillProgress(row, common, row.kept_len + with_roots)
+        if common and held is not None and held.states and isinstance(self.reader.kv, StateKV):
+            snapshot = held.states[common]
+            if snapshot is not None:
+                self.reader.kv.state.restore(slot, snapshot)
         if common and held is not None and held.taps:
             progress.taps.append({tap: value[:common] for tap, value in held.taps.items()})
         return progress
@@ -327,8 +339,22 @@ class Scheduler:
             name, taps = row.request.conversation, row.prompt_taps
             if name is not None and (taps or not self.reader.taps):
                 end = min([row.kept_len, *(len(value) for value in taps.values())])
-                self.prefixes[row.slot] = CachedPrefix(name, tuple(row.tokens[:end]), taps)
+                text, states = tuple(row.tokens[:end]), self._states_of(row)
+                self.prefixes[row.slot] = CachedPrefix(name, text, taps, states)
         if rows:
             gone = {id(row) for row in rows}
             self.rows = [row for row in self.rows if id(row) not in gone]
             self._is_stale = True
+
+    def _states_of(self, row: Row) -> dict[int, StateSnapshot | None] | None:
+        """Where the states of a row that leaves can be gone on from: behind its prompt, and where
+        it ended. Behind an end of text in mid-path they have read more than the row says, and
+        stand for no beginning of another."""
+        if not isinstance(self.reader.kv, StateKV):
+            return None
+        found: dict[int, StateSnapshot | None] = {}
+        if row.prompt_states is not None:
+            found[row.prompt_states.position] = row.prompt_states
+        if (position := self.reader.kv.state.position(row.slot)) == row.kept_len:
+            found[position] = None
+        return {at: state for at, state in found.items() if at <= row.kept_len}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from specctl.core.drafter import Drafter
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
+from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree
 from specctl.runtime.engine.early_pruning import pruning_of
 from specctl.runtime.engine.round import Round
@@ -90,5 +91,16 @@ class TargetReader:
 
     def keep(self, round: Round, tree: DraftTree, verdict: Verdict) -> None:
         """Move the entries of accepted nodes to where they belong; those of a chain lie there."""
-        if not tree.is_chain:
+        if not (tree.is_chain or self.kv.holds_state):
             self.kv.keep(round.view.slot_B, round.view.kept_len_B, verdict.path_BP)
+
+    def advance(self, round: Round, tree: DraftTree, verdict: Verdict) -> None:
+        """Move the states of recurrent layers along the accepted path, once the round is certain:
+        one that fails for a row is drafted again for the others, and states do not go back."""
+        if not isinstance(self.kv, StateKV) or round.roots is not None:
+            return  # roots that came with the prompts were kept with them
+        slot_B, path_BP = round.view.slot_B, verdict.path_BP
+        if tree.is_chain:
+            self.kv.advance(slot_B, path_BP)
+        else:
+            self.kv.keep(slot_B, round.view.kept_len_B, path_BP)

@@ -2,7 +2,7 @@
 loads.
 
 Refused before transformers sees the folder: code in the checkpoint (`auto_map`), weights that are
-only pickled. Refused before weights are read: architectures whose cache cannot be rolled back.
+only pickled. Refused before weights are read: architectures that cannot be run in rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import check_spec
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_spec import refuse_stateful, spec_of
+from specctl.models.hf_spec import refuse_recorded, refuse_stateful, spec_of
 from specctl.models.native.packed import TYPES, PackedWeights
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.sampling.generation_config import Suggested, read_suggested
@@ -136,13 +136,14 @@ def load_checkpoint(
     is_read_only: bool = False,
     spread: Spread = NOWHERE,
     may_be_packed: bool = True,
+    is_recorded: bool = False,
 ) -> Loaded:
     """Model and tokenizer of a resolved name; every failure says what to do next. One that is only
     read need not be fit to be run. `may_be_packed`: with dtype "auto" the matrices of a GGUF file
-    are held as it packs them, where that can be had."""
+    are held as it packs them, where that can be had; `is_recorded`: its rounds will be."""
 
     def check(folder: Path) -> Any:
-        return check_config(folder, is_read_only)
+        return check_config(folder, is_read_only, is_recorded)
 
     device = device or torch.device("cpu")
     resolved = hub.with_file(resolved, offline)
@@ -156,7 +157,7 @@ def load_checkpoint(
             do="--dtype int8, which packs them here, or --dtype auto",
         )
     folder = resolved.path or hub.download(resolved, offline, check)
-    config = check_folder(folder, is_read_only)
+    config = check_folder(folder, is_read_only, is_recorded)
     device = local_device(device) if spread.tensor_parallel else device
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     count = sum(p.stat().st_size for p in weight_files(folder)) // stored.itemsize
@@ -273,9 +274,9 @@ def _spread_fields(
     return fields, None if placed.is_one else placed.text()
 
 
-def check_folder(folder: Path, is_read_only: bool = False) -> Any:
+def check_folder(folder: Path, is_read_only: bool = False, is_recorded: bool = False) -> Any:
     """The transformers configuration of a folder that may be loaded; raises for every other."""
-    config = check_config(folder, is_read_only)
+    config = check_config(folder, is_read_only, is_recorded)
     shapes = stored_shapes(weight_files(folder))
     where = str(folder / "config.json")
     with foreign_config(UNBUILDABLE, where):
@@ -291,9 +292,12 @@ def num_parameters(config: Any) -> int:
     return sum(part.numel() for part in model.parameters())
 
 
-def check_config(folder: Path, is_read_only: bool = False) -> Any:
+def check_config(folder: Path, is_read_only: bool = False, is_recorded: bool = False) -> Any:
     """The configuration of a folder whose weights need not be there yet."""
-    return _read_config(folder, read_settings(folder), is_read_only)
+    config = _read_config(folder, read_settings(folder), is_read_only)
+    if is_recorded:
+        refuse_recorded(config, str(folder / "config.json"))
+    return config
 
 
 def _read_config(folder: Path, raw: dict[str, Any], is_read_only: bool) -> Any:
@@ -315,8 +319,8 @@ def _read_config(folder: Path, raw: dict[str, Any], is_read_only: bool) -> Any:
 
 
 def check_causal(config: Any, where: str, is_read_only: bool = False) -> None:
-    """Refuse what is no causal language model, or, unless it is only read, one whose cache cannot
-    be rolled back."""
+    """Refuse what is no causal language model, or, unless it is only read, one that cannot be run
+    in rounds."""
     text = text_config(config) if is_multimodal(config) else config
     try:
         model_class = AutoModelForCausalLM._model_mapping[type(text)]
@@ -329,7 +333,7 @@ def check_causal(config: Any, where: str, is_read_only: bool = False) -> None:
             do="choose a causal language model, or a multimodal one around a Llama, Qwen or Gemma",
             where=where,
         ) from None
-    refuse_stateful(model_class, text, is_read_only)
+    refuse_stateful(model_class, text, is_read_only, may_hold=True)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from specctl.models.compiled import PATIENCE, CompiledLM
 from specctl.models.fast_llama import FastLlama, fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
 from specctl.models.hf_probe import check_reading
-from specctl.models.hf_spec import spec_of
+from specctl.models.hf_spec import holds_states, spec_of
 from specctl.models.read_only import ReadingLM
 from specctl.models.spread import whole_weight
 from specctl.recipes.schema import TargetPart
@@ -289,7 +289,11 @@ class Target:
 def _any_lm(model: Any, eos_ids: tuple[int, ...], is_read_only: bool) -> LanguageModel:
     given = model.config._attn_implementation
     try:
-        return HfLM(model, eos_ids)
+        if not holds_states(type(model), model.config):
+            return HfLM(model, eos_ids)
+        from specctl.models.state_lm import StateLM  # reads caches of newer transformers
+
+        return StateLM(model, eos_ids)
     except IncompatibleError as error:
         if not is_read_only:
             raise
@@ -336,13 +340,9 @@ def load_target(
         refuse_idle_cuda()
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
-    found = load_model(
-        resolved,
-        lambda one: load_checkpoint(
-            one, first, where, offline, is_read_only, spread, not (is_widened or compile or added)
-        ),
-        offline,
-    )
+    is_packed = not (is_widened or compile or added)
+    how = first, where, offline, is_read_only, spread, is_packed, bool(compile)
+    found = load_model(resolved, lambda one: load_checkpoint(one, *how), offline)
     loaded = found.loaded
     if found.folders:
         adapters = beside(found.folders, adapters)
@@ -402,13 +402,9 @@ def _adapted(loaded: Loaded, name: str, is_read_only: bool, added: Sequence[Adap
     is_fast = fast_llama_from_hf(model) is not None
     model = with_adapters(model, added, is_merged=is_fast)
     applied = tuple(one.applied for one in added)
-    return replace(
-        Target.from_model(
-            model, tokenizer, name, is_read_only, named, combined_fingerprint(base, applied)
-        ),
-        adapters=applied,
-        base_fingerprint=base,
-    )
+    whole = combined_fingerprint(base, applied)
+    made = Target.from_model(model, tokenizer, name, is_read_only, named, whole)
+    return replace(made, adapters=applied, base_fingerprint=base)
 
 
 def _base(loaded: Loaded) -> str:

@@ -12,12 +12,7 @@ from specctl.runtime.target.target import Target
 from specctl_testing.models import build_model
 
 KINDS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
-    "nemotron_h": {},
+    "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {},
     "bloom": {},
 }  # fmt: skip

@@ -29,6 +29,7 @@ from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Borrowed
 from specctl.models.hf_lm import HfLM
+from specctl.models.read_only import ReadingLM
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
@@ -130,6 +131,9 @@ def shard_target(recipe: Recipe, target: Target, ranks: Ranks) -> Target:
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for layer in _layers(model, target.spec.num_layers):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    if isinstance(target.lm, ReadingLM):  # documents one by one: states run past masks
+        found = target.lm.reason or "layers that are spread over the processes"
+        return replace(target, lm=ReadingLM(model, target.eos_ids, found))
     return replace(target, lm=HfLM(model, target.eos_ids, target.lm.kv_layers))
 
 

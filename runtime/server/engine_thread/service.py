@@ -72,7 +72,8 @@ def room_for(
     context = min(spec.max_positions, limits.max_len or USUAL)
     length = context + policy.nodes + 2
     entry = sum(layer.size for layer in target.lm.kv_layers) * target.dtype.itemsize
-    cache, kept = entry * length, 0
+    # States twice: those of the row, and those behind its prompt, for the next turn.
+    cache, kept = entry * length + 2 * target.lm.state_bytes, 0
     if drafter is not None:
         try:
             kept = drafter_bytes(target, drafter, policy, length)

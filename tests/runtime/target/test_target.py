@@ -209,9 +209,9 @@ def test_missing_weights_are_not_filled_with_random_ones(folder: Path) -> None:
 
 
 def test_a_recurrent_architecture_is_refused_before_its_weights_are_read(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 96}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "rwkv", "vocab_size": 96}))
     (folder / "model.safetensors").write_bytes(b"not weights at all")
-    with pytest.raises(IncompatibleError, match="MambaForCausalLM"):
+    with pytest.raises(IncompatibleError, match="RwkvForCausalLM"):
         load(folder)
 
 
