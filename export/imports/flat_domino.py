@@ -20,6 +20,7 @@ from specctl.export.imports.blocks import (
     TABLES,
     BlockReading,
     drafter_of,
+    is_causal,
     refuse_variants,
 )
 from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
@@ -68,7 +69,7 @@ def read(published: Published, target: Target) -> Imported:
         raise refused(what, f"target_layer_ids: {ids}", "a list of layers", REPAIR)
     taps, mask_id = taps_of_layer_ids(ids), settings.get("mask_token_id")
     config = derived_config(body, "qwen3")
-    reading = BlockReading(config, taps, mask_id, size, rank, state)
+    reading = BlockReading(config, taps, mask_id, size, rank, is_causal(settings), state)
     drafter = drafter_of(reading, published.tensors, target)
     if drafter.options.mask_id is None or drafter.vocab is not None:
         what = "engines take embedding and LM head of a flat block from the target"

@@ -2,7 +2,7 @@
 states, the first proposal method says how many tokens are drafted, a missing `sample_from_anchor`
 is false. An embedding in the folder may differ from the target's in the row of the mask alone.
 
-speculators 0.9 writes `sliding_window_non_causal: false` unless told otherwise, and its trainer
+speculators 0.9 writes `sliding_window_non_causal: false` by default, and its trainer
 looks at it in layers with a window alone; vLLM takes every layer for causal then. Such blocks are
 read as they were trained, and the import says so.
 Letters: N nodes, V target vocabulary.
