@@ -6,7 +6,8 @@ that they take the branch for several tokens, and the functions of the file are 
 forward of ours runs: they read the slots' states, answer every token on its own path, and leave
 what the tokens would add. Whether a release of transformers calls these functions is not asked
 here: `hf_probe` compares what comes out.
-Letters: B rows, E head width, H query heads, I input width, O output width, T fed tokens, W window.
+Letters: B rows, E head width, H query heads, I input width, O output width, T fed tokens, W window,
+X any axes (decays of a head).
 """
 
 from __future__ import annotations
