@@ -132,13 +132,14 @@ real-model: $(VENV)/.dev $(VENV)/.real
 real: real-model
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/real
 
-# The compiled step by its tests, under AddressSanitizer and UBSan: the first wrong access, overflow
-# or warning ends it. `c++` of build/sanitize is what specctl then takes for the compiler; the build
+# The compiled step without a warning, and by its tests under AddressSanitizer and UBSan: the first
+# wrong access or overflow ends them. `c++` of build/sanitize is what specctl then takes for the compiler; the build
 # takes minutes, so it is made before the tests and kept. MARCH=x86-64-v3: for other registers.
 SANITIZED := build/sanitize
 MARCH ?=
-SANITIZE := -g1 -O0 -Wall -Wextra -Wshadow -Werror -fsanitize=address,undefined \
-  -fno-sanitize=null,object-size -fno-sanitize-recover=all $(if $(MARCH),-march=$(MARCH))
+SANITIZE := -g1 -O0 -fsanitize=address,undefined -fno-sanitize=null,object-size \
+  -fno-sanitize-recover=all $(if $(MARCH),-march=$(MARCH))
+WARN := g++ -std=c++17 -fopenmp -fsyntax-only -Wall -Wextra -Wshadow -Werror
 NATIVE_TESTS := tests/models/test_native.py tests/models/test_native_threads.py \
   tests/models/test_packed.py tests/drafters/test_fused_kl.py tests/drafters/test_lm_chains.py \
   tests/runtime/sampling/test_truncation.py tests/runtime/target/test_gguf_packed.py
@@ -150,6 +151,7 @@ UNDER_SANITIZERS = $(TEST_ENV) PATH="$(CURDIR)/$(SANITIZED):$$PATH" \
 BUILD_STEP := from specctl.models.native import library as step; step.SECONDS = 1800; \
   raise SystemExit(step.library().missing or None)
 sanitize: $(VENV)/.dev
+	$(WARN) -march=$(or $(MARCH),native) models/native/step.cpp
 	@mkdir -p $(SANITIZED)
 	@printf '#!/bin/sh\nexec env -u LD_PRELOAD g++ "$$@" $(SANITIZE)\n' > $(SANITIZED)/new
 	@cmp -s $(SANITIZED)/new $(SANITIZED)/c++ || mv $(SANITIZED)/new $(SANITIZED)/c++
