@@ -121,6 +121,9 @@ def other_numbers(manifest: Manifest, target: Target) -> str:
     if not _is_same_model(manifest, target):
         return ""
     others = [one.field for one in _differences(manifest, target) if one.field != "target"]
+    if manifest.target.fingerprint == target.fingerprint:
+        of = f"{target.name} has the weights that the drafter was made for, and other files"
+        return f"{of}: they differ in {', '.join(others)}" if others else ""
     text = (
         f"the drafter was made for {made_for(manifest)} in other numbers (weights "
         f"{_short(manifest.target.fingerprint)}) than those of {target.name} (weights "
@@ -132,13 +135,15 @@ def other_numbers(manifest: Manifest, target: Target) -> str:
 
 
 def _is_same_model(manifest: Manifest, target: Target) -> bool:
-    """Whether a target has other weights than those that a published drafter was made for, and is
-    that model all the same: quantised, or as it was before."""
+    """Whether a target is the model that a published drafter was made for: with the same weights
+    (a GGUF file of them, too), quantised, or as it was before."""
     from specctl.runtime.target.likeness import Sketch, are_alike, sketch_of
 
     record = manifest.target
-    if record.sketch is None or record.fingerprint == target.fingerprint or target.adapters:
+    if record.sketch is None or target.adapters:
         return False
+    if record.fingerprint == target.fingerprint:
+        return True
     here = sketch_of(target)
     there = Sketch(record.sketch.vectors, record.sketch.signs)
     return here is not None and are_alike(here, there)

@@ -266,6 +266,10 @@ def test_the_same_model_in_other_numbers_takes_a_published_drafter_and_says_so(
     loaded = load_drafter("one", rounded)
     assert "in other numbers" in loaded.note
     assert "differ in tokenizer, too" in loaded.note
+    whole = replace(target, tokenizer_fingerprint="e" * 64)  # as a GGUF file in float32 has it
+    assert "other files: they differ in tokenizer" in load_drafter("one", whole).note
+    with pytest.raises(IncompatibleError, match="tokenizer of target and drafter differ"):
+        load_drafter(package, whole)
     own_rows = head_rows(rounded.borrowed(), loaded.vocab)
     assert torch.equal(loaded.tensors()[HEAD], own_rows), "rows are those of the model at hand"
     with pytest.raises(IncompatibleError, match="tokenizer of target and drafter differ"):
