@@ -9,7 +9,7 @@ target's features (ten times that of a normed state in the embedded target), bes
 layer's own part is small: later tokens of a draft then miss. `norm_before_residual`, speculators'
 switch, mends that as well: the residual stream starts at the normed state.
 With `window` the layer sees the newest rows only (and the first `sink`), in training as in
-drafting, so that a long text asks no more of its attention than a short one (speculators measured
+drafting, so that a long text needs no more of its attention than a short one (speculators measured
 a gain from about 10k tokens on, and a loss below). The cache of a slot is then bounded.
 
 `Eagle3State` serves it with fused weights.
