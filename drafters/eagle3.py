@@ -9,8 +9,8 @@ target's features (ten times that of a normed state in the embedded target), bes
 layer's own part is small: later tokens of a draft then miss. `norm_before_residual`, speculators'
 switch, mends that as well: the residual stream starts at the normed state.
 With `window` the layer sees the newest rows only (and the first `sink`), in training as in
-drafting: rows of training are short, and attention over more rows than it was trained on drafts
-worse (speculators measured the same on long texts). The cache of a slot is then bounded.
+drafting, so that a long text needs no more of its attention than a short one (speculators measured
+a gain from about 10k tokens on, and a loss below). The cache of a slot is then bounded.
 
 `Eagle3State` serves it with fused weights.
 Letters: B rows, D hidden width, E head width, I input width, K draft vocabulary, L positions, M new

@@ -127,11 +127,16 @@ class SeenWindow:
 
     @classmethod
     def of(
-        cls, batch: TrainBatch, whole: Seen | SeenPart, window: AttentionWindow, ahead: int
+        cls,
+        batch: TrainBatch,
+        text: Seen,
+        whole: Seen | SeenPart,
+        window: AttentionWindow,
+        ahead: int,
     ) -> SeenWindow:
-        """Queries that stand `ahead` positions behind their rows, ahead < size."""
+        """Queries that stand `ahead` positions behind their rows, ahead < size. `text` are whole
+        rows, `whole` is what the queries here see of them without a window."""
         assert ahead < window.size, f"{ahead} positions ahead of a window of {window.size}"
-        text = Seen.text(batch.document_BS)
         begin_BT, at_BT = batch.own(text.first_BT), batch.own(text.last_BT)
         low_BT = torch.maximum(begin_BT, at_BT + (ahead + 1 - window.size))
         first = None
@@ -164,10 +169,10 @@ def seen_ahead(
     whole = seen_text(batch)
     if window is None:
         return [whole] * steps
-    spans = Seen.text(batch.document_BS).spans or ()
-    longest = max((span.stop - span.start for span in spans), default=0)
+    text = whole if isinstance(whole, Seen) else Seen.text(batch.document_BS)
+    longest = max((span.stop - span.start for span in text.spans or ()), default=0)
     return [
-        whole if longest + j <= window.size else SeenWindow.of(batch, whole, window, j)
+        whole if longest + j <= window.size else SeenWindow.of(batch, text, whole, window, j)
         for j in range(steps)
     ]
 

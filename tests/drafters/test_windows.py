@@ -114,7 +114,8 @@ def test_rows_are_seen_as_a_mask_says(size: int, sink: int, ahead: int) -> None:
     lengths = (11, 1, 6)
     batch = packed(*(list(range(n)) for n in lengths))
     document_S, S = batch.document_BS[0], sum(lengths)
-    seen = SeenWindow.of(batch, Seen.text(batch.document_BS), AttentionWindow(size, sink), ahead)
+    rows = Seen.text(batch.document_BS)
+    seen = SeenWindow.of(batch, rows, rows, AttentionWindow(size, sink), ahead)
     at_S = torch.arange(S)
     far_SS = at_S[:, None] + ahead - at_S
     shown_SS = (document_S[:, None] == document_S) & (at_S[:, None] >= at_S)
