@@ -4,7 +4,7 @@ The mixers of transformers are one skeleton: they fetch states from the cache, c
 and a scan of their file, and put the final states back. Here the cache says that it holds none, so
 that they take the branch for several tokens, and the functions of the file are replaced while a
 forward of ours runs: they read the slots' states, answer every token on its own path, and leave
-what the tokens would add. Whether a release of transformers calls these functions is not asked
+what the tokens would add. Whether a release of transformers calls these functions is not looked up
 here: `hf_probe` compares what comes out.
 Letters: B rows, E head width, H query heads, I input width, O output width, T fed tokens, W window,
 X any axes (decays of a head).

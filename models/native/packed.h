@@ -123,8 +123,8 @@ template <class L> inline __m512i weights_at(const uint8_t *w, int k) {
 
 // Sixteen outputs of N rows: out [N, 16]. Meanwhile the next sixteen outputs' weights come.
 template <class L, int N>
-void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool asks, float *out) {
-    const size_t next = asks ? L::strip(x.G) : 0;
+void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool prefetches, float *out) {
+    const size_t next = prefetches ? L::strip(x.G) : 0;
     const ptrdiff_t apart = ptrdiff_t(x.G) * 32;  // rows
     __m512 sum[N] = {}, front = {}, least_front = {};
     for (int g = 0; g < x.G; g++, w += L::RECORD) {

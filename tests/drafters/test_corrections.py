@@ -331,7 +331,7 @@ def test_behind_no_candidate_all_candidates_are_alike(target: Any, made: Any, dr
 def test_the_lattice_learns_up_to_the_first_true_token_that_is_no_candidate(
     target: Any, made: Any, make_batch: Any
 ) -> None:
-    """And from blocks alone of which every token is to be predicted, unless told otherwise."""
+    """And from blocks alone of which every token is to be predicted, by default."""
     drafter = made("lilicorr", {"width": 16, "factor": 16, "candidates": 8})
     options, batch = drafter.options, make_batch(target, drafter)
     every_BA = torch.arange(batch.ids_BS.shape[1]).expand_as(batch.ids_BS)

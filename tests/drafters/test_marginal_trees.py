@@ -125,9 +125,9 @@ def test_drafters_that_read_their_own_tokens_refuse_it_by_name() -> None:
     assert grows.isdisjoint({"eagle3", "eagle", "small-lm", "hydra", "recurrent", "prompt-lookup"})
     for name in ("eagle3", "distill", "hydra"):
         recipe = load_recipe(name)
-        asked = recipe.model_copy(
+        drawn = recipe.model_copy(
             update={"serve": recipe.serve.model_copy(update={"policy": "marginal-tree"})}
         )
         with pytest.raises(RecipeError, match="cannot be grown by policy marginal-tree"):
-            trainable_family(asked)
+            trainable_family(drawn)
     assert family("dflash").policies[0] == "direct"

@@ -1,4 +1,4 @@
-"""What can go wrong around an export is told as what it is, and leaves nothing behind."""
+"""What can go wrong around an export is reported as what it is, and leaves nothing behind."""
 
 from __future__ import annotations
 

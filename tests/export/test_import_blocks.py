@@ -20,7 +20,7 @@ NESTED = ("mask_token_id", "target_layer_ids")
 
 
 def spec_forge(config: Config, tensors: Tensors) -> None:
-    """Every setting inside `dflash_config`, and DSpark told by its projector."""
+    """Every setting inside `dflash_config`, and DSpark known by its projector."""
     if config["architectures"] == ["Qwen3DSparkModel"]:
         config["architectures"] = ["DSparkDraftModel"]
         config["dflash_config"]["projector_type"] = "dspark"
@@ -301,7 +301,7 @@ def test_a_mistake_is_refused(
 def test_a_reader_that_disagrees_stops_the_import(
     to: str, target: Target, publish: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Taps of other layers, another mask and a block of another length are told by the proof."""
+    """Taps of other layers, another mask and a block of another length are shown by the proof."""
     from dataclasses import replace
 
     from specctl.export.imports import blocks
