@@ -44,6 +44,8 @@ TAIL = 2  # tokens behind the second path
 LENGTH = max(KEPT) + len(PATHS[0]) + TAIL
 BOUND, ROUGH = 1e-3, 0.1
 HALF = (torch.float16, torch.bfloat16)
+WIDE = (torch.float32,)
+READ_PAST = ("conv", "conv1d", "dt_proj")  # by name: their forwards are not what is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,12 @@ class _Widened:
                 continue
             weight.data = room.view(weight.shape).copy_(weight.data)
             self._used = end
+        for weight in _beside(module):
+            self.before[weight], weight.data = weight.data, weight.data.float()
         return tree_map(_wide, args), tree_map(_wide, kwargs)
 
     def restore(self, module: nn.Module, args: Any, out: Any) -> Any:
-        for weight in module.parameters(recurse=False):
+        for weight in (*module.parameters(recurse=False), *_beside(module, WIDE)):
             if weight in self.before:
                 if weight.untyped_storage().data_ptr() == self._scratch.data_ptr():
                     self._used -= weight.numel()
@@ -107,6 +111,13 @@ def _half(module: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in module.parameters(recurse=False) if weight.dtype in HALF]
 
 
+def _beside(module: nn.Module, dtypes: tuple[torch.dtype, ...] = HALF) -> list[nn.Parameter]:
+    """Weights of its parts that a recurrent layer reads past these parts."""
+    parts = (part for name, part in module.named_children() if name in READ_PAST)
+    found = (weight for part in parts for weight in part.parameters(recurse=False))
+    return [weight for weight in found if weight.dtype in dtypes and not weight.is_meta]
+
+
 def _looks_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
@@ -115,7 +126,7 @@ def _looks_up(module: nn.Module) -> bool:
 def widened(model: Any) -> Iterator[None]:
     """Weights of half precision count as float32. They are the same objects, with the same values,
     afterwards."""
-    parts = [part for part in model.modules() if _half(part)]
+    parts = [part for part in model.modules() if _half(part) or _beside(part)]
     kept = [
         (part, name, weight.dtype)
         for part in parts
