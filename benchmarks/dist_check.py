@@ -37,6 +37,7 @@ TORCH = "2.13.0"
 DATA = (
     ".yaml",
     ".json",
+    ".jsonl",
     ".safetensors",
     ".cpp",
     ".h",
