@@ -22,6 +22,7 @@ from specctl.core.kv_cache import Aim, KVShape, SlotKV
 
 Place = tuple[int, int]  # a layer, and which of its convolutions or of the heads of its state
 WHOLE = -1  # all heads of a state
+TORN = -1  # position of a slot whose layers do not stand at one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class SlotState:
 
     def begin(self, slot_B: Tensor, kept_len_B: Tensor) -> None:
         """Aim the coming forward; an error where a row's kept length is not where its states stand.
-        What is pending of a forward before is dropped."""
+        What is pending of a forward before is dropped. Lengths are compared on the host, which
+        waits for a GPU."""
         self._slot_B = slot_B
         self._inputs, self._pending = {}, {}
         both = torch.stack([slot_B, kept_len_B, self.position_Z[slot_B]])
@@ -122,6 +124,8 @@ class SlotState:
         forward to its states. Only once: nothing is pending afterwards."""
         assert self._inputs or self._pending, "no forward is pending: its path is kept already"
         assert slot_B.shape == self._slot_B.shape, f"{slot_B.shape} rows of {self._slot_B.shape}"
+        end_B = self.position_Z[slot_B] + (path_BP >= 0).sum(1)
+        self.position_Z[slot_B] = TORN  # until the last layer has moved: memory may run out
         for place, input_BIT in self._inputs.items():
             held = self.conv[place]
             at_B, own_BP = slot_B.to(held.device), path_BP.to(held.device)
@@ -133,7 +137,7 @@ class SlotState:
                 held[at_B] = pending.after(held[at_B], own_BP)
             else:
                 held[at_B, head] = pending.after(held[at_B, head], own_BP)
-        self.position_Z[slot_B] += (path_BP >= 0).sum(1)
+        self.position_Z[slot_B] = end_B
         self._inputs, self._pending = {}, {}
 
     def position(self, slot: int) -> int:
@@ -148,6 +152,7 @@ class SlotState:
 
     def restore(self, slot: int, snapshot: StateSnapshot) -> None:
         """Have a slot stand where the snapshot was taken."""
+        self.position_Z[slot] = TORN
         for place, value in snapshot.conv.items():
             self.conv[place][slot] = value
         for layer, value in snapshot.recurrent.items():

@@ -204,7 +204,15 @@ class SmallLm(Drafter):
     @classmethod
     def from_lm(cls, lm: LanguageModel, spec: ModelSpec) -> SmallLm:
         """A loaded language model as drafter. A vocabulary padded differently from the target's is
-        accepted: surplus rows are never drafted, missing ids are treated as cut."""
+        accepted: surplus rows are never drafted, missing ids are treated as cut. IncompatibleError
+        for a model with recurrent states, which do not go back to an accepted token."""
+        if lm.state_bytes:
+            raise IncompatibleError(
+                "a model with recurrent states cannot draft",
+                found=type(lm).__name__,
+                expected="a draft model of attention alone",
+                do="choose another draft model, or a drafter without one, e.g. prompt-lookup",
+            )
         vocab = None
         if lm.spec.vocab_size < spec.vocab_size:
             vocab = VocabMap(torch.arange(lm.spec.vocab_size, device=lm.device), spec.vocab_size)

@@ -166,7 +166,8 @@ def refuse_stateful(
         raise IncompatibleError(
             f"{model_class.__name__} cannot be a target",
             found=found,
-            expected="a decoder of full or sliding attention, or with recurrent layers of a kind "
-            "that is kept here (docs/targets.md)",
-            do="choose another target, e.g. a Llama, Qwen3, Mistral, Gemma, Qwen3.5 or LFM2",
+            expected="a decoder of full or sliding attention"
+            + (", or with recurrent layers of a kind that is kept here" if may_hold else ""),
+            do="choose another, e.g. a Llama, Qwen3, Mistral or Gemma"
+            + (", Qwen3.5 or LFM2 (docs/targets.md)" if may_hold else ""),
         )

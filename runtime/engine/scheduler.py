@@ -33,6 +33,8 @@ from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import SamplingBatch
 
+PENDING = 2048  # tokens at most whose inputs to recurrent states wait for a forward's end
+
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
@@ -267,7 +269,9 @@ class Scheduler:
         """Rows join whose prompts are read, up to the last token: the root of the first round. If
         nothing is drafted in it, the forward of that round is part of the reading."""
         began = time.perf_counter()
-        with_roots = not self.rows and self.chunk is None and self.planner.first_is_free
+        # States cannot stand behind roots that a failed round gives back.
+        may_have_roots = self.chunk is None and not self.reader.kv.holds_state
+        with_roots = may_have_roots and not self.rows and self.planner.first_is_free
         while self.waiting and self.free:
             self.prefilling.append(self._take_slot(*self.waiting.popleft(), with_roots))
         done = self._prefill(with_roots)
@@ -293,6 +297,8 @@ class Scheduler:
         while not all(progress.is_done for progress in self.prefilling):
             num_open = sum(not progress.is_done for progress in self.prefilling)
             width = CHUNK if self.chunk is None else max(1, self.chunk // num_open)
+            if kv.holds_state:
+                width = min(width, max(1, PENDING // num_open))
             read(self.reader.target, kv, self.prefilling, width, taps, with_roots)
             if self.chunk is not None:
                 break
@@ -323,10 +329,12 @@ class Scheduler:
         row = Row.of(index, slot, request)
         row.reused_len = common
         progress = PrefillProgress(row, common, row.kept_len + with_roots)
-        if common and held is not None and held.states and isinstance(self.reader.kv, StateKV):
-            snapshot = held.states[common]
+        if isinstance(self.reader.kv, StateKV):
+            snapshot = held.states[common] if common and held is not None and held.states else None
             if snapshot is not None:
                 self.reader.kv.state.restore(slot, snapshot)
+            elif not common:  # a prompt of one token is not read before the first round
+                self.reader.kv.state.clear(slot)
         if common and held is not None and held.taps:
             progress.taps.append({tap: value[:common] for tap, value in held.taps.items()})
         return progress

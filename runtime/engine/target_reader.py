@@ -97,8 +97,8 @@ class TargetReader:
     def advance(self, round: Round, tree: DraftTree, verdict: Verdict) -> None:
         """Move the states of recurrent layers along the accepted path, once the round is certain:
         one that fails for a row is drafted again for the others, and states do not go back."""
-        if not isinstance(self.kv, StateKV) or round.roots is not None:
-            return  # roots that came with the prompts were kept with them
+        if not isinstance(self.kv, StateKV):
+            return
         slot_B, path_BP = round.view.slot_B, verdict.path_BP
         if tree.is_chain:
             self.kv.advance(slot_B, path_BP)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Needs, RoundView, Space, StepState
-from specctl.core.errors import IncompatibleError
+from specctl.core.errors import IncompatibleError, SpecctlError
+from specctl.core.slot_state import WHOLE, SlotState, StateShape
 from specctl.drafters import family
+from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import default_policy
@@ -218,6 +220,39 @@ def test_a_row_that_is_given_up_leaves_an_empty_slot() -> None:
         assert written(engine, [Request(PROMPTS[1], GREEDY)])[0] == said(kind, PROMPTS[1])
 
 
+def test_a_prompt_of_one_token_takes_over_no_states() -> None:
+    """It is not read before its first round, and its slot stood behind another text."""
+    kind = "qwen3_next"
+    engine = engine_of(kind, None, 1)
+    engine.open(120)
+    engine.run([Request(PROMPTS[0], replace(GREEDY, max_new_tokens=2), "theirs")])
+    stood = engine.reader.kv.state.position(0)
+    first = Request((7,), GREEDY, "ours")
+    answer = written(engine, [first])[0]
+    assert answer == alone(kind, first)
+    assert stood < 12 < len(answer)
+    follow = Request((7, *answer[:12], 3), GREEDY, "ours")
+    assert written(engine, [follow])[0] == alone(kind, follow)
+
+
+def test_states_whose_move_failed_halfway_are_not_gone_on_from() -> None:
+    class Failing:
+        def after(self, state_BX: Tensor, path_BP: Tensor) -> Tensor:
+            raise MemoryError
+
+    state = SlotState([StateShape(recurrent=(2,))], 1, torch.float32, torch.device("cpu"))
+    slot_B, path_BP = torch.tensor([0]), torch.tensor([[0, 1]])
+    state.begin(slot_B, torch.tensor([0]))
+    state.leave((0, WHOLE), Failing())
+    with pytest.raises(MemoryError):
+        state.advance(slot_B, path_BP)
+    for kept in (1, 2):
+        with pytest.raises(SpecctlError, match="not those of its text"):
+            state.begin(slot_B, torch.tensor([kept]))
+    state.begin(slot_B, torch.tensor([0]))
+    assert state.position(0) == 0
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["prompt-lookup", "token-recycling"])
 @pytest.mark.parametrize("kind", FEW)
@@ -242,6 +277,8 @@ def test_what_cannot_go_with_states_is_refused() -> None:
     drafter = lookup.build(lookup.options(), target.spec, None)
     with pytest.raises(IncompatibleError, match="drafting in parallel needs"):
         Pearl(target, drafter, make_policy({"policy": "chain", "length": 2}))
+    with pytest.raises(IncompatibleError, match="recurrent states cannot draft"):
+        SmallLm.from_lm(target.lm, target.spec)
     with pytest.raises(IncompatibleError, match="layer by layer"):
         Engine(target, None, Progressive(early_layer=2))
     for name in ("skip-layers", "ppd", "calm"):

@@ -83,7 +83,8 @@ def slots_for(target: Target, longest: int, budget: int | None = None) -> int:
     if budget is None:
         budget = torch.cuda.mem_get_info(target.device)[0] // 4 if is_cuda else HOST_BYTES
     position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
-    return max(1, min(GPU_ROWS if is_cuda else HOST_ROWS, budget // (position * longest)))
+    each = position * longest + target.lm.state_bytes
+    return max(1, min(GPU_ROWS if is_cuda else HOST_ROWS, budget // each))
 
 
 def answers_digest(
