@@ -54,7 +54,7 @@ class DFlashOptions(HeadOptions):
     intermediate: Count | None = field(default=None, metadata=ADDED)
     rope_theta: Annotated[float, Within(most=1e12)] | None = field(default=None, metadata=ADDED)
     causal: bool = field(default=False, metadata=ADDED)
-    window: Count | None = field(default=None, metadata=SERVED)
+    window: Annotated[int, Within(1, 1 << 20)] | None = field(default=None, metadata=SERVED)
 
     def __post_init__(self) -> None:
         HeadOptions.__post_init__(self)

@@ -95,7 +95,7 @@ class Eagle3Options(DepthOptions):
     norm_before_residual: bool = field(default=False, metadata=ADDED)
     rope_theta: Annotated[float, Within(most=1e12)] | None = field(default=None, metadata=ADDED)
     scaled_rope: bool = field(default=False, metadata=ADDED)
-    window: Count | None = field(default=None, metadata=SERVED)
+    window: Annotated[int, Within(1, 1 << 20)] | None = field(default=None, metadata=SERVED)
     sink: CountOrZero = field(default=0, metadata=SERVED)
 
     def __post_init__(self) -> None:

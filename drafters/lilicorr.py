@@ -49,7 +49,7 @@ from specctl.drafters.nets.slot_conv import convolve
 from specctl.drafters.option_checks import Count, CountOrZero, Within
 
 MARGIN = 2.0
-MOST_REGRET = 100.0  # finite where a target forbids tokens by -inf
+MOST_REGRET, LEAST_LOG_P = 100.0, -1e4  # finite where a target forbids tokens by -inf
 Weight = Annotated[float, Within(0, 100)]
 
 
@@ -280,7 +280,7 @@ class LiLiCorr(CorrectedBlocks):
             return None
         ids_K = None if self.vocab is None else self.vocab.ids_K
         log_p_QK = learned.teacher.distribution(learned.rows.teacher_row_Q, ids_K).log_p_QK
-        log_p_QC = log_p_QK.gather(1, rows_QC)
+        log_p_QC = log_p_QK.gather(1, rows_QC).clamp(min=LEAST_LOG_P)
         true_Q1 = log_p_QC.masked_fill(~is_true_QC, 0.0).sum(-1, keepdim=True)
         return (true_Q1 - log_p_QC).clamp(0, MOST_REGRET)
 

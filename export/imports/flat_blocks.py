@@ -20,6 +20,7 @@ from specctl.export.imports.blocks import (
     BlockReading,
     drafter_of,
     is_causal,
+    not_in_sglang,
     refuse_variants,
 )
 from specctl.export.imports.flat_domino import is_domino
@@ -44,12 +45,6 @@ SPARK_KEYS = (
     "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
     "sample_from_anchor",
 )  # fmt: skip
-
-
-NOT_IN_SGLANG = (
-    f"the block is causal, which {ENGINE} reads from is_causal alone: there, set it to true or "
-    "export the package"
-)
 
 
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
@@ -95,7 +90,7 @@ def read(published: Published, target: Target) -> Imported:
     notes: tuple[str, ...] = ()
     if reading.is_causal:
         staged["is_causal"] = True
-        notes = () if body.get("is_causal") else (NOT_IN_SGLANG,)
+        notes = not_in_sglang(body)
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, reading.num_drafted - 1, without=drafter.options.mask_id)

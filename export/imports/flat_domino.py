@@ -21,6 +21,7 @@ from specctl.export.imports.blocks import (
     BlockReading,
     drafter_of,
     is_causal,
+    not_in_sglang,
     refuse_variants,
 )
 from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
@@ -76,6 +77,10 @@ def read(published: Published, target: Target) -> Imported:
         raise refused(what, "an embedding or a vocabulary of its own", "the target's", ELSEWHERE)
     beside = {n: t for n, t in published.tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
     staged: dict[str, Any] = {"architectures": [DOMINO], "model_type": "qwen3"}
+    notes: tuple[str, ...] = ()
+    if reading.is_causal:
+        staged["is_causal"] = True
+        notes = not_in_sglang(body)
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, size - 1, without=drafter.options.mask_id)
@@ -85,7 +90,7 @@ def read(published: Published, target: Target) -> Imported:
             theirs_NV = theirs.drafted_logits(trial)
         compare(ENGINE, theirs_NV, drafted_logits(twin(source, drafter), trial))
 
-    return Imported(drafter, ENGINE, prove, size)
+    return Imported(drafter, ENGINE, prove, size, notes)
 
 
 def _number(settings: Mapping[str, Any], key: str) -> int:

@@ -45,7 +45,9 @@ def read(published: Published, target: Target) -> Imported:
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, FED_BACK)
         with published.staged(head.tensors) as folder:
-            theirs = VllmEagle3(folder, embedding_of(source)).drafted_logits(trial)
+            reader = VllmEagle3(folder, embedding_of(source))
+            reader.check_window(drafter.options.window)
+            theirs = reader.drafted_logits(trial)
         compare(ENGINE, theirs, drafted_logits(twin(source, drafter), trial))
 
     notes = other_verifier(body, target) + head.notes

@@ -197,7 +197,13 @@ class VllmEagle3:
         ids = [*trial.ids[1:], *[self.config.pard_token] * num_masks]
         return self._step(torch.tensor(ids), state_TD)[0][-1 - num_masks :]
 
-    def _window(self, layer: int) -> int | None:
+    def check_window(self, window: int | None) -> None:
+        """GateError for another window than that of the drafter: a trial's text is shorter than
+        most, so its logits would not show it."""
+        if (found := self.window(0)) != window:
+            raise gate(f"{ENGINE} reads a window of {found}", f"the drafter's own, {window}")
+
+    def window(self, layer: int) -> int | None:
         """Layers of the draft model count from 0, whatever number they have behind the target's."""
         kinds: list[str] = getattr(self.config, "layer_types", None) or []
         is_sliding = bool(kinds) and kinds[layer] == "sliding_attention"
@@ -216,7 +222,7 @@ class VllmEagle3:
                 x_TI = torch.cat([rms_norm(embed_TD, first_D, sizes.eps), normed_TD], dim=-1)
             else:
                 x_TI = rms_norm(state_TD, first_D, sizes.eps)
-            window = self._window(layer)
+            window = self.window(layer)
             attended_TD = attention(params, f"{own}.self_attn", x_TI, sizes, window=window)
             state_TD = onward(params, own, state_TD, attended_TD, sizes.eps)
         read_TD = rms_norm(state_TD, params["norm.weight"], sizes.eps)

@@ -251,6 +251,7 @@ FAULTS: list[tuple[str, dict[str, Any], Change]] = [
     ("eagle3", {"qk_norm": True}, as_llama),
     ("eagle3", {}, no_verifier),
     ("eagle3", WINDOW, narrower_window),
+    ("eagle3", {"window": 512}, narrower_window),
     ("eagle3", WINDOW, window_of_no_layer),
     ("p-eagle", P_EAGLE, swapped_halves),
     ("p-eagle", P_EAGLE, layer_ids_one_off),

@@ -153,6 +153,7 @@ def check(source: ExportSource, folder: Path) -> None:
     """vLLM drafts what the drafter drafts: behind random features, and on its own states."""
     ours = twin(source, without_router(source.drafter))
     reader, trial = VllmEagle3(folder, embedding_of(source)), Trial.of(source, FED_BACK)
+    reader.check_window(source.drafter.options.window)
     compare(ENGINE, reader.drafted_logits(trial), drafted_logits(ours, trial))
 
 
