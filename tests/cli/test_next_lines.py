@@ -142,6 +142,7 @@ def test_the_flags_of_a_group_are_read_again_as_they_were_given() -> None:
     drafting = DraftingFlags(
         policy="chain", length=2, nodes=3, rule="block", stop_rule="s p.x", controller="hedge",
         parallel=False, adaptive=True, allow=["a", "b"], translate="tli",
+        draft_options=["window=9"],
     )  # fmt: skip
     again("bench", drafting, drafting.words(), "drafting")
     assert OWN_TARGET.words() == []

@@ -25,10 +25,13 @@ from specctl.train.planning.plan import plan
 
 # What no module of its own holds, so that an adapter has no name for it.
 NAMELESS = {
+    "domino": {"memory"},
     "falcon": {"lstm"},
+    "lilicorr": {"lattice"},
     **{name: {"tokens"} for name in ("k-forcing", "lexical-unit", "pass", "ppd", "s3d")},
 }
-OPTIONS = {"lexical-unit": {"unit": 0.01}}  # a random target is sure of nothing
+# A random target is sure of nothing; a correction learns beside the block from the first step on.
+OPTIONS = {"lexical-unit": {"unit": 0.01}, "domino": {"base_weight": 0.5}}
 FAMILIES = [name for name, family in families().items() if family.trainable]
 
 
