@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "fast_tier.json"
-SECONDS = 60.0  # of both workers together; with their start and what is marked, 90 on two cores
+SECONDS = 30.0  # of both workers together; with their start and what is marked, 90 on two cores
 LEAST_SHARE = 0.02
 Kept = dict[str, dict[str, int]]  # file -> function -> number of its cases that run
 
