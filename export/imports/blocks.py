@@ -172,16 +172,6 @@ def is_causal(settings: Mapping[str, Any]) -> bool:
     return any(said.values())
 
 
-def not_in_sglang(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What to know of a causal block where config.json does not say so in SGLang's way."""
-    if config.get("is_causal"):
-        return ()
-    return (
-        "the block is causal, which SGLang reads from is_causal alone: there, set it to true or "
-        "export the package",
-    )
-
-
 def refuse_variants(settings: Mapping[str, Any]) -> None:
     """Switches of the published blocks, in SGLang or vLLM, that ours do not have. (Those that come
     with tensors of their own would be refused for these.)"""

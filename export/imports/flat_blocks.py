@@ -13,22 +13,20 @@ from typing import Any
 
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
-from specctl.export.imports.blocks import (
-    EMBEDDING,
-    HEAD,
-    TABLES,
-    BlockReading,
-    drafter_of,
-    is_causal,
-    not_in_sglang,
-    refuse_variants,
+from specctl.export.imports.blocks import BlockReading, drafter_of, is_causal, refuse_variants
+from specctl.export.imports.flat import (
+    causal_key,
+    causal_notes,
+    check_lent,
+    number_of,
+    own_tensors,
+    taps_of,
 )
 from specctl.export.imports.flat_domino import is_domino
 from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
 from specctl.export.imports.layers import derived_config
 from specctl.export.imports.published import Published
 from specctl.export.layouts.blocks import check_confidence
-from specctl.export.layouts.engines import taps_of_layer_ids
 from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, ENGINE, SglangBlocks
 from specctl.export.readers.trial import (
     Trial,
@@ -64,33 +62,22 @@ def read(published: Published, target: Target) -> Imported:
     if is_spark and settings.get("sample_from_anchor", True) is not True:
         found = f"sample_from_anchor: {settings['sample_from_anchor']}"
         raise refused("the root of our DSpark block speaks", found, "true", ELSEWHERE)
-    size = _number(settings, "block_size", 2)
-    ids = settings.get("target_layer_ids")
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        what = "config.json does not say which layers the head reads"
-        raise refused(what, f"target_layer_ids: {ids}", "a list of layers", REPAIR)
-    rank = _number(settings, "markov_rank", 1) if is_spark else None
+    size = number_of(settings, "block_size", 2)
+    rank = number_of(settings, "markov_rank") if is_spark else None
     reading = BlockReading(
         config,
-        taps_of_layer_ids(ids),
+        taps_of(settings),
         settings.get("mask_token_id"),
         size if is_spark else size - 1,
         rank,
         is_causal(settings),
     )
     drafter = drafter_of(reading, published.tensors, target)
-    beside = {n: t for n, t in published.tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
-    if drafter.options.mask_id is None or drafter.vocab is not None:
-        found = "an embedding or a vocabulary of its own"
-        what = "engines take embedding and LM head of a flat block from the target"
-        raise refused(what, found, "the target's", ELSEWHERE)
+    check_lent(drafter)
+    beside = own_tensors(published.tensors)
     kind = DSPARK if is_spark else DFLASH
-    staged: dict[str, Any] = {"architectures": [kind], "model_type": "qwen3"}
+    staged = {"architectures": [kind], "model_type": "qwen3", **causal_key(reading)}
     staged |= {key: settings[key] for key in SPARK_KEYS if is_spark and key in settings}
-    notes: tuple[str, ...] = ()
-    if reading.is_causal:
-        staged["is_causal"] = True
-        notes = not_in_sglang(body)
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, reading.num_drafted - 1, without=drafter.options.mask_id)
@@ -105,7 +92,7 @@ def read(published: Published, target: Target) -> Imported:
         if is_spark:
             check_confidence(source, sure_N, trial)
 
-    return Imported(drafter, ENGINE, prove, reading.num_drafted, notes)
+    return Imported(drafter, ENGINE, prove, reading.num_drafted, causal_notes(reading, body))
 
 
 def _settings(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,14 +100,6 @@ def _settings(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(nested, Mapping):
         raise refused("dflash_config is no object", str(nested), "keys and values", REPAIR)
     return {**body, **nested}
-
-
-def _number(settings: Mapping[str, Any], key: str, least: int) -> int:
-    found = settings.get(key)
-    if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= 1 << 16:
-        what = "config.json does not say a size of the head"
-        raise refused(what, f"{key}: {found}", f"{least} or more", REPAIR, f"config.json:{key}")
-    return found
 
 
 IMPORTER = Importer("flat-blocks", "architectures DFlashDraftModel, Qwen3DSparkModel", knows, read)

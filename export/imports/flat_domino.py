@@ -14,20 +14,18 @@ from typing import Any
 
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
-from specctl.export.imports.blocks import (
-    EMBEDDING,
-    HEAD,
-    TABLES,
-    BlockReading,
-    drafter_of,
-    is_causal,
-    not_in_sglang,
-    refuse_variants,
+from specctl.export.imports.blocks import BlockReading, drafter_of, is_causal, refuse_variants
+from specctl.export.imports.flat import (
+    causal_key,
+    causal_notes,
+    check_lent,
+    number_of,
+    own_tensors,
+    taps_of,
 )
 from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
 from specctl.export.imports.layers import derived_config
 from specctl.export.imports.published import Published
-from specctl.export.layouts.engines import taps_of_layer_ids
 from specctl.export.readers.sglang_blocks import DFLASH, ENGINE
 from specctl.export.readers.sglang_domino import DOMINO, REQUIRED, SglangDomino
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, head_of, twin
@@ -63,24 +61,14 @@ def read(published: Published, target: Target) -> Imported:
             raise refused("config.json says two sizes", found, "one", REPAIR, key)
     settings = {**body, **nested}
     refuse_variants({**settings, "projector_type": None})
-    rank, state, size = (_number(settings, key) for key in (*SIZES, "block_size"))
-    ids = settings.get("target_layer_ids")
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        what = "config.json does not say which layers the head reads"
-        raise refused(what, f"target_layer_ids: {ids}", "a list of layers", REPAIR)
-    taps, mask_id = taps_of_layer_ids(ids), settings.get("mask_token_id")
+    rank, state, size = (number_of(settings, key) for key in (*SIZES, "block_size"))
+    taps, mask_id = taps_of(settings), settings.get("mask_token_id")
     config = derived_config(body, "qwen3")
     reading = BlockReading(config, taps, mask_id, size, rank, is_causal(settings), state)
     drafter = drafter_of(reading, published.tensors, target)
-    if drafter.options.mask_id is None or drafter.vocab is not None:
-        what = "engines take embedding and LM head of a flat block from the target"
-        raise refused(what, "an embedding or a vocabulary of its own", "the target's", ELSEWHERE)
-    beside = {n: t for n, t in published.tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
-    staged: dict[str, Any] = {"architectures": [DOMINO], "model_type": "qwen3"}
-    notes: tuple[str, ...] = ()
-    if reading.is_causal:
-        staged["is_causal"] = True
-        notes = not_in_sglang(body)
+    check_lent(drafter)
+    beside = own_tensors(published.tensors)
+    staged = {"architectures": [DOMINO], "model_type": "qwen3", **causal_key(reading)}
 
     def prove(source: ExportSource) -> None:
         trial = Trial.of(source, size - 1, without=drafter.options.mask_id)
@@ -90,15 +78,7 @@ def read(published: Published, target: Target) -> Imported:
             theirs_NV = theirs.drafted_logits(trial)
         compare(ENGINE, theirs_NV, drafted_logits(twin(source, drafter), trial))
 
-    return Imported(drafter, ENGINE, prove, size, notes)
-
-
-def _number(settings: Mapping[str, Any], key: str) -> int:
-    found = settings.get(key)
-    if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= 1 << 16:
-        what = "config.json does not say a size of the head"
-        raise refused(what, f"{key}: {found}", "1 or more", REPAIR, f"config.json:{key}")
-    return found
+    return Imported(drafter, ENGINE, prove, size, causal_notes(reading, body))
 
 
 IMPORTER = Importer(

@@ -180,17 +180,27 @@ def as_modelopt(config: Config, tensors: Tensors) -> None:
     config["architectures"] = ["DFlashDraftModel"]
 
 
-@pytest.mark.parametrize("change", [None, as_modelopt])
+def as_jetspec(config: Config, tensors: Tensors) -> None:
+    """A causal block that says so by `causal_head` alone, which SGLang does not read."""
+    del config["is_causal"], config["dflash_config"]["causal"]
+
+
+@pytest.mark.parametrize(
+    ("change", "causal"), [(None, False), (as_modelopt, False), (None, True), (as_jetspec, True)]
+)
 def test_domino_comes_back(
-    change: Change | None, target: Target, publish: Any, tmp_path: Path
+    change: Change | None, causal: bool, target: Target, publish: Any, tmp_path: Path
 ) -> None:
-    drafter, folder = publish("sglang", change, family="domino", mask_id=9, num_heads=3, state=24)
+    own = {"mask_id": 9, "num_heads": 3, "state": 24, "causal": causal}
+    drafter, folder = publish("sglang", change, family="domino", **own)
     report = taken(folder, target, tmp_path / "package")
     assert (report.format, report.manifest.family) == ("flat-domino", "domino")
     assert report.manifest.serve["length"] == 3
     found: Any = load_drafter(tmp_path / "package", target)
     assert same_tensors(found, drafter.to(target.device, target.dtype))
     assert (found.options.mask_id, found.options.state, found.options.rank) == (9, 24, 64)
+    assert found.options.causal == causal
+    assert any("is_causal alone" in note for note in report.notes) == (change is as_jetspec)
 
 
 SPEC, FLAT = "speculators", "sglang"
