@@ -15,7 +15,7 @@ from specctl.api.failures import raises_user_errors
 from specctl.api.families import check_stored
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.drafter import Drafter
-from specctl.core.errors import RecipeError, SpecctlError, did_you_mean, one_of
+from specctl.core.errors import RecipeError, SpecctlError, did_you_mean
 from specctl.drafters import family
 from specctl.drafters.nets.options import served_anew
 from specctl.export.package import folder as packages
@@ -253,12 +253,14 @@ def _serve(
     serve |= _stop_settings(given.get("stop_rule"))
     serve.setdefault("policy", policies[0])
     if serve["policy"] not in policies:
+        legal = f"--policy {policies[0]}"
+        is_known = serve["policy"] in POLICY_FIELDS  # no misspelling: there is nothing to guess
         raise RecipeError(
             f"this drafter cannot be grown by policy {serve['policy']!r}",
             where="--policy",
             found=str(serve["policy"]),
-            expected=one_of(policies, "specctl recipes schema --field serve"),
-            do=did_you_mean(str(serve["policy"]), policies, f"--policy {policies[0]}"),
+            expected="one of " + ", ".join(policies),
+            do=legal if is_known else did_you_mean(str(serve["policy"]), policies, legal),
         )
     for key in ("nodes", "stop_rule", "controller"):
         field = "stop" if key == "stop_rule" else key
