@@ -68,9 +68,12 @@ def trained(args: argparse.Namespace) -> list[str]:
     """The run folders of the families to train; those that failed are left out and named."""
     folders = []
     for name in filter(None, args.train.split(",")):
-        folder = args.out / name
-        command = ["train-draft", "--recipe", name, "--target", args.target, "--out", str(folder)]
+        family, _, change = name.partition(":")
+        folder = args.out / name.replace(":", "-").replace("=", "-")
+        command = ["train-draft", "--recipe", family, "--target", args.target]
+        command += ["--out", str(folder), *(["--set", change] if change else [])]
         command += ["--data", args.data, "--time", args.time]
+        command += ["--set", "data.features=offline"]
         command += ["--set", f"data.features_at={args.out / 'features'}"]
         command += [word for one in args.set for word in ("--set", one)]
         done = subprocess.run([sys.executable, "-m", "specctl", *command])
@@ -118,7 +121,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--suites", default="", help="NAME=PATH, with commas")
     parser.add_argument("--drafters", default=None, help="else all that need no training")
-    parser.add_argument("--train", default="", help="families to train first, with commas")
+    parser.add_argument(
+        "--train",
+        default="",
+        help="families to train first, with commas, each with or without :FIELD=VALUE",
+    )
     parser.add_argument("--data", help="answers that all of them learn")
     parser.add_argument("--time", default="15m", help="of the training of each")
     parser.add_argument("--set", action="append", default=[], help="field of every recipe")
