@@ -18,7 +18,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import prepare
 from specctl.train.data.sources import Defects, check_source, read_samples
 from specctl.train.data.splits import folder_splits
-from specctl.train.planning.data_shares import source_shares, tokens_in
+from specctl.train.planning.data_shares import UNKNOWN_TOKENS, source_shares, tokens_in
 
 HUB_CARD = """---
 license: mit
@@ -239,6 +239,20 @@ def test_prepared_rows_hold_every_source_and_say_their_shares(
     assert said == [f"data: {name}: 1 record (50% of all)" for name in names]
 
 
+def test_tokens_of_a_file_are_those_of_its_texts_not_of_its_keys(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    said = [{"role": role, "content": "x" * 100} for role in ("user", "assistant")]
+    record = {"messages": said, "domain": "y" * 2000}
+    file.write_text((json.dumps(record) + "\n") * 700)
+    assert tokens_in(DataPart(source=str(file))) == pytest.approx(700 * 50, rel=0.02)
+    written = {"input_ids": [49000] * 30, "loss_mask": [1] * 30}
+    file.write_text((json.dumps(written) + "\n") * 700 + "not JSON\n")
+    assert tokens_in(DataPart(source=str(file))) == pytest.approx(700 * 30, rel=0.02)
+    plain = tmp_path / "b.txt"
+    plain.write_text("x" * 400)
+    assert tokens_in(DataPart(source=(str(plain), "owner/name"))) == 100 + UNKNOWN_TOKENS
+
+
 def test_the_plan_knows_the_share_of_every_source(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 3)
     (tmp_path / "b.jsonl").write_text('{"text": "abc"}\n')
@@ -248,7 +262,6 @@ def test_the_plan_knows_the_share_of_every_source(tmp_path: Path) -> None:
         (names[0], "1 file", 0.75),
         (names[1], "1 file", 0.25),
     ]
-    assert tokens_in(DataPart(source=names)) == 16
     mixed = source_shares(DataPart(source=(names[0], "owner/name", "./none.jsonl")))
     assert [(one.what, one.share) for one in mixed] == [
         ("1 file", None), ("split train", None), ("not here yet", None),

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import DataPart
-from specctl.train.data.sources import find_source, names_of
+from specctl.train.data.layouts import FieldChoices
+from specctl.train.data.prepare import field_choices
+from specctl.train.data.records import Sample, samples_of
+from specctl.train.data.sources import CSV, JSONL, file_records, find_source, names_of
+from specctl.train.data.tables import decoded
 
 BYTES_PER_TOKEN = 4
 UNKNOWN_TOKENS = 10_000_000  # of a source whose size is not known
+LOOKED_AT = 256  # first records of a file, which say how much of it is text
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +57,43 @@ def _size(part: DataPart, name: str) -> tuple[str, int | None]:
 
 def tokens_in(part: DataPart) -> int:
     """About how many tokens the sources hold."""
-    sizes = [share.bytes for share in source_shares(part)]
-    return sum(UNKNOWN_TOKENS if size is None else size // BYTES_PER_TOKEN for size in sizes)
+    choices, tokens = field_choices(part), 0
+    for name in names_of(part.source):
+        try:
+            source = find_source(name, part.format, part.split)
+            is_here = source.bytes is not None
+            tokens += (
+                sum(_file_tokens(file, kind, source.split, choices) for file, kind in source.files)
+                if is_here
+                else UNKNOWN_TOKENS
+            )
+        except (SpecctlError, OSError):
+            tokens += UNKNOWN_TOKENS
+    return tokens
+
+
+def _file_tokens(file: Path, kind: str, split: str | None, choices: FieldChoices) -> int:
+    """By the file's size. A record has more than its text: keys, and ids where it is tokenized."""
+    size = file.stat().st_size
+    if kind not in (JSONL, CSV):  # text alone, or packed
+        return size // BYTES_PER_TOKEN
+    looked_at, tokens = 0, 0.0
+    for _, record in islice(file_records(file, kind, split), LOOKED_AT):
+        if not isinstance(record, ValueError):
+            looked_at += len(json.dumps(record, ensure_ascii=False, default=str).encode())
+            tokens += sum(map(_sample_tokens, _samples(record, choices)))
+    return round(size * tokens / looked_at) if tokens else size // BYTES_PER_TOKEN
+
+
+def _samples(record: Any, choices: FieldChoices) -> Iterator[Sample]:
+    try:
+        yield from samples_of(decoded(record), "", choices=choices)
+    except (ValueError, SpecctlError):
+        return  # left out of the data, too
+
+
+def _sample_tokens(sample: Sample) -> float:
+    if sample.ids:
+        return len(sample.ids)
+    said = [sample.text, *(str(message.get("content") or "") for message in sample.messages)]
+    return sum(len(text.encode()) for text in said) / BYTES_PER_TOKEN

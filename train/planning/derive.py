@@ -43,7 +43,7 @@ from specctl.train.planning.capacity import lacking_memory
 from specctl.train.planning.data_facts import DataFacts, look_at_data, some_prompts
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.pace import Pace
-from specctl.train.planning.plan import CALIBRATED, build_shape, disk_needs
+from specctl.train.planning.plan import CALIBRATED, build_shape, feature_bytes
 from specctl.train.planning.stand_in import now, stand_in
 from specctl.train.planning.target_shape import TargetShape, target_shape
 from specctl.train.planning.weighing import Weighing
@@ -301,12 +301,10 @@ class _Deriving:
         needs = drafter.needs()
         if not (needs.taps or needs.teacher) or not self.is_free("data.features"):
             return
-        fields = {"data.features": "offline", "data.prompts": CALIBRATED_PROMPTS}
-        kept = with_fields(recipe, fields, DERIVED)
-        each = disk_needs(self._without_auto(facts, kept), self.shape.spec).get("features", 0)
-        size = each / CALIBRATED_PROMPTS
+        size = facts.document_tokens * feature_bytes(recipe, self.shape, drafter)
+        count = CALIBRATED_PROMPTS if recipe.data.regenerate else facts.prompts
         free = Disk().free(Path.cwd())
-        if size * CALIBRATED_PROMPTS > DISK_SHARE * free:
+        if size * (count or CALIBRATED_PROMPTS) > DISK_SHARE * free:
             reason = f"the target reads every batch: a thousand answers are {size * 1e3 / 1e9:.1f}"
             reason += f" GB of features, and {free / 1e9:.1f} GB are free"
             self.choose("data.features", "online", reason)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from specctl.core.drafter import Drafter, Family, Needs
+from specctl.core.drafter import Drafter, Family
 from specctl.core.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
@@ -255,7 +255,7 @@ def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> d
     if train.joint is not None:
         found["changed target"] = shape.itemsize(recipe.target) * shape.parameters
     if data.features == "offline":
-        features = _feature_bytes(recipe, shape, training_needs(drafter)) * tokens
+        features = feature_bytes(recipe, shape, drafter) * tokens
         if data.features_gb is not None:
             features = min(features, int(data.features_gb * 1e9))
         if data.features_at is None or (is_url(data.features_at) and data.features_gb):
@@ -263,9 +263,9 @@ def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> d
     return found
 
 
-def _feature_bytes(recipe: Recipe, shape: TargetShape, needs: Needs) -> int:
-    """Of a token on disk."""
-    spec, topk = shape.spec, recipe.data.teacher_topk or 0
+def feature_bytes(recipe: Recipe, shape: TargetShape, drafter: Drafter) -> int:
+    """Of a token's features on disk."""
+    needs, spec, topk = training_needs(drafter), shape.spec, recipe.data.teacher_topk or 0
     whole = "state" if shape.plain_head else "logits"
     teacher = ("topk" if topk else whole) if needs.teacher else "none"
     itemsize = shape.itemsize(recipe.target)
