@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.core.drafter import Needs, RoundView, Space, StepState
 from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.core.slot_state import WHOLE, SlotState, StateShape
 from specctl.drafters import family
@@ -27,7 +26,8 @@ from specctl.runtime.policies.propd import Progressive
 from specctl.runtime.proof import prove
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
-from specctl_testing.hybrids import FEW, HYBRIDS, VOCABULARY, tiny_hybrid
+from specctl_testing.hybrids import FEW, HYBRIDS, tiny_hybrid
+from specctl_testing.runtime.knowing import Knowing
 
 PROMPTS = ((7, 8, 9, 7, 8, 9, 7), tuple(range(40, 63)), (11, 12, 13) * 23)
 KNOWING = {
@@ -57,65 +57,6 @@ def said(kind: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(whole[0, len(prompt) :].tolist())
 
 
-class KnowingState(StepState):
-    """Drafts from `texts`, with the true token first at some places, second at some, and elsewhere
-    not at all: paths of every length are accepted."""
-
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        self.texts = [list(text) for text in texts]
-        self.prefix: list[list[int]] = []
-        self.paths: list[list[list[int]]] = []
-
-    def start(self, slot: int, tokens: Sequence[int], taps: Any) -> None:
-        return
-
-    def end(self, slot: int) -> None:
-        return
-
-    def observe(self, outcome: Any) -> None:
-        return
-
-    def _logits(self, tokens: list[int]) -> Tensor:
-        at = len(tokens)
-        drawn = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(at))
-        for text in self.texts:
-            if text[:at] == tokens and at < len(text) and at % 5:
-                drawn[text[at]] = drawn.max() + (1.0 if at % 3 else -0.01)
-        return drawn
-
-    def root(self, view: RoundView) -> Tensor:
-        self.prefix = [list(text) for text in view.tokens]
-        self.paths = [[] for _ in view.tokens]
-        return torch.stack([self._logits(text) for text in self.prefix])
-
-    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-        found = []
-        for b, known in enumerate(self.paths):
-            nodes = zip(token_BM[b].tolist(), parent_BM[b].tolist(), strict=True)
-            new = [[*(known[parent] if parent >= 0 else []), token] for token, parent in nodes]
-            known += new
-            found.append(torch.stack([self._logits(self.prefix[b] + path) for path in new]))
-        return torch.stack(found)
-
-
-class Knowing:
-    """A drafter of these texts."""
-
-    family, module, vocab, lossless, policies = "small-lm", None, None, True, ()
-
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        self.texts = texts
-
-    def needs(self) -> Needs:
-        return Needs()
-
-    def bind(self, borrowed: Any) -> None:
-        raise AssertionError("borrows nothing")
-
-    def open(self, space: Space) -> KnowingState:
-        return KnowingState(self.texts)
-
-
 def engine_of(
     kind: str,
     name: str | None,
@@ -126,7 +67,8 @@ def engine_of(
     """An engine of that family, or of a drafter that knows most of the answers."""
     target, drafter, policy = made(kind)[0], None, None
     if name in KNOWING:
-        drafter = Knowing([(*prompt, *said(kind, prompt)) for prompt in PROMPTS])
+        texts = [(*prompt, *said(kind, prompt)) for prompt in PROMPTS]
+        drafter = Knowing(texts, target.spec)
         policy = make_policy(KNOWING[name])
     elif name is not None:
         one = family(name)
