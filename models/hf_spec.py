@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 
@@ -129,8 +131,7 @@ def head_scale(config: Any) -> float:
 def holds_states(model_class: type, config: Any) -> bool:
     """Whether layers keep a recurrent state or a convolution's, in a way that `state_mixers` knows:
     whether it is right is tried on loading."""
-    kinds = set(field_of(config.get_text_config(), "layer_types") or ())
-    return bool(kinds & {*STATE_KINDS}) and hasattr(
+    return has_state_layers(config) and hasattr(
         sys.modules.get(model_class.__module__), CONVOLUTION
     )
 
@@ -151,16 +152,15 @@ def numbers_added(scans: tuple[str, ...], recurrent: tuple[int, ...]) -> int:
     return prod(heads) * max(each, default=0)
 
 
-def refuse_recorded(config: Any, where: str = "") -> None:
-    """Raise where rounds cannot be recorded: states are written beside the recorded step."""
-    if set(field_of(config.get_text_config(), "layer_types") or ()) & {*STATE_KINDS}:
-        raise IncompatibleError(
-            "rounds of a target with recurrent states cannot be recorded",
-            found="--compile",
-            expected="a target of attention alone",
-            do="leave out --compile",
-            where=where,
-        )
+def has_state_layers(config: Any) -> bool:
+    """Whether layers keep a recurrent state or a convolution's, of whatever kind."""
+    return bool(set(field_of(config.get_text_config(), "layer_types") or ()) & {*STATE_KINDS})
+
+
+def refuse_with_states(config: Any, wanted: Sequence[AttentionOnly], where: str = "") -> None:
+    """Raise where something is wanted that needs a target of attention alone."""
+    if wanted and has_state_layers(config):
+        raise wanted[0].error(config.get_text_config().model_type, where)
 
 
 def refuse_stateful(
