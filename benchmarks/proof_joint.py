@@ -10,7 +10,8 @@ penalties, banned words, a grammar mask, ends of text inside a draft, limits ins
 of the context. Texts of up to three tokens go through the engine (batched, cached, with rollbacks);
 the distribution of all of them is listed exactly. `--rows` says how many are decoded together, and
 `--single-models` leaves out drafters beside the target. Fails (exit code 8) if any text is
-impossible, or any test is significant after Holm's correction at a family-wise 0.001, or a drafter is never accepted.
+impossible, or any test is significant after Holm's correction at a family-wise 0.001, or a drafter
+is never accepted.
 """
 
 from __future__ import annotations

@@ -49,11 +49,14 @@ class _ByPrefix(StepState):
 
 class KnowingState(_ByPrefix):
     """Drafts from `texts`, with the true token first at some places, second at some, and elsewhere
-    not at all."""
+    not at all; `never` tokens are not drafted."""
 
-    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    def __init__(
+        self, texts: Sequence[Sequence[int]], vocab_size: int, never: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.texts, self.vocab_size = [list(text) for text in texts], vocab_size
+        self.never = list(never)
 
     def _logits(self, tokens: list[int]) -> Tensor:
         at = len(tokens)
@@ -61,6 +64,7 @@ class KnowingState(_ByPrefix):
         for text in self.texts:
             if text[:at] == tokens and at < len(text) and at % 5:
                 drawn[text[at]] = drawn.max() + (1.0 if at % 3 else -0.01)
+        drawn[self.never] = -torch.inf
         return drawn
 
 
@@ -69,12 +73,14 @@ class Knowing(Drafter):
 
     family = "small-lm"
 
-    def __init__(self, texts: Sequence[Sequence[int]], spec: Any) -> None:
+    def __init__(
+        self, texts: Sequence[Sequence[int]], spec: Any, never: Sequence[int] = ()
+    ) -> None:
         super().__init__(None, spec)
-        self.texts = texts
+        self.texts, self.never = texts, never
 
     def open(self, space: Space) -> KnowingState:
-        return KnowingState(self.texts, self.spec.vocab_size)
+        return KnowingState(self.texts, self.spec.vocab_size, self.never)
 
 
 class _MirrorState(_ByPrefix):
