@@ -212,12 +212,11 @@ def borrowing() -> Iterator[tuple[str, Draft]]:
 
 
 def recurrent(kind: str) -> Iterator[tuple[str, Draft]]:
-    """Chains, trees, copies, and heads that read its states, for a target of that architecture."""
+    """Chains, trees, and heads that read hidden states, for a target of that architecture."""
     yield f"{kind}, chain", Draft(disturbed, CHAIN, "block", kind)
     yield f"{kind}, distinct tree", Draft(disturbed, TREE, "traversal", kind)
     yield f"{kind}, i.i.d. tree", Draft(disturbed, MANY, "multi-round", kind)
-    copies = partial(fresh, "prompt-lookup", kind=kind)
-    yield f"{kind}, prompt-lookup", Draft(copies, {"policy": "direct"}, kind=kind)
+    yield f"{kind}, medusa", Draft(partial(fresh, "medusa", kind=kind), TREE, kind=kind)
     yield f"{kind}, eagle3", Draft(partial(fresh, "eagle3", kind=kind), CHAIN, kind=kind)
 
 
