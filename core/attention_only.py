@@ -15,7 +15,7 @@ from specctl.core.errors import IncompatibleError
 
 @dataclass(frozen=True, slots=True)
 class AttentionOnly:
-    """`what` cannot go with recurrent states, the words that asked for it, and what to `do`."""
+    """`what` cannot go with recurrent states, the words that want it, and what to `do`."""
 
     what: str
     words: str

@@ -46,7 +46,7 @@ class Chat:
     def __init__(self, service: Service, client: httpx.Client) -> None:
         self.service, self.client = service, client
 
-    def ask(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+    def answered(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
         body = {"messages": messages, "max_tokens": 24, "temperature": 0, **fields}
         answer = self.client.post(CHAT, json={"ignore_eos": True, **body})
         assert answer.status_code == 200, answer.text
@@ -54,7 +54,7 @@ class Chat:
         return found
 
     def says(self, messages: list[dict[str, str]], **fields: Any) -> str:
-        return str(self.ask(messages, **fields)["message"]["content"])
+        return str(self.answered(messages, **fields)["message"]["content"])
 
     def alone(self, messages: list[dict[str, str]], **fields: Any) -> str:
         """Undrafted, and nothing is taken over."""
@@ -106,7 +106,7 @@ def test_a_stop_string_in_mid_path_is_followed_by_the_right_turn(chat: Chat) -> 
     whole = chat.alone(first)
     for at in (3, 8, 16):  # ends at several places of a path
         stop = whole[at : at + 2]
-        ended = chat.ask(first, stop=[stop], prompt_cache_key="ours")
+        ended = chat.answered(first, stop=[stop], prompt_cache_key="ours")
         assert ended["finish_reason"] == "stop"
         assert ended["message"]["content"] == whole[: whole.index(stop)]
         second = said("write a loop", ended["message"]["content"], "go on")
@@ -119,7 +119,7 @@ def test_an_end_in_mid_path_is_followed_by_the_right_turn(chat: Chat) -> None:
     whole = chat.alone(first)
     drawn = chat.service.target.tokenizer.encode(whole, add_special_tokens=False)
     for token in drawn[3:15:5]:
-        ended = chat.ask(first, stop_token_ids=[token], prompt_cache_key="ours")
+        ended = chat.answered(first, stop_token_ids=[token], prompt_cache_key="ours")
         second = said("write a class", ended["message"]["content"], "go on")
         text = chat.reusing(second)
         assert text == chat.alone(second)
