@@ -11,6 +11,7 @@ from typing import Any
 
 from specctl.api.against import cannot_assist, parse_against, transformers_contenders
 from specctl.api.arguments import MOST_ROWS, check_count
+from specctl.api.attention_only import attention_only
 from specctl.api.bench_questions import bench_material
 from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
@@ -79,7 +80,8 @@ def bench(
         if drafters is None or isinstance(drafters, (str, Path, Drafter, LoadedDraft))
         else list(drafters)
     )
-    model = target_or_own(target, *listed)
+    wanted = attention_only(listed, drafting.get("parallel"), drafting.get("policy"))
+    model = target_or_own(target, *listed, wanted=wanted)
     material = bench_material(
         model, prompts, wanted_suites,
         num_prompts=num_prompts, limit=limit, domain=domain, chat=chat,

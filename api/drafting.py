@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.api.arguments import MOST_DRAFTED, check_count
+from specctl.api.attention_only import attention_only
 from specctl.api.cost_cache import describe, read_costs, write_costs
 from specctl.api.failures import raises_user_errors
 from specctl.api.families import check_stored
@@ -128,7 +129,7 @@ def load_drafter(
     """
     if isinstance(drafter, Drafter):
         return drafter
-    model = target_or_own(target, drafter)
+    model = target_or_own(target, drafter, wanted=attention_only([drafter]))
     return packages.load_drafter(drafter, model, allow=allow, translate=translate)
 
 

@@ -23,12 +23,13 @@ FEW_BITS = ("int8", "int4", "gguf")  # dtypes whose stored weights are not kept
 @dataclass(frozen=True, slots=True)
 class FamilyInfo:
     """A family by its source: name, the fields of its options, whether it trains, whether it reads
-    the target's weights as they are stored."""
+    the target's weights as they are stored, whether it runs layers of the target."""
 
     name: str
     options: tuple[str, ...]
     trainable: bool
     reads_stored: bool = False
+    borrows_layers: bool = False
 
 
 @cache
@@ -41,6 +42,7 @@ def family_infos() -> dict[str, FamilyInfo]:
             tuple(f.fields()),
             bool(f.values.get("trainable", False)),
             bool(f.values.get("reads_stored", False)),
+            bool(f.values.get("borrows_layers", False)),
         )
         for f in found
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specctl.api.arguments import MOST_ROWS, check_count
+from specctl.api.attention_only import attention_only
 from specctl.api.drafting import DRAFTING, DrafterLike, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.progress import Progress, as_reporter, warnings_of
@@ -108,7 +109,8 @@ def generate(
     reporter = as_reporter(progress)
     check_count("batch", batch, MOST_ROWS)
     sampling, how = _split(sampling, settings)
-    model = target_or_own(target, drafter)
+    wanted = attention_only([drafter], how.get("parallel"), how.get("policy"))
+    model = target_or_own(target, drafter, wanted=wanted)
     draft = load_draft(drafter, model, **how)
     if draft is not drafter:
         draft.announce(reporter)

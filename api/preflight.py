@@ -125,6 +125,7 @@ def check_made_for(
 
 def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
     """Refuse what the memory of this machine or its GPU cannot hold, before a weight is read."""
+    from specctl.train.assemble import check_states
     from specctl.train.data.context import check_context
     from specctl.train.planning.capacity import lacking_memory, refuse_lacks
     from specctl.train.planning.hardware import Cluster
@@ -135,6 +136,7 @@ def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
     cluster = Cluster.here(processes)
     for stage in remaining(recipe, out):
         shape = target_shape(stage.target)
+        check_states(stage, shape.config)
         check_context(stage, shape.spec)
         weighing = Weighing(stage, shape, cluster)
         lacks = lacking_memory(weighing, False, recipe)

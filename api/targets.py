@@ -17,6 +17,7 @@ from specctl.recipes.published import path_named
 from specctl.recipes.targets import resolve
 
 if TYPE_CHECKING:
+    from specctl.core.attention_only import AttentionOnly
     from specctl.export.package.manifest import TargetRecord
     from specctl.runtime.target.target import Target
 
@@ -49,13 +50,12 @@ def load_target(
     the one of the folder or repository it was loaded from. A Target is returned as it is.
     """
     from specctl.runtime.target.target import Target
-    from specctl.runtime.target.target import load_target as load
 
     if isinstance(target, Target):
         target.lm.check_unchanged()
         return target
     if isinstance(target, (str, Path)):
-        found = load(
+        return _named(
             str(target),
             revision=revision,
             dtype=dtype,
@@ -67,11 +67,6 @@ def load_target(
             device_map=device_map,
             tensor_parallel=tensor_parallel,
         )
-        for note in found.notes:
-            warnings.warn(note, stacklevel=2)
-        if found.rounding is not None and found.rounding.is_doubtful:
-            warnings.warn(found.rounding.warning(found.dtype_name), stacklevel=2)
-        return found
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
             "this is no target",
@@ -82,6 +77,18 @@ def load_target(
         )
     name = str(getattr(target, "name_or_path", "") or type(target).__name__)
     return Target.from_model(target, tokenizer or _tokenizer_of(target), name)
+
+
+def _named(name: str, **how: Any) -> Target:
+    """The target of that name, and warnings of what is to be known of it."""
+    from specctl.runtime.target.target import load_target as load
+
+    found = load(name, **how)
+    for note in found.notes:
+        warnings.warn(note, stacklevel=3)
+    if found.rounding is not None and found.rounding.is_doubtful:
+        warnings.warn(found.rounding.warning(found.dtype_name), stacklevel=3)
+    return found
 
 
 def _tokenizer_of(model: Any) -> Any:
@@ -104,18 +111,28 @@ def in_memory(target: TargetLike | None) -> Target | None:
     return None if target is None or isinstance(target, (str, Path)) else load_target(target)
 
 
-def target_or_own(target: TargetLike | None, *drafters: object, dtype: str = "auto") -> Target:
-    """The target; where none was named, the one that the first package was made for, else tiny."""
+def target_or_own(
+    target: TargetLike | None,
+    *drafters: object,
+    dtype: str = "auto",
+    wanted: Sequence[AttentionOnly] = (),
+) -> Target:
+    """The target; where none was named, the one that the first package was made for, else tiny.
+    `wanted`: what will be done with it that needs attention alone."""
     record = own_target(*drafters) if target is None else None
-    if record is None:
-        return load_target("tiny" if target is None else target, dtype=dtype)
-    return load_target(
-        record.name,
-        revision=record.revision,
-        inflate=record.inflated,
-        dtype=dtype,
-        adapters=record.adapter_words(),
-    )
+    if record is not None:
+        return _named(
+            record.name,
+            revision=record.revision,
+            inflate=record.inflated,
+            dtype=dtype,
+            adapters=record.adapter_words(),
+            wanted=wanted,
+        )
+    name = "tiny" if target is None else target
+    if isinstance(name, (str, Path)):
+        return _named(str(name), dtype=dtype, wanted=wanted)
+    return load_target(name)
 
 
 def own_target(*drafters: object) -> TargetRecord | None:

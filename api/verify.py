@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specctl.api.attention_only import attention_only
 from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.measurement import target_words
@@ -103,7 +104,8 @@ def verify(
     if level == LEVELS[0]:
         name = drafter.name if isinstance(drafter, LoadedDraft) else str(drafter)
         return VerifyResult(name, level, tuple(stored))
-    model = target_or_own(target, drafter, dtype="float32")
+    wanted = attention_only([drafter], drafting.get("parallel"), drafting.get("policy"))
+    model = target_or_own(target, drafter, dtype="float32", wanted=wanted)
     names = [name for name in allow if name != APPROXIMATE]
     settings: dict[str, Any] = drafting | ({"allow": names} if names else {})
     draft = load_draft(drafter, model, **settings)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from specctl.api.attention_only import attention_only
 from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.measurement import Measurement
@@ -138,7 +139,7 @@ def vocab_trim(
         temperature=temperature,
     )
     check_folder(out)
-    model = target_or_own(target, drafter)
+    model = target_or_own(target, drafter, wanted=attention_only([drafter]))
     wanted = settings.size
     if wanted != "auto" and size is not None and not 2 <= wanted <= model.spec.vocab_size:
         raise _bad_size(str(size), f"2 to {model.spec.vocab_size:,} tokens, or auto")

@@ -5,12 +5,13 @@ python benchmarks/proof_joint.py [--samples 20000] [--json]
 python benchmarks/proof_joint.py --single-models --rows 1 --samples 1000
 
 A configuration is a drafter with a policy and a rule, and a sampling setting, on small random
-models of 8 tokens: temperatures, truncations, penalties, banned words, a grammar mask, ends of text
-inside a draft, limits inside a draft, the end of the context. Texts of up to three tokens go
-through the engine (batched, cached, with rollbacks); the distribution of all of them is listed
-exactly. `--rows` says how many are decoded together, and `--single-models` leaves out drafters
-beside the target. Fails (exit code 8) if any text is impossible, or any test is significant after
-Holm's correction at a family-wise 0.001, or a drafter is never accepted.
+models of 8 tokens, Llamas and four kinds with recurrent layers: temperatures, truncations,
+penalties, banned words, a grammar mask, ends of text inside a draft, limits inside a draft, the end
+of the context. Texts of up to three tokens go through the engine (batched, cached, with rollbacks);
+the distribution of all of them is listed exactly. `--rows` says how many are decoded together, and
+`--single-models` leaves out drafters beside the target. Fails (exit code 8) if any text is
+impossible, or any test is significant after Holm's correction at a family-wise 0.001, or a drafter
+is never accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from unittest.mock import patch
 import torch
 from proof_common import Check, parser, report
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+)
 
 from specctl.core import language_model
 from specctl.core.drafter import Drafter
@@ -73,18 +79,34 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def letters_model(names: str, seed: int, layers: int = 4) -> Target:
+RECURRENT: dict[str, dict[str, Any]] = {  # one architecture of each kind of state
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8},
+    "falcon_h1": {
+        "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 32,
+        "mamba_chunk_size": 8},
+    "mamba": {"state_size": 8},
+}  # fmt: skip
+
+
+def letters_model(names: str, seed: int, layers: int = 4, kind: str = "llama") -> Target:
     """A random model whose tokens are letters."""
     vocab = {name: i for i, name in enumerate(names)}
     words = Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(names), hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, intermediate_size=32, max_position_embeddings=CONTEXT,
-        initializer_range=0.3, bos_token_id=None, eos_token_id=EOS, pad_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    fields: dict[str, Any] = {
+        "vocab_size": len(names), "hidden_size": 16, "num_hidden_layers": layers,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 32,
+        "max_position_embeddings": CONTEXT, "initializer_range": 0.3, "bos_token_id": None,
+        "eos_token_id": EOS, "pad_token_id": None, "tie_word_embeddings": False,
+    }  # fmt: skip
+    fields |= RECURRENT.get(kind, {})
+    fields["num_hidden_layers"] = len(fields.get("layer_types", range(layers)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
     with torch.no_grad():
         std = model(torch.randint(0, len(names), (4, 12))).logits.std()
         model.lm_head.weight.mul_(1.5 / std)
@@ -92,8 +114,8 @@ def letters_model(names: str, seed: int, layers: int = 4) -> Target:
 
 
 @cache
-def target() -> Target:
-    return letters_model("abcdefgh", 0)
+def target(kind: str = "llama") -> Target:
+    return letters_model("abcdefgh", 0, kind=kind)
 
 
 @cache
@@ -107,10 +129,10 @@ def disturbed() -> SmallLm:
     return SmallLm.from_lm(lm, target().spec)
 
 
-def fresh(name: str, **options: Any) -> Drafter:
+def fresh(name: str, *, kind: str = "llama", **options: Any) -> Drafter:
     family = families()[name]
     torch.manual_seed(3)
-    return family.build(family.options(**options), target().spec, None)
+    return family.build(family.options(**options), target(kind).spec, None)
 
 
 def trimmed() -> Drafter:
@@ -132,11 +154,12 @@ def copies_and_4_bits() -> Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafter with how it is served."""
+    """A drafter with how it is served, and for a target of which architecture."""
 
     make: Callable[[], Drafter]
     serve: dict[str, Any]
     rule: str = "auto"
+    kind: str = "llama"
 
 
 CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}
@@ -188,7 +211,18 @@ def borrowing() -> Iterator[tuple[str, Draft]]:
             yield name, Draft(partial(fresh, name), {"policy": method.policies[0], "length": 3})
 
 
+def recurrent(kind: str) -> Iterator[tuple[str, Draft]]:
+    """Chains, trees, and heads that read hidden states, for a target of that architecture."""
+    yield f"{kind}, chain", Draft(disturbed, CHAIN, "block", kind)
+    yield f"{kind}, distinct tree", Draft(disturbed, TREE, "traversal", kind)
+    yield f"{kind}, i.i.d. tree", Draft(disturbed, MANY, "multi-round", kind)
+    yield f"{kind}, medusa", Draft(partial(fresh, "medusa", kind=kind), TREE, kind=kind)
+    yield f"{kind}, eagle3", Draft(partial(fresh, "eagle3", kind=kind), CHAIN, kind=kind)
+
+
 DRAFTS.update(borrowing())
+for architecture in RECURRENT:
+    DRAFTS.update(recurrent(architecture))
 SINGLE_MODELS = [  # the target drafts for itself
     *(name for name, _ in borrowing()), "speculative-jacobi", "jacobi", "tr-jacobi", "mtp",
     "quantspec, groups of 4", "easyspec, not calibrated", "copies and 4 bits",
@@ -224,8 +258,9 @@ def run(draft: str, setting: str, samples: int, rows: int = ROWS) -> Found:
     how, fields = DRAFTS[draft], dict(SAMPLINGS[setting])
     prompt = tuple(fields.pop("prompt", [1, 2, 3, 1, 2]))
     fields = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True, **fields}
-    distribution = ExactDistribution.of(target(), prompt, Sampling(**fields))
-    engine = Engine(target(), how.make(), make_policy(how.serve), how.rule, num_slots=rows)
+    model = target(how.kind)
+    distribution = ExactDistribution.of(model, prompt, Sampling(**fields))
+    engine = Engine(model, how.make(), make_policy(how.serve), how.rule, num_slots=rows)
     requests = [Request(prompt, Sampling(**fields, seed=i)) for i in range(samples)]
     with patch.object(language_model, "LEAST_SAVED", 0.0):  # verify from exits, however small
         done = engine.run(requests)

@@ -359,7 +359,8 @@ class Family:
     """One method file's entry: `FAMILY = Family(...)`. `options` is a frozen dataclass whose
     defaults are the family's; `build(options, spec, vocab)` makes a drafter with fresh weights.
     `policies` are the tree policies that may grow it, the default first. `reads_stored`: it makes
-    weights of its own from the target's as they are stored."""
+    weights of its own from the target's as they are stored. `borrows_layers`: it runs layers of the
+    target apart from a forward, or reads what they cached."""
 
     name: str
     summary: str
@@ -369,6 +370,7 @@ class Family:
     trainable: bool
     policies: tuple[str, ...]
     reads_stored: bool = False
+    borrows_layers: bool = False
 
 
 STRIDE = 64  # positions between the small states

@@ -378,6 +378,11 @@ class LanguageModel(ABC):
         return 0
 
     @property
+    def pending_bytes(self) -> int:
+        """Memory that a fed token takes beside its keys and values, until its path is known."""
+        return 0
+
+    @property
     def kv_devices(self) -> tuple[torch.device, ...]:
         """Where each layer's keys and values are made; empty: all on `device`."""
         return ()

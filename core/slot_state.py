@@ -21,6 +21,7 @@ from specctl.core.errors import SpecctlError
 from specctl.core.kv_cache import Aim, KVShape, SlotKV
 
 Place = tuple[int, int]  # a layer, and which of its convolutions or of the heads of its state
+PENDING = 2048  # prompt tokens at most that are read at once, since what they add waits until then
 WHOLE = -1  # all heads of a state
 TORN = -1  # position of a slot whose layers do not stand at one token
 
@@ -28,15 +29,41 @@ TORN = -1  # position of a slot whose layers do not stand at one token
 @dataclass(frozen=True, slots=True)
 class StateShape:
     """What a layer remembers beside keys and values. `convs`: channels and kept inputs of each of
-    its convolutions; `recurrent`: the shape of its state, () where it has none."""
+    its convolutions; `recurrent`: the shape of its state, () where it has none; `added`: numbers
+    that say what a token adds to that state."""
 
     convs: tuple[tuple[int, int], ...] = ()
     recurrent: tuple[int, ...] = ()
+    added: int = 0
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Memory of one slot: convolutions in the model's `dtype`, the state in float32."""
         inputs = sum(channels * kept for channels, kept in self.convs)
         return inputs * dtype.itemsize + (4 * prod(self.recurrent) if self.recurrent else 0)
+
+    def pending_bytes(self, dtype: torch.dtype) -> int:
+        """Memory of a fed token until its path is known."""
+        return sum(channels for channels, _ in self.convs) * dtype.itemsize + 4 * self.added
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What a model with recurrent layers keeps of a row, by layer."""
+
+    layers: tuple[KVShape, ...]
+    states: tuple[StateShape, ...]
+
+    def position_bytes(self, dtype: torch.dtype) -> int:
+        """Memory of the keys and values of a token."""
+        return sum(layer.size for layer in self.layers) * dtype.itemsize
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Memory of the states of a row, however long it is."""
+        return sum(shape.num_bytes(dtype) for shape in self.states)
+
+    def pending_bytes(self, dtype: torch.dtype) -> int:
+        """Memory of a fed token until its path is known."""
+        return sum(shape.pending_bytes(dtype) for shape in self.states)
 
 
 class PendingState(Protocol):
@@ -112,8 +139,10 @@ class SlotState:
         return held[self._slot_B.to(held.device)]
 
     def leave_inputs(self, place: Place, input_BIT: Tensor) -> None:
-        """What the fed tokens give a convolution to read."""
-        self._inputs[place] = input_BIT
+        """What the fed tokens give a convolution to read. A part of a larger tensor is copied, or
+        it would keep the whole until the path is known."""
+        is_part = input_BIT.untyped_storage().nbytes() > input_BIT.nbytes
+        self._inputs[place] = input_BIT.clone() if is_part else input_BIT
 
     def leave(self, place: Place, pending: PendingState) -> None:
         """What the fed tokens add to a state, `WHOLE` or the head that the place names."""

@@ -334,4 +334,5 @@ FAMILY = Family(
     build=Calm,
     trainable=False,
     policies=("chain", "dynamic-tree"),
+    borrows_layers=True,
 )

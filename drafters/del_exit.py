@@ -172,4 +172,5 @@ FAMILY = Family(
     build=Del,
     trainable=False,
     policies=("chain",),
+    borrows_layers=True,
 )

@@ -109,4 +109,5 @@ FAMILY = Family(
     build=DepthDecay,
     trainable=False,
     policies=("chain",),
+    borrows_layers=True,
 )

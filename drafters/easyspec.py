@@ -136,4 +136,5 @@ FAMILY = Family(
     build=EasySpec,
     trainable=False,
     policies=("chain", "dynamic-tree"),
+    borrows_layers=True,
 )

@@ -49,4 +49,5 @@ FAMILY = Family(
     build=Eesd,
     trainable=True,
     policies=("chain",),
+    borrows_layers=True,
 )

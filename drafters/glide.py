@@ -153,4 +153,5 @@ FAMILY = Family(
     build=Glide,
     trainable=True,
     policies=("cape", "chain", "dynamic-tree", "static-tree"),
+    borrows_layers=True,
 )

@@ -147,4 +147,5 @@ FAMILY = Family(
     build=HiddenTransfer,
     trainable=True,
     policies=("dynamic-tree", "static-tree", "chain"),
+    borrows_layers=True,
 )

@@ -390,4 +390,5 @@ FAMILY = Family(
     build=KForcing,
     trainable=True,
     policies=("direct", "chain"),
+    borrows_layers=True,
 )

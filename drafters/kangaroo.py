@@ -50,4 +50,5 @@ FAMILY = Family(
     build=Kangaroo,
     trainable=True,
     policies=("chain", "dynamic-tree"),
+    borrows_layers=True,
 )

@@ -64,4 +64,5 @@ FAMILY = Family(
     build=LayerSkip,
     trainable=False,
     policies=("chain", "dynamic-tree"),
+    borrows_layers=True,
 )

@@ -162,4 +162,5 @@ FAMILY = Family(
     build=LexicalUnit,
     trainable=True,
     policies=("direct",),
+    borrows_layers=True,
 )

@@ -125,4 +125,5 @@ FAMILY = Family(
     build=LookAhead,
     trainable=True,
     policies=("chain",),
+    borrows_layers=True,
 )

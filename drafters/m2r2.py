@@ -212,4 +212,5 @@ FAMILY = Family(
     build=M2R2,
     trainable=True,
     policies=("chain", "dynamic-tree"),
+    borrows_layers=True,
 )

@@ -286,4 +286,5 @@ FAMILY = Family(
     build=Moa,
     trainable=True,
     policies=("dynamic-tree", "chain", "static-tree"),
+    borrows_layers=True,
 )

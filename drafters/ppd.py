@@ -265,4 +265,5 @@ FAMILY = Family(
     build=Ppd,
     trainable=True,
     policies=("direct", "prompt-tree"),
+    borrows_layers=True,
 )

@@ -168,4 +168,5 @@ FAMILY = Family(
     trainable=False,
     policies=("chain", "dynamic-tree"),
     reads_stored=True,
+    borrows_layers=True,
 )

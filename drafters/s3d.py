@@ -129,4 +129,5 @@ FAMILY = Family(
     build=Skipping,
     trainable=True,
     policies=("chain",),
+    borrows_layers=True,
 )

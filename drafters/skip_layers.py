@@ -113,6 +113,7 @@ FAMILY = Family(
     build=SkipLayers,
     trainable=False,
     policies=("chain",),
+    borrows_layers=True,
 )
 
 

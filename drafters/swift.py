@@ -222,4 +222,5 @@ FAMILY = Family(
     build=Swift,
     trainable=False,
     policies=("chain",),
+    borrows_layers=True,
 )

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_map
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import LanguageModel
-from specctl.core.slot_state import StateKV, StateShape
+from specctl.core.slot_state import RowShape, StateKV, StateShape
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.models.hf_spec import ALIBI, field_of, holds_states
+from specctl.models.hf_spec import ALIBI, field_of, holds_states, numbers_added, scans_of
 from specctl.models.not_finite import first_bad_module, is_bad, numbers_error, numbers_in
 from specctl.models.spread import is_piece
 
@@ -190,12 +190,28 @@ def ask_plainly(model: Any, windows: tuple[int, ...]) -> Plain:
         except Exception:  # a module that reads another's weights, or a kernel of one dtype
             out, is_exact = model(input_ids=ids_RS, use_cache=True), False
     _check_numbers(model, out.logits, lambda: model(input_ids=ids_RS, use_cache=False))
+    cache = _cache_of(model, out)
+    return Plain(ids_RS, out.logits, _layers(cache), _states(model, cache), is_exact)
+
+
+@torch.no_grad()
+def row_shape_of(model: Any) -> RowShape:
+    """What a model with recurrent layers keeps of a row, tried on one token. The model may have no
+    storage; its weights are bfloat16, since not every kernel has a form for shapes alone in
+    float32."""
+    model.set_attn_implementation("eager")
+    ids_11 = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    cache = _cache_of(model, model(input_ids=ids_11, use_cache=True))
+    return RowShape(_layers(cache), _states(model, cache))
+
+
+def _cache_of(model: Any, out: Any) -> Any:
     cache = getattr(out, "past_key_values", None)
     cache = getattr(out, "cache_params", None) if cache is None else cache
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "layers"):
         raise refused(model, "it keeps no cache of keys and values")
-    return Plain(ids_RS, out.logits, _layers(cache), _states(cache), is_exact)
+    return cache
 
 
 def _check_numbers(model: Any, logits_RSV: Tensor, forward: Callable[[], object]) -> None:
@@ -245,15 +261,16 @@ def _layers(cache: Any) -> tuple[KVShape, ...]:
     return tuple(shapes)
 
 
-def _states(cache: Any) -> tuple[StateShape, ...]:
+def _states(model: Any, cache: Any) -> tuple[StateShape, ...]:
     """What each layer keeps as states; empty where none does."""
-    shapes = []
+    shapes, scans = [], scans_of(model)
     for layer in cache.layers:
         convs = [each for each in getattr(layer, "conv_states", {}).values() if each is not None]
         state = getattr(layer, "recurrent_states", {}).get(0)
         # Of as many inputs as a convolution is wide the next step has no use for the oldest.
         kept = tuple((each.shape[1], each.shape[2] - 1) for each in convs)
-        shapes.append(StateShape(kept, () if state is None else tuple(state.shape[1:])))
+        recurrent = () if state is None else tuple(state.shape[1:])
+        shapes.append(StateShape(kept, recurrent, numbers_added(scans, recurrent)))
     return tuple(shapes) if any(shape != StateShape() for shape in shapes) else ()
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
+from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 
@@ -26,6 +29,9 @@ OTHER_KINDS = {
 }
 STATE_KINDS = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 CONVOLUTION = "causal_conv1d_fn"  # in every file of transformers whose states are kept here
+DELTA, KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+MAMBA2, MAMBA1 = "mamba2_chunk_scan", "mamba_selective_scan"
+SCANS = (DELTA, KIMI, MAMBA2, MAMBA1)  # of the states that are kept here, by transformers' names
 PLAIN_HEADS = (  # whose logits are the normed last state times the head, and nothing more
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 )  # fmt: skip
@@ -125,22 +131,36 @@ def head_scale(config: Any) -> float:
 def holds_states(model_class: type, config: Any) -> bool:
     """Whether layers keep a recurrent state or a convolution's, in a way that `state_mixers` knows:
     whether it is right is tried on loading."""
-    kinds = set(field_of(config.get_text_config(), "layer_types") or ())
-    return bool(kinds & {*STATE_KINDS}) and hasattr(
+    return has_state_layers(config) and hasattr(
         sys.modules.get(model_class.__module__), CONVOLUTION
     )
 
 
-def refuse_recorded(config: Any, where: str = "") -> None:
-    """Raise where rounds cannot be recorded: states are written beside the recorded step."""
-    if set(field_of(config.get_text_config(), "layer_types") or ()) & {*STATE_KINDS}:
-        raise IncompatibleError(
-            "rounds of a target with recurrent states cannot be recorded",
-            found="--compile",
-            expected="a target of attention alone",
-            do="leave out --compile",
-            where=where,
-        )
+def scans_of(model: Any) -> tuple[str, ...]:
+    """The functions that move the states of a model, by transformers' names."""
+    files = {cls.__module__ for part in model.modules() for cls in type(part).__mro__}
+    return tuple(name for name in SCANS if any(hasattr(sys.modules[f], name) for f in files))
+
+
+def numbers_added(scans: tuple[str, ...], recurrent: tuple[int, ...]) -> int:
+    """How many numbers say what a token adds to a state of that shape (`state_forms`): a key, a
+    value and decays of every head; of Mamba 1 a step and an input of every channel and a key."""
+    if not recurrent:
+        return 0
+    *heads, rows, columns = recurrent
+    each = [2 * rows + columns if name in (KIMI, MAMBA1) else rows + columns + 1 for name in scans]
+    return prod(heads) * max(each, default=0)
+
+
+def has_state_layers(config: Any) -> bool:
+    """Whether layers keep a recurrent state or a convolution's, of whatever kind."""
+    return bool(set(field_of(config.get_text_config(), "layer_types") or ()) & {*STATE_KINDS})
+
+
+def refuse_with_states(config: Any, wanted: Sequence[AttentionOnly], where: str = "") -> None:
+    """Raise where something is wanted that needs a target of attention alone."""
+    if wanted and has_state_layers(config):
+        raise wanted[0].error(config.get_text_config().model_type, where)
 
 
 def refuse_stateful(

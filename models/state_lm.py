@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut, Masks, RunMasks
-from specctl.core.slot_state import StateKV
+from specctl.core.slot_state import RowShape, StateKV
 from specctl.models.hf_lm import HfLM, SlotLayer
 from specctl.models.hf_spec import STATE_KINDS
 from specctl.models.read_only import ReadingLM
@@ -78,8 +78,16 @@ class StateLM(ReadingLM):
         return StateKV.with_states(self.kv_layers, self.states, *size)
 
     @property
+    def row_shape(self) -> RowShape:
+        return RowShape(self.kv_layers, self.states)
+
+    @property
     def state_bytes(self) -> int:
-        return sum(shape.num_bytes(self.dtype) for shape in self.states)
+        return self.row_shape.state_bytes(self.dtype)
+
+    @property
+    def pending_bytes(self) -> int:
+        return self.row_shape.pending_bytes(self.dtype)
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         return super().run(feed, None) if kv is None else HfLM.run(self, feed, kv)

@@ -26,7 +26,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from specctl.core.slot_state import WHOLE, SlotState
-from specctl.models.hf_spec import CONVOLUTION
+from specctl.models.hf_spec import CONVOLUTION, DELTA, KIMI, MAMBA1, MAMBA2
 from specctl.models.state_forms import (
     DecayedInputs,
     DecayedTokens,
@@ -239,10 +239,10 @@ def _mamba_selective_scan(
 Own = Callable[..., Any]
 FUNCTIONS: dict[str, Own] = {
     CONVOLUTION: _causal_conv1d_fn,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _mamba2_chunk_scan,
-    "mamba_selective_scan": _mamba_selective_scan,
+    DELTA: _delta_rule,
+    KIMI: _delta_rule,
+    MAMBA2: _mamba2_chunk_scan,
+    MAMBA1: _mamba_selective_scan,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from specctl.core.attention_only import AttentionOnly, borrowing, of_serving
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError, nearest, one_of
@@ -17,6 +18,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_named
 from specctl.drafters.nets.options import read_options
+from specctl.models.hf_spec import refuse_with_states
 from specctl.recipes.schema import DataPart, DrafterPart, Recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter
@@ -38,6 +40,19 @@ from specctl.train.metrics import (
 
 Prompts = Sequence[Sequence[int]]
 BatchOf = Callable[[list[int]], TrainBatch]
+
+
+def attention_only(recipe: Recipe) -> tuple[AttentionOnly, ...]:
+    """What the drafter, and the way it is served, need of a target of attention alone."""
+    name = recipe.drafter.family
+    borrowed = [borrowing(name)] if family_named(name).borrows_layers else []
+    return (*borrowed, *of_serving(recipe.serve.model_dump()))
+
+
+def check_states(recipe: Recipe, config: Any) -> None:
+    """Refuse a target whose configuration says that its recurrent states cannot go with that."""
+    if config is not None:
+        refuse_with_states(config, attention_only(recipe), recipe.target.name)
 
 
 def trainable_family(recipe: Recipe) -> Family:

@@ -35,7 +35,7 @@ from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.device import refuse_idle_cuda, slow_dtype
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_part
-from specctl.train.assemble import check_answers, trainable_family
+from specctl.train.assemble import attention_only, check_answers, trainable_family
 from specctl.train.data.growth import LearnedRows
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.suite_prompts import suite_prompts
@@ -393,7 +393,8 @@ def _load_target(recipe: Recipe, device: torch.device) -> Target:
     """The target; where its states come from outside, without its layers."""
     part = recipe.target
     if recipe.data.target_source == "inprocess":
-        return load_part(part, device=str(device), is_read_only=True, is_widened=True)
+        more = {"device": str(device), "wanted": attention_only(recipe)}
+        return load_part(part, is_read_only=True, is_widened=True, **more)
     if part.inflate is not None or recipe.train.joint is not None:
         raise RecipeError(
             "this needs the target's layers in this process",

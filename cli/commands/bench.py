@@ -129,7 +129,7 @@ def bench(
     console.remains = partial(_remaining, console, measured, time.time())
     console.say(loading(target))
     began = time.perf_counter()
-    model = target.load(console, compiled)
+    model = target.load(console, compiled, wanted=drafting.wanted(*names))
     tell_chat(console, model, questions.chat)
     heats = temperature or ((0.0, 1.0) if questions.suites else (0.0, 0.8))
     samplings = _samplings(console, model, generation_config, temperature, heats)

@@ -92,7 +92,8 @@ def generate(
     target = target.or_own(draft.draft)
     if target.tensor_parallel:
         draft = draft.in_step()
-    model = target.load(console, compiled, is_in_step=True)
+    wanted = draft.wanted(draft.draft)
+    model = target.load(console, compiled, is_in_step=True, wanted=wanted)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)

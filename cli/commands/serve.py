@@ -237,7 +237,8 @@ def serve(
     level = logging.WARNING if console.quiet else logging.INFO
     send_logs(console.stderr, level, as_json=not console.stderr.isatty())
     _tell(console, loading(target))
-    model = target.load(console, compiled)
+    wanted = draft.wanted(draft.draft, may_be_parallel=False)
+    model = target.load(console, compiled, wanted=wanted)
     defaults = _defaults(console, model, generation_config)
     loaded = draft.load(model)
     loaded.announce(console)

@@ -53,8 +53,9 @@ def train_stop(
     wanted = learned_rule(rule)
     check_file(out)
     target = target.or_own(draft)
-    model = target.load(console)
-    loaded = DraftChoice(draft=draft).load(model)
+    choice = DraftChoice(draft=draft)
+    model = target.load(console, wanted=choice.wanted(draft))
+    loaded = choice.load(model)
     if loaded.drafter is None:
         raise SpecctlError(
             "there is no drafter to learn from", where="--draft", found=draft,

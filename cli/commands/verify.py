@@ -89,7 +89,7 @@ def verify(
         return
     found = target.or_own(draft)
     console.say(loading(found))
-    model = found.load(console, None)
+    model = found.load(console, None, wanted=settings.wanted(draft))
     loaded = settings.load(model)
     loaded.announce(console)
     stored.append(check_fit(model))

@@ -12,6 +12,7 @@ from specctl.api.outputs import check_folder
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Allow, Out
+from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.names import check_drafter
 from specctl.cli.options.positional import DraftFlag, Word, one_drafter
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
@@ -112,7 +113,7 @@ def vocab_trim(
     result = trim(
         draft,
         out,
-        target=target.load(console),
+        target=target.load(console, wanted=DraftChoice(draft).wanted(draft)),
         prompts=prompts,
         num_prompts=num_prompts,
         allow=allow or (),

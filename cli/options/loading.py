@@ -24,7 +24,10 @@ from specctl.cli.options.names import check_drafter, check_drafting
 from specctl.core.errors import one_of_two
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specctl.api.drafting import LoadedDraft
+    from specctl.core.attention_only import AttentionOnly
     from specctl.runtime.target.target import Target
 
 NO_DRAFTER = "none"
@@ -59,6 +62,14 @@ class DraftingFlags:
         check_drafting(self.policy, self.rule, self.controller, self.stop_rule)
         for draft in drafts:
             check_drafter(draft)
+
+    def wanted(self, *drafts: str, may_be_parallel: bool = True) -> Sequence[AttentionOnly]:
+        """What these drafters need of the target that only one of attention alone has;
+        `may_be_parallel`: whether they may draft beside it."""
+        from specctl.api.attention_only import attention_only
+
+        names = [draft for draft in drafts if draft != NO_DRAFTER]
+        return attention_only(names, self.parallel if may_be_parallel else False, self.policy)
 
     def of(self, draft: str) -> DraftChoice:
         """The same settings for the drafter of that name."""

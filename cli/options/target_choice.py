@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +15,7 @@ from specctl.core.hub_access import go_offline
 from specctl.recipes.drafter_names import drafter_names
 
 if TYPE_CHECKING:
+    from specctl.core.attention_only import AttentionOnly
     from specctl.recipes.schema import TargetPart
     from specctl.runtime.target.rounding import Rounding
     from specctl.runtime.target.target import Target
@@ -133,10 +134,12 @@ class TargetChoice:
         compiled: bool | None = False,
         is_read_only: bool = False,
         is_in_step: bool = False,
+        wanted: Sequence[AttentionOnly] = (),
     ) -> Target:
         """The target, announced with what an alias stands for and any inflation. `is_read_only`:
         also one that cannot be run here. `is_in_step`: several processes that run the command do
-        the same at every step, as tensor parallelism requires."""
+        the same at every step, as tensor parallelism requires. `wanted`: what will be done with it
+        that needs attention alone."""
         from specctl.recipes.targets import resolve
 
         if self.tensor_parallel and not is_in_step:
@@ -172,6 +175,7 @@ class TargetChoice:
             is_read_only=is_read_only,
             device_map=self.device_map,
             tensor_parallel=self.tensor_parallel,
+            wanted=wanted,
         )
         is_needed = target.device.type == "cpu" and (is_new or is_given_up())
         if is_needed and (missing := library().missing):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specctl.core.attention_only import AS_DRAFT
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError, is_out_of_memory
 from specctl.core.foreign_calls import is_panic
@@ -31,6 +32,7 @@ from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
+from specctl.models.hf_spec import refuse_with_states
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.target import hub
 from specctl.runtime.target.adapter import read_adapters, with_adapters
@@ -230,6 +232,7 @@ def load_lm(base: DraftFolders, shapes: Mapping[str, TensorEntry], target: Targe
     folder, added = base.folder, read_adapters(base.adapters)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        refuse_with_states(config, [AS_DRAFT], CONFIG)
         check_size(config, [entry.shape for entry in shapes.values()], CONFIG)
         with quietly():
             model, report = from_folder(

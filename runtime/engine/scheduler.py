@@ -20,7 +20,7 @@ from torch import Tensor
 from specctl.core.drafter import Budget, RoundView
 from specctl.core.errors import SpecctlError
 from specctl.core.language_model import LmOut
-from specctl.core.slot_state import StateKV, StateSnapshot
+from specctl.core.slot_state import PENDING, StateKV, StateSnapshot
 from specctl.runtime.batching.base import Batching, Choosing, RowView
 from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read, roots_of
@@ -32,8 +32,6 @@ from specctl.runtime.policies.base import Policy, Resting
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import SamplingBatch
-
-PENDING = 2048  # tokens at most whose inputs to recurrent states wait for a forward's end
 
 
 @dataclass(frozen=True, slots=True)

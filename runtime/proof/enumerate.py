@@ -12,7 +12,7 @@ parent's number (-1 = the root); distributions are tables from paths to probabil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -107,6 +107,7 @@ class Exact:
 
 
 Drafts = Callable[[Case], Iterator[tuple[float, list[int]]]]
+Read = Callable[[Sequence[int]], Sequence[Distribution]]
 
 
 def enumerate_case(
@@ -114,10 +115,11 @@ def enumerate_case(
     rule: ScalarRule | None = None,
     drafts: Drafts | None = None,
     given_q: Distributions | None = None,
+    read: Read | None = None,
 ) -> Exact:
     """The exact distribution of one round, completed by the target. The optional arguments put a
     wrong rule, a wrong way of drafting, or a wrong q given to the rule in the place of the right
-    one."""
+    one; `read` is what a target under test says of a draft, at the root and at every node."""
     rule = rule or RULES[case.rule].reference
     given_q = case.q if given_q is None else given_q
     length = case.depth + 1
@@ -126,6 +128,8 @@ def enumerate_case(
     accepted, count = 0.0, 0
     for weight, tokens in (drafts or all_drafts)(case):
         tree = drafted(case, tokens, given_q)
+        if read is not None:
+            tree = replace(tree, p=read(tokens))
         for chance, (at, distribution) in outcomes(rule, tree):
             path = tuple(tree.token[i] for i in _line_fed(tree.parent, at))
             following = tails[len(path) + 1]

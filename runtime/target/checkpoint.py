@@ -8,7 +8,7 @@ only pickled. Refused before weights are read: architectures that cannot be run 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import (
     FileError,
     IncompatibleError,
@@ -31,7 +32,7 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import check_spec
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_spec import refuse_recorded, refuse_stateful, spec_of
+from specctl.models.hf_spec import refuse_stateful, refuse_with_states, spec_of
 from specctl.models.native.packed import TYPES, PackedWeights
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.sampling.generation_config import Suggested, read_suggested
@@ -136,14 +137,14 @@ def load_checkpoint(
     is_read_only: bool = False,
     spread: Spread = NOWHERE,
     may_be_packed: bool = True,
-    is_recorded: bool = False,
+    wanted: Sequence[AttentionOnly] = (),
 ) -> Loaded:
     """Model and tokenizer of a resolved name; every failure says what to do next. One that is only
     read need not be fit to be run. `may_be_packed`: with dtype "auto" the matrices of a GGUF file
-    are held as it packs them, where that can be had; `is_recorded`: its rounds will be."""
+    are held as it packs them, where that can be had; `wanted`: what needs attention alone."""
 
     def check(folder: Path) -> Any:
-        return check_config(folder, is_read_only, is_recorded)
+        return check_config(folder, is_read_only, wanted)
 
     device = device or torch.device("cpu")
     resolved = hub.with_file(resolved, offline)
@@ -157,25 +158,25 @@ def load_checkpoint(
             do="--dtype int8, which packs them here, or --dtype auto",
         )
     folder = resolved.path or hub.download(resolved, offline, check)
-    config = check_folder(folder, is_read_only, is_recorded)
+    config = check_folder(folder, is_read_only, wanted)
     device = local_device(device) if spread.tensor_parallel else device
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     count = sum(p.stat().st_size for p in weight_files(folder)) // stored.itemsize
-    wanted = choose_dtype(dtype, device, stored, count)
+    chosen = choose_dtype(dtype, device, stored, count)
     what = f"the target {resolved.name}"
     fields, said = straight_to(device), None
     if spread.is_asked:
-        fields, said = _spread_fields(config, folder, spread, device, wanted, what)
+        fields, said = _spread_fields(config, folder, spread, device, chosen, what)
     else:
-        need = count * wanted.itemsize
+        need = count * chosen.itemsize
         if quantisation(config) is not None:
             files, count = weight_files(folder), num_parameters(config)
-            need = resident_bytes(config, files, count, wanted.itemsize, device, str(folder))
-        check_memory(need, wanted, device, what)
+            need = resident_bytes(config, files, count, chosen.itemsize, device, str(folder))
+        check_memory(need, chosen, device, what)
     suggested = read_suggested(folder)
     tokenizer = load_tokenizer(folder, config)
     whole = config.model_type if is_multimodal(config) else None
-    model = _load_model(folder, wanted, whole is not None, fields)
+    model = _load_model(folder, chosen, whole is not None, fields)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
     note = wrapper_note(stored_names(weight_files(folder)))
     notes = (f"{resolved.name}: {note}",) if note else ()
@@ -274,9 +275,11 @@ def _spread_fields(
     return fields, None if placed.is_one else placed.text()
 
 
-def check_folder(folder: Path, is_read_only: bool = False, is_recorded: bool = False) -> Any:
+def check_folder(
+    folder: Path, is_read_only: bool = False, wanted: Sequence[AttentionOnly] = ()
+) -> Any:
     """The transformers configuration of a folder that may be loaded; raises for every other."""
-    config = check_config(folder, is_read_only, is_recorded)
+    config = check_config(folder, is_read_only, wanted)
     shapes = stored_shapes(weight_files(folder))
     where = str(folder / "config.json")
     with foreign_config(UNBUILDABLE, where):
@@ -292,11 +295,12 @@ def num_parameters(config: Any) -> int:
     return sum(part.numel() for part in model.parameters())
 
 
-def check_config(folder: Path, is_read_only: bool = False, is_recorded: bool = False) -> Any:
+def check_config(
+    folder: Path, is_read_only: bool = False, wanted: Sequence[AttentionOnly] = ()
+) -> Any:
     """The configuration of a folder whose weights need not be there yet."""
     config = _read_config(folder, read_settings(folder), is_read_only)
-    if is_recorded:
-        refuse_recorded(config, str(folder / "config.json"))
+    refuse_with_states(config, wanted, str(folder / "config.json"))
     return config
 
 

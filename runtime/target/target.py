@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.core.attention_only import RECORDED, AttentionOnly
 from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.core.foreign_calls import calling_tokenizer
 from specctl.core.kv_cache import SlotKV
@@ -317,6 +318,7 @@ def load_target(
     device_map: str | None = None,
     tensor_parallel: bool = False,
     is_widened: bool = False,
+    wanted: Sequence[AttentionOnly] = (),
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder or GGUF
     file, or a hub id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped
@@ -328,6 +330,7 @@ def load_target(
     `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a file, by which its
     layers are spread over devices, host memory and files. `tensor_parallel`: over the processes of
     torchrun, which then all do the same; either way the forward is transformers' own.
+    `wanted`: what will be done with it that needs attention alone.
     `dtype` "int8" or "int4": weights of 8 or 4 bits, another model than the published one
     (few_bits.py); "gguf": a GGUF file's matrices as it packs them, which "auto" takes on a CPU that
     reads them so, but where `is_widened`, to train with."""
@@ -341,7 +344,8 @@ def load_target(
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
     is_packed = not (is_widened or compile or added)
-    how = first, where, offline, is_read_only, spread, is_packed, bool(compile)
+    wanted = (*([RECORDED] if compile else []), *wanted)
+    how = first, where, offline, is_read_only, spread, is_packed, wanted
     found = load_model(resolved, lambda one: load_checkpoint(one, *how), offline)
     loaded = found.loaded
     if found.folders:

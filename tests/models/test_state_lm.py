@@ -160,6 +160,19 @@ def test_another_child_accepted_is_wrong(kind: str) -> None:
     assert rounds.round() > WRONG
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "jamba"])
+def test_states_in_bfloat16_are_wrong(kind: str) -> None:
+    """Why they are float32 whatever the model's dtype: what they sum up is rounded every round."""
+
+    def rounded(kv: StateKV, slot_B: Tensor, path_BP: Tensor) -> None:
+        kv.advance(slot_B, path_BP)
+        for held in kv.state.recurrent.values():
+            held.copy_(held.bfloat16())
+
+    rounds = Rounds(kind, rounded)
+    assert max(rounds.round() for _ in range(3)) > 10 * BOUND
+
+
 def test_a_prompt_that_is_not_kept_is_an_error() -> None:
     with pytest.raises(SpecctlError, match="not those of its text"):
         Rounds("lfm2", lambda *_: None).round()

@@ -10,11 +10,17 @@ import torch
 from transformers import AutoConfig
 
 from specctl.core.errors import IncompatibleError
+from specctl.models.state_lm import StateLM
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TargetPart
 from specctl.runtime.target.target import Target
+from specctl.train.planning.hardware import GPUS, Cluster
+from specctl.train.planning.memory import RowBytes, held
 from specctl.train.planning.plan import plan
+from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.planning.target_shape import TargetShape, target_shape
+from specctl.train.planning.weighing import Weighing
+from specctl_testing.hybrids import FEW, tiny_hybrid
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SPEED = {"flops_per_second": 1e10}
@@ -90,3 +96,39 @@ def test_a_plan_refuses_what_cannot_be_a_target(tmp_path: Path) -> None:
 def test_planned_parameters_are_the_loaded_target_s(tiny_target: Target) -> None:
     loaded = sum(p.numel() for p in tiny_target.lm.module.parameters())
     assert target_shape(TargetPart(name="tiny")).parameters == pytest.approx(loaded, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [*FEW, "zamba", "nemotron_h"])
+def test_states_are_planned_from_the_configuration_alone(kind: str, tmp_path: Path) -> None:
+    model = tiny_hybrid(kind)
+    found = shape_of(folder_of(model, tmp_path))
+    assert found.row == StateLM(model).row_shape
+
+
+def test_a_plan_counts_states_where_rows_are_decoded(tmp_path: Path) -> None:
+    target = folder_of(tiny_hybrid("qwen3_next"), tmp_path)
+    sets = ["train.tau_prompts=8", "data.prompts=20", "train.seq_len=64"]
+    recipe = load_recipe("eagle3", target=str(target), sets=sets)
+    shape = shape_of(target)
+    row = RowBytes.of(shape, torch.float32)
+    # Three layers of a convolution of 64 channels and four heads of 8 x 8, one that attends.
+    assert row.states == 3 * (64 * 3 * 4 + 4 * 8 * 8 * 4)
+    assert row.pending == 3 * (64 * 4 + 4 * (8 + 8 + 1) * 4)
+    assert row.position == 2 * 2 * 16 * 4
+    assert row.cache(8, 640)["recurrent states"] == 8 * row.states + 640 * row.pending
+    assert row.cache(8, 9000)["recurrent states"] == 8 * row.states + 2048 * row.pending
+
+    nothing, step = {}, StepBytes(0, 0, 0, 0, 0, 0, {})
+    h100 = Cluster(1, 1, GPUS["h100"], is_here=False)
+    measuring = held(recipe, shape.spec, step, h100, row, nothing, is_fast=False)
+    assert measuring.moment == "tau is measured"
+    assert measuring.device["recurrent states"] >= 8 * row.states
+    writing = held(recipe, shape.spec, step, Cluster(1, 1, None, True), row, nothing, is_fast=False)
+    assert writing.moment == "answers are written"
+    assert writing.host["recurrent states"] == 20 * row.states + 20 * 64 * row.pending
+    weighing = Weighing(recipe, shape, h100)
+    assert "states" in weighing.most().device
+    assert weighing.held().device_bytes > 0  # of experts in float32, which are not traced
+
+    llama = RowBytes.of(target_shape(TargetPart()), torch.float32)
+    assert list(llama.cache(8, 100)) == ["KV cache"]

@@ -21,7 +21,7 @@ from specctl.recipes.load import with_fields
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import check_answers, trainable_family
+from specctl.train.assemble import check_answers, check_states, trainable_family
 from specctl.train.data.records import Sample
 from specctl.train.data.shipped import is_shipped
 from specctl.train.data.sources import SELF, is_corpus, names_of
@@ -98,6 +98,7 @@ def derive(
     check_derivable(recipe)
     clock = TimeLeft(seconds, now(), sum(sum(part.seconds_range) / 2 for part in before))
     cluster, shape = Cluster.here(processes), target_shape(recipe.target)
+    check_states(recipe, shape.config)
     deriving = _Deriving(recipe, shape, cluster, [])
     deriving.sizes()
     target = stand_in(recipe, shape, run_device())

@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
+from specctl.core.slot_state import PENDING
 from specctl.core.spec import ModelSpec
 from specctl.models.llama import PACK_SHARE
 from specctl.recipes.schema import Recipe, TrainPart
 from specctl.train.data.suite_prompts import MOST_TOKENS
-from specctl.train.data.written.regenerate import HOST_BYTES, HOST_ROWS
+from specctl.train.data.written.regenerate import HOST_BYTES, HOST_ROWS, rows_within
 from specctl.train.data.written.writing_target import packed_copy
 from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
 from specctl.train.planning.step_bytes import StepBytes
+from specctl.train.planning.target_shape import TargetShape
 from specctl.train.selective import COMPARING
 
 PROCESS_BYTES = 900_000_000  # python, torch, transformers, the text being read, a heap's gaps
@@ -50,19 +54,44 @@ class Held:
         return sum(self.host.values())
 
 
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Of a row in the target's cache: keys and values of a `position`, the `states` of recurrent
+    layers, and what is `pending` of a token until its path is known."""
+
+    position: int
+    states: int = 0
+    pending: int = 0
+
+    @classmethod
+    def of(cls, shape: TargetShape, dtype: torch.dtype) -> RowBytes:
+        spec, row = shape.spec, shape.row
+        if row is None:
+            heads = 2 * spec.num_layers * spec.num_kv_heads
+            return cls(heads * spec.head_dim * dtype.itemsize)
+        states, pending = row.state_bytes(dtype), row.pending_bytes(dtype)
+        return cls(row.position_bytes(dtype), states, pending)
+
+    def cache(self, rows: int, positions: int) -> dict[str, int]:
+        """So many rows, of so many positions together."""
+        states = rows * self.states + min(PENDING, positions) * self.pending
+        found = {"KV cache": positions * self.position}
+        return found | ({"recurrent states": states} if states else {})
+
+
 def held(
-    recipe: Recipe, spec: ModelSpec, step: StepBytes, cluster: Cluster, wide: int,
+    recipe: Recipe, spec: ModelSpec, step: StepBytes, cluster: Cluster, row: RowBytes,
     joint: Mapping[str, int], is_fast: bool,
 ) -> Held:  # fmt: skip
-    """The fullest of the moments. `wide`: bytes of a number of the target; `joint`: what joint
-    training adds; `is_fast`: the target's forward is our own, which fuses its matrices."""
+    """The fullest of the moments. `row`: of the target's cache; `joint`: what joint training adds;
+    `is_fast`: the target's forward is our own, which fuses its matrices."""
     is_elsewhere = recipe.data.target_source != "inprocess"
     fused = _fused(recipe, step, cluster) if is_fast and not is_elsewhere else {}
     moments = {"a step": _training(recipe, step, cluster) | dict(joint) | fused}
     if not is_elsewhere:  # else tau is reckoned from a batch like those of the steps
-        moments["tau is measured"] = _measuring(recipe, spec, step, cluster, wide) | fused
+        moments["tau is measured"] = _measuring(recipe, spec, step, cluster, row) | fused
     if cluster.gpu is None and recipe.data.regenerate and recipe.data.endpoint is None:
-        moments[WRITING] = _writing(recipe, spec, step, wide) | fused
+        moments[WRITING] = _writing(recipe, spec, step, row) | fused
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     found, count = moments[moment], cluster.per_node
     states = {"states as they come in": IN_FLIGHT * step.states} if is_elsewhere else {}
@@ -133,7 +162,7 @@ def _target_name(recipe: Recipe) -> str:
 
 
 def _measuring(
-    recipe: Recipe, spec: ModelSpec, step: StepBytes, cluster: Cluster, wide: int
+    recipe: Recipe, spec: ModelSpec, step: StepBytes, cluster: Cluster, row: RowBytes
 ) -> dict[str, int]:
     train, data, count = recipe.train, recipe.data, cluster.processes
     is_sharded = train.parallel == "fsdp" and count > 1
@@ -144,22 +173,18 @@ def _measuring(
         "target": resident(recipe, step, count),
         "drafter, gradient, optimizer": whole // count if is_sharded else whole,
         "drafter, prepared for drafting": step.weights,
-        "KV cache": _position(spec, wide) * places,
+        **row.cache(train.tau_prompts, places),
     }
 
 
-def _writing(recipe: Recipe, spec: ModelSpec, step: StepBytes, wide: int) -> dict[str, int]:
+def _writing(recipe: Recipe, spec: ModelSpec, step: StepBytes, row: RowBytes) -> dict[str, int]:
     """On a CPU, before there is a drafter."""
-    row = _position(spec, wide) * min(spec.max_positions, recipe.train.seq_len)
-    rows = max(1, min(HOST_ROWS, recipe.data.prompts, HOST_BYTES // row))
-    found = {"target": step.target, "KV cache": rows * row}
+    length = min(spec.max_positions, recipe.train.seq_len)
+    rows = rows_within(HOST_BYTES, HOST_ROWS, row.position * length, row.states, row.pending)
+    rows = min(rows, recipe.data.prompts)
+    found = {"target": step.target, **row.cache(rows, rows * length)}
     packed = packed_copy(recipe.target)
     return found | ({PACKED_COPY: packed} if packed else {})
-
-
-def _position(spec: ModelSpec, wide: int) -> int:
-    """Bytes of a position in the target's KV cache."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from specctl.core.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import Recipe, TrainPart
-from specctl.train.assemble import family_options, trainable_family
+from specctl.train.assemble import check_states, family_options, trainable_family
 from specctl.train.data.context import check_context
 from specctl.train.features.capture import training_needs
 from specctl.train.features.kept import Form
@@ -151,6 +151,7 @@ def plan(
     and the first step. `cluster`: where it shall run, None for one process here."""
     cluster = cluster or Cluster.here()
     shape = target_shape(recipe.target) if spec is None else shape_of(spec)
+    check_states(recipe, shape.config)
     check_context(recipe, shape.spec)
     is_cut = recipe.drafter.init == TARGET and not carries(recipe.drafter)
     if is_cut and (recipe.target.inflate or not shape.plain_head):

@@ -139,7 +139,9 @@ def _asked(asked: _Known) -> StepBytes:
             target = served_target(config, asked.spec, DTYPES[dtype])
             found = (0, live.now, 0)
         else:
-            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
+            # Fake grouped products of experts are of bfloat16 alone; others depend on content.
+            how = {} if dtype == "bfloat16" else {"experts_implementation": "eager"}
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], **how).eval()
             model.requires_grad_(False)
             found = _layer_bytes(model)
             target = fake_target(model, asked.spec)

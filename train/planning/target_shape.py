@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specctl.core.errors import NetworkError
 from specctl.core.gguf_header import read_header
 from specctl.core.hub_access import forbidden_by, way_online
+from specctl.core.slot_state import RowShape
 from specctl.core.spec import ModelSpec
 from specctl.models.fast_llama import fast_llama_from_hf
-from specctl.models.hf_spec import spec_of
+from specctl.models.hf_probe import row_shape_of
+from specctl.models.hf_spec import holds_states, spec_of
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config
@@ -32,7 +34,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in c
 class TargetShape:
     """What a plan needs to know of a target. A token meets `active` of its parameters: fewer than
     all where experts share the work. `stored`: the dtype that the checkpoint is published in;
-    `plain_head`: logits are the last state times the head, with nothing after it."""
+    `plain_head`: logits are the last state times the head, with nothing after it; `row`: what it
+    keeps of a row, where layers are recurrent (None: keys and values in all layers)."""
 
     spec: ModelSpec
     parameters: int
@@ -40,6 +43,7 @@ class TargetShape:
     stored: torch.dtype | None = None
     plain_head: bool = True
     config: Any = None
+    row: RowShape | None = None
 
     def dtype(self, part: TargetPart, device: torch.device | None = None) -> torch.dtype:
         """The dtype of the target once it is loaded, here or on such a device."""
@@ -119,7 +123,11 @@ def _counted(config: Any) -> TargetShape:
     idle = round(experts * (1 - met / there)) if there else 0
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     is_plain = fast_llama_from_hf(model) is not None
-    return TargetShape(spec_of(config), count, count - idle, stored, is_plain, text)
+    row = None
+    if holds_states(type(model), text):
+        with foreign_config(UNBUILDABLE, "config.json"):
+            row = row_shape_of(model.bfloat16())
+    return TargetShape(spec_of(config), count, count - idle, stored, is_plain, text, row)
 
 
 def _config(resolved: ResolvedTarget) -> Any:

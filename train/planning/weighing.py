@@ -11,12 +11,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specctl.core.slot_state import PENDING
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import runs_of
 from specctl.runtime.target.quantised import layer_share
+from specctl.train.data.written.regenerate import HOST_ROWS
 from specctl.train.planning.data_shares import tokens_in
 from specctl.train.planning.hardware import Cluster
-from specctl.train.planning.memory import PROCESS_BYTES, Held, held, rows_each, way_out
+from specctl.train.planning.memory import (
+    PROCESS_BYTES,
+    Held,
+    RowBytes,
+    held,
+    rows_each,
+    way_out,
+)
 from specctl.train.planning.rehearsal import Rehearsal, small
 from specctl.train.planning.step_bytes import step_bytes
 from specctl.train.planning.target_shape import TargetShape
@@ -66,7 +75,8 @@ class Weighing:
         is_fast = shape.plain_head and shape.spec.model_type in FAST
         if step.untraced:
             joint = {**joint, "batch, a bound from above": self._batch_at_most(self._rows)}
-        return held(recipe, shape.spec, step, self.cluster, dtype.itemsize, joint, is_fast)
+        row = RowBytes.of(shape, dtype)
+        return held(recipe, shape.spec, step, self.cluster, row, joint, is_fast)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -111,6 +121,8 @@ class Weighing:
         layer = 12 * spec.hidden_size * (spec.hidden_size + spec.intermediate_size)
         drafter = 24 * (8 * layer + 2 * spec.vocab_size * spec.hidden_size)
         found = {"target": weights, "drafter": drafter, "batch": self._batch_at_most(self._rows)}
+        row, rows = RowBytes.of(self.shape, self.dtype), self.recipe.train.tau_prompts
+        found |= {"states": max(HOST_ROWS, rows) * row.states + PENDING * row.pending}
         return self._on_its_device(found)
 
     def _batch_at_most(self, rows: int) -> int:

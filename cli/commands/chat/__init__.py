@@ -50,7 +50,8 @@ def chat(
     draft = draft.worded(drafter)
     sampling.sampling()  # what cannot be is refused before the target is read
     target = target.or_own(draft.draft)
-    model = target.load(console, compiled)
+    wanted = draft.wanted(draft.draft, may_be_parallel=False)
+    model = target.load(console, compiled, wanted=wanted)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from specctl.core.drafter import Drafter, Space
 from specctl.core.errors import ResourceError, SpecctlError
 from specctl.core.kv_cache import SlotKV
+from specctl.core.slot_state import PENDING
 from specctl.runtime.batching.base import Batching
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
@@ -72,8 +73,10 @@ def room_for(
     context = min(spec.max_positions, limits.max_len or USUAL)
     length = context + policy.nodes + 2
     entry = sum(layer.size for layer in target.lm.kv_layers) * target.dtype.itemsize
-    # States twice: those of the row, and those behind its prompt, for the next turn.
-    cache, kept = entry * length + 2 * target.lm.state_bytes, 0
+    # States twice: those of the row, and those behind its prompt, for the next turn. What nodes
+    # would add to them waits for the round's end, what prompt tokens do for that of their forward.
+    waiting = target.lm.pending_bytes
+    cache, kept = entry * length + 2 * target.lm.state_bytes + waiting * (policy.nodes + 1), 0
     if drafter is not None:
         try:
             kept = drafter_bytes(target, drafter, policy, length)
@@ -83,14 +86,17 @@ def room_for(
     if memory is None and (free := available_bytes(target.device)) is not None:
         memory = free // 2
     slot = cache + kept
-    slots = limits.max_batch if memory is None else min(limits.max_batch, memory // slot)
+    chunk = waiting * min(PENDING, limits.prefill_chunk)
+    slots = limits.max_batch
+    if memory is not None:
+        slots = min(slots, max(0, memory - chunk) // slot)
     if slots < 1:
         own = "serve a shorter context (max_len), or give it more memory"
         raise ResourceError(
             "the cache of one row does not fit in memory",
             found=f"{_size(memory or 0)} for caches",
-            expected=f"{_size(slot)} for one row of {context:,} tokens: {_size(cache)} for the "
-            f"target and {_size(kept)} for the drafter",
+            expected=f"{_size(slot + chunk)} for one row of {context:,} tokens: "
+            f"{_size(cache + chunk)} for the target and {_size(kept)} for the drafter",
             do=own + (", or serve without the drafter" if kept else ""),
         )
     return Capacity(int(slots), context, slot, kept)

@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
-from specctl.core.drafter import Needs, RoundView, Space, StepState
-from specctl.core.errors import IncompatibleError, SpecctlError
+from specctl.core.drafter import Needs, Space
+from specctl.core.errors import (
+    BannedError,
+    IncompatibleError,
+    NumbersError,
+    RowsError,
+    SpecctlError,
+)
 from specctl.core.slot_state import WHOLE, SlotState, StateShape
 from specctl.drafters import family
 from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.request import Request
+from specctl.runtime.engine.request import Request, Row
 from specctl.runtime.generate import default_policy
 from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import make_policy
@@ -27,7 +34,8 @@ from specctl.runtime.policies.propd import Progressive
 from specctl.runtime.proof import prove
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
-from specctl_testing.hybrids import FEW, HYBRIDS, VOCABULARY, tiny_hybrid
+from specctl_testing.hybrids import FEW, HYBRIDS, tiny_hybrid
+from specctl_testing.runtime.knowing import Knowing, KnowingState
 
 PROMPTS = ((7, 8, 9, 7, 8, 9, 7), tuple(range(40, 63)), (11, 12, 13) * 23)
 KNOWING = {
@@ -57,65 +65,6 @@ def said(kind: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(whole[0, len(prompt) :].tolist())
 
 
-class KnowingState(StepState):
-    """Drafts from `texts`, with the true token first at some places, second at some, and elsewhere
-    not at all: paths of every length are accepted."""
-
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        self.texts = [list(text) for text in texts]
-        self.prefix: list[list[int]] = []
-        self.paths: list[list[list[int]]] = []
-
-    def start(self, slot: int, tokens: Sequence[int], taps: Any) -> None:
-        return
-
-    def end(self, slot: int) -> None:
-        return
-
-    def observe(self, outcome: Any) -> None:
-        return
-
-    def _logits(self, tokens: list[int]) -> Tensor:
-        at = len(tokens)
-        drawn = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(at))
-        for text in self.texts:
-            if text[:at] == tokens and at < len(text) and at % 5:
-                drawn[text[at]] = drawn.max() + (1.0 if at % 3 else -0.01)
-        return drawn
-
-    def root(self, view: RoundView) -> Tensor:
-        self.prefix = [list(text) for text in view.tokens]
-        self.paths = [[] for _ in view.tokens]
-        return torch.stack([self._logits(text) for text in self.prefix])
-
-    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-        found = []
-        for b, known in enumerate(self.paths):
-            nodes = zip(token_BM[b].tolist(), parent_BM[b].tolist(), strict=True)
-            new = [[*(known[parent] if parent >= 0 else []), token] for token, parent in nodes]
-            known += new
-            found.append(torch.stack([self._logits(self.prefix[b] + path) for path in new]))
-        return torch.stack(found)
-
-
-class Knowing:
-    """A drafter of these texts."""
-
-    family, module, vocab, lossless, policies = "small-lm", None, None, True, ()
-
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        self.texts = texts
-
-    def needs(self) -> Needs:
-        return Needs()
-
-    def bind(self, borrowed: Any) -> None:
-        raise AssertionError("borrows nothing")
-
-    def open(self, space: Space) -> KnowingState:
-        return KnowingState(self.texts)
-
-
 def engine_of(
     kind: str,
     name: str | None,
@@ -126,7 +75,8 @@ def engine_of(
     """An engine of that family, or of a drafter that knows most of the answers."""
     target, drafter, policy = made(kind)[0], None, None
     if name in KNOWING:
-        drafter = Knowing([(*prompt, *said(kind, prompt)) for prompt in PROMPTS])
+        texts = [(*prompt, *said(kind, prompt)) for prompt in PROMPTS]
+        drafter = Knowing(texts, target.spec)
         policy = make_policy(KNOWING[name])
     elif name is not None:
         one = family(name)
@@ -251,6 +201,141 @@ def test_states_whose_move_failed_halfway_are_not_gone_on_from() -> None:
             state.begin(slot_B, torch.tensor([kept]))
     state.begin(slot_B, torch.tensor([0]))
     assert state.position(0) == 0
+
+
+# -- rows that fail ----------------------------------------------------------------------------
+
+BROKEN = 90
+
+
+class Nothing(LogitsProcessor):
+    """Allows no token behind so many."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores if input_ids.shape[1] < self.length else scores - torch.inf
+
+
+@pytest.mark.parametrize("name", sorted(KNOWING))
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "falcon_h1", "jamba"])
+def test_rows_that_fail_leave_the_states_of_the_others_and_an_empty_slot(
+    kind: str, name: str
+) -> None:
+    """One whose logits become no numbers, and one that may say nothing more, in rounds in which the
+    other rows had drafts that were accepted."""
+    model = tiny_hybrid(kind)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BROKEN] = torch.nan
+        model.get_output_embeddings().weight[BROKEN] = 0.0
+    target = Target.from_model(copy.deepcopy(model))
+    plain = Engine(target, num_slots=1)
+    wanted = [written(plain, [Request(prompt, GREEDY)])[0] for prompt in PROMPTS]
+    assert not any(BROKEN in text for text in wanted)
+    texts = [(*prompt, *text) for prompt, text in zip(PROMPTS, wanted, strict=True)]
+    drafter = Knowing(texts, target.spec, never=[BROKEN])
+    engine = Engine(target, drafter, make_policy(KNOWING[name]), num_slots=3, prefill_chunk=16)
+    engine.open(120)
+    breaks = replace(GREEDY, logit_bias={BROKEN: 1e4})
+    ends = replace(GREEDY, processors=(Nothing(len(PROMPTS[0]) + 4),))
+    for index, request in enumerate([
+        Request(PROMPTS[1], GREEDY), Request(PROMPTS[0], breaks), Request(PROMPTS[0], ends),
+        Request(PROMPTS[2], GREEDY), Request(PROMPTS[0], GREEDY),
+    ]):  # fmt: skip
+        engine.submit(index, request)
+    failed, done = dict[int, type](), dict[int, tuple[int, ...]]()
+    while engine.is_busy:
+        try:
+            emitted = engine.step()
+        except RowsError as error:
+            failed |= dict.fromkeys(error.rows, type(error))
+            if isinstance(error, NumbersError):
+                kv = engine.reader.kv
+                [empty] = [slot for slot in range(3) if kv.state.position(slot) == 0]
+                assert not any(each[empty].any() for each in kv.state.conv.values())
+            continue
+        for each in emitted:
+            if each.finished:
+                done[each.row.index] = each.row.completion().tokens
+                assert each.row.stats.accepted > 0
+    assert failed == {1: NumbersError, 2: BannedError}
+    assert done == {0: wanted[1], 3: wanted[2], 4: wanted[0]}
+
+
+# -- drafters that read hidden states ----------------------------------------------------------
+
+TAPS = (1, 3)
+
+
+class Tapped(Knowing):
+    """One that wants hidden states, and keeps what it is given of each token of a row."""
+
+    def needs(self) -> Needs:
+        return Needs(taps=TAPS)
+
+    def open(self, space: Space) -> KnowingState:
+        self.seen: dict[int, list[dict[int, Tensor]]] = {}
+        return TappedState(self)
+
+
+class TappedState(KnowingState):
+    def __init__(self, drafter: Tapped) -> None:
+        super().__init__(drafter.texts, drafter.spec.vocab_size)
+        self.seen = drafter.seen
+
+    def start(self, slot: int, tokens: Sequence[int], taps: Any) -> None:
+        self.seen[slot] = [dict(taps)]
+
+    def observe(self, outcome: Any) -> None:
+        for b, slot in enumerate(outcome.view.slots):
+            kept = slice(0, len(outcome.emitted[b]))
+            self.seen[slot].append({tap: outcome.taps[tap][b, kept] for tap in TAPS})
+
+
+@pytest.mark.parametrize("name", sorted(KNOWING))
+@pytest.mark.parametrize("kind", FEW)
+def test_hidden_states_of_accepted_tokens_are_those_of_the_text(kind: str, name: str) -> None:
+    """Of prompts, of what was read before in a conversation, and of every accepted token."""
+    target, oracle = made(kind)
+    texts = [(*prompt, *said(kind, prompt)) for prompt in PROMPTS]
+    drafter = Tapped(texts, target.spec)
+    engine = Engine(target, drafter, make_policy(KNOWING[name]), num_slots=3, prefill_chunk=16)
+    engine.open(120)
+    requests = [Request(prompt, GREEDY, f"{i}") for i, prompt in enumerate(PROMPTS)]
+    rows: dict[int, Row] = {}
+    for turn in range(2):
+        done = engine.run(requests, lambda row, new: rows.update({row.index: row}))
+        assert [each.tokens for each in done] == [said(kind, prompt) for prompt in PROMPTS]
+        for i, text in enumerate(texts):
+            with torch.no_grad():
+                out = oracle(input_ids=torch.tensor([text]), output_hidden_states=True)
+            for tap in TAPS:
+                seen = torch.cat([part[tap] for part in drafter.seen[rows[i].slot]])
+                wanted = out.hidden_states[tap][0, : len(seen)]
+                assert len(seen) >= len(text) - 1
+                torch.testing.assert_close(seen, wanted, atol=2e-3, rtol=2e-3)
+            assert rows[i].reused_len == turn * (len(PROMPTS[i]) - 1)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "dflash"])
+@pytest.mark.parametrize("kind", FEW)
+def test_heads_on_hidden_states_change_nothing(kind: str, name: str) -> None:
+    """Drafters as their families make them: in a batch, and over the turns of a conversation."""
+    requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
+    engine = engine_of(kind, name)
+    assert engine.needs.taps
+    done = engine.run(requests)
+    assert [each.tokens for each in done] == [said(kind, prompt) for prompt in PROMPTS]
+    assert all(each.stats.drafted > 0 for each in done)
+    engine.open(120)
+    text, reused = PROMPTS[0], list[int]()
+    for _ in range(2):
+        request = Request(text, replace(GREEDY, max_new_tokens=9), "ours")
+        answer = engine.run([request], lambda row, new: reused.append(row.reused_len))[0].tokens
+        assert answer == alone(kind, request)
+        text = (*text, *answer, 7)
+    assert max(reused) == len(PROMPTS[0]) - 1
 
 
 @pytest.mark.proof

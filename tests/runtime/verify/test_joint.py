@@ -23,6 +23,10 @@ SLICE = [
     ("distinct tree, traversal", "end of text"),
     ("other tokenizer, tli tree", "end of context"),
     ("layer-skip", "T=1"),
+    ("lfm2, chain", "penalties"),
+    ("qwen3_5_text, distinct tree", "end of context"),
+    ("falcon_h1, i.i.d. tree", "T=1"),
+    ("mamba, eagle3", "end of text"),
 ]
 
 

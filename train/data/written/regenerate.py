@@ -19,6 +19,7 @@ import torch
 
 from specctl.core.errors import SpecctlError
 from specctl.core.files import digest_of
+from specctl.core.slot_state import PENDING
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
@@ -79,12 +80,19 @@ class EngineWriter:
 
 def slots_for(target: Target, longest: int, budget: int | None = None) -> int:
     """Rows whose caches fit a quarter of the free GPU memory, or `HOST_BYTES` (`budget`)."""
-    spec, is_cuda = target.spec, target.device.type == "cuda"
+    is_cuda = target.device.type == "cuda"
     if budget is None:
         budget = torch.cuda.mem_get_info(target.device)[0] // 4 if is_cuda else HOST_BYTES
-    position = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
-    each = position * longest + target.lm.state_bytes
-    return max(1, min(GPU_ROWS if is_cuda else HOST_ROWS, budget // each))
+    most = GPU_ROWS if is_cuda else HOST_ROWS
+    position = sum(layer.size for layer in target.lm.kv_layers) * target.dtype.itemsize
+    of_row = position * longest, target.lm.state_bytes, target.lm.pending_bytes
+    return rows_within(budget, most, *of_row)
+
+
+def rows_within(budget: int, most: int, keys: int, states: int = 0, pending: int = 0) -> int:
+    """How many rows so many bytes hold, of `keys` for keys and values and `states` for recurrent
+    layers each, beside what is `pending` of each prompt token that is read at once."""
+    return max(1, min(most, (budget - PENDING * pending) // max(1, keys + states)))
 
 
 def answers_digest(

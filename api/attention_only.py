@@ -1,0 +1,73 @@
+"""What a drafter and the way it drafts need of a target that only one of attention alone has.
+
+Known from names, packages and recipes: the target is refused before it is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specctl.api.families import family_infos
+from specctl.core.attention_only import AttentionOnly, borrowing, of_serving
+from specctl.recipes.built_in import as_path_word
+from specctl.recipes.drafter_names import drafter_names, drafter_words
+from specctl.recipes.files import recipe_names
+from specctl.recipes.load import load_recipe
+from specctl.recipes.published import path_named
+
+
+def attention_only(
+    drafters: Iterable[object], parallel: bool | None = None, policy: object = None
+) -> tuple[AttentionOnly, ...]:
+    """Of drafters by name, folder or as they are, drafting `parallel` or grown by a policy where
+    these are given; else as their packages say."""
+    return tuple(found for one in drafters for found in _of_one(one, parallel, policy))
+
+
+def _of_one(drafter: object, parallel: bool | None, policy: object) -> Iterator[AttentionOnly]:
+    given = {} if parallel is None else {"parallel": parallel}
+    if not isinstance(drafter, (str, Path)):
+        given = {"parallel": getattr(drafter, "parallel", False)} | given
+        inner = getattr(drafter, "drafter", drafter)
+        policy = getattr(drafter, "policy", None) if policy is None else policy
+        layer = {"early_layer": getattr(policy, "early_layer", None)}
+        names = {"members": getattr(inner, "names", ())}
+        yield from _of_settings(getattr(inner, "family", ""), names, given | layer)
+        return
+    for name in drafter_names(as_path_word(drafter)):
+        family, options, serve = _named(name)
+        if policy is not None and policy != serve.get("policy"):
+            serve = {**serve, "early_layer": getattr(policy, "early_layer", None)}
+        yield from _of_settings(family, options, {**serve, **given}, name)
+
+
+def _named(name: str) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
+    """Family, options and settings of serving behind the name of a drafter; none of these where it
+    stands for a model of its own."""
+    from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
+
+    if name in family_infos():
+        return name, {}, {}
+    if name in recipe_names():
+        recipe = load_recipe(name)
+        return recipe.drafter.family, recipe.drafter.options, recipe.serve.model_dump()
+    if name in drafter_words() or not os.path.exists(path_named(name)):
+        return "", {}, {}
+    folder = package_in(path_named(name))
+    if not (folder / MANIFEST).is_file():
+        return "", {}, {}
+    manifest = read_manifest(folder)
+    return manifest.family, manifest.options, manifest.serve
+
+
+def _of_settings(
+    family: str, options: Mapping[str, Any], serve: Mapping[str, Any], name: str = ""
+) -> Iterator[AttentionOnly]:
+    infos = family_infos()
+    for one in (family, *(options.get("members") or ())):
+        if one in infos and infos[one].borrows_layers:
+            yield borrowing(name or one)
+    yield from of_serving(serve)
