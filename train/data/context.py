@@ -32,5 +32,6 @@ def check_context(recipe: Recipe, spec: ModelSpec) -> None:
                 where=where,
                 found=f"{length:,} tokens",
                 expected=f"at most {most:,}: its context is {spec.max_positions:,} tokens",
-                do=f"--set {where}={most}, or less",
+                do=f"--set {where}={most}, or less; or --time 40m (train-draft, distill, plan), "
+                "which derives sizes that this target can read",
             )
