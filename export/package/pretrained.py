@@ -30,7 +30,6 @@ from specctl.export.package.files import (
 from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
-from specctl.models.hf_lm import HfLM
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.target import hub
 from specctl.runtime.target.adapter import read_adapters, with_adapters
@@ -44,7 +43,7 @@ from specctl.runtime.target.checkpoint_folder import (
 )
 from specctl.runtime.target.lora_folder import base_of
 from specctl.runtime.target.stored_names import wrapper_note
-from specctl.runtime.target.target import Target, tokenizer_fingerprint
+from specctl.runtime.target.target import Target, any_lm, tokenizer_fingerprint
 
 CONFIG = "config.json"
 COMMON = 0.9  # of a vocabulary: so many ids at least are those of the other
@@ -266,7 +265,7 @@ def load_lm(base: DraftFolders, shapes: Mapping[str, TensorEntry], target: Targe
     model.to(target.device).eval().requires_grad_(False)
     if added:
         model = with_adapters(model, added, is_merged=fast_llama_from_hf(model) is not None)
-    return fast_llama_from_hf(model) or HfLM(model)
+    return fast_llama_from_hf(model) or any_lm(model)
 
 
 @contextmanager
