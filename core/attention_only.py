@@ -42,11 +42,6 @@ PARALLEL = AttentionOnly(
     "parallel",
     "leave out --parallel, or give --no-parallel",
 )
-AS_DRAFT = AttentionOnly(
-    "a model with recurrent states cannot draft: its states cannot be rolled back",
-    "a draft model",
-    "choose a draft model of attention alone, or draft without a model: --draft prompt-lookup",
-)
 
 
 def borrowing(name: str) -> AttentionOnly:

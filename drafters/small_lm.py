@@ -31,6 +31,7 @@ from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.states.lm_state import LmState
+from specctl.drafters.states.recurrent_lm_state import RecurrentLmState
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.rope import rope_of
 
@@ -204,15 +205,7 @@ class SmallLm(Drafter):
     @classmethod
     def from_lm(cls, lm: LanguageModel, spec: ModelSpec) -> SmallLm:
         """A loaded language model as drafter. A vocabulary padded differently from the target's is
-        accepted: surplus rows are never drafted, missing ids are treated as cut. IncompatibleError
-        for a model with recurrent states, which do not go back to an accepted token."""
-        if lm.state_bytes:
-            raise IncompatibleError(
-                "a model with recurrent states cannot draft",
-                found=type(lm).__name__,
-                expected="a draft model of attention alone",
-                do="choose another draft model, or a drafter without one, e.g. prompt-lookup",
-            )
+        accepted: surplus rows are never drafted, missing ids are treated as cut."""
         vocab = None
         if lm.spec.vocab_size < spec.vocab_size:
             vocab = VocabMap(torch.arange(lm.spec.vocab_size, device=lm.device), spec.vocab_size)
@@ -232,7 +225,7 @@ class SmallLm(Drafter):
         self._is_fresh = False
 
     def open(self, space: Space) -> LmState:
-        return LmState(self, space)
+        return RecurrentLmState(self, space) if self.lm.state_bytes else LmState(self, space)
 
     def trimmed(self, vocab: VocabMap) -> Self:
         if not isinstance(self.module, LlamaModel):

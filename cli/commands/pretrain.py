@@ -1,4 +1,4 @@
-"""`specctl pretrain`: train a small Llama from nothing, as the embedded target was."""
+"""`specctl pretrain`: train a small language model from nothing, as the embedded target was."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ def pretrain(
     console: Console,
     out: Out,
     recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="tiny-target, or a YAML file of that form.")
+        str,
+        typer.Option("--recipe", "-r", help="tiny-target, tiny-hybrid, or a YAML file like these."),
     ] = "tiny-target",
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue what OUT holds.")
     ] = True,
 ) -> None:
-    """Train the embedded target from scratch on Python text found on this machine.
+    """Train a small model from nothing on the Python text of this machine.
 
-    About an hour and a half on two CPU cores. The same command continues a stopped run.
+    tiny-target: the embedded target, about an hour and a half on two CPU cores. tiny-hybrid: a
+    smaller model with recurrent layers and the same tokenizer, some minutes on one. The same
+    command continues a stopped run.
 
     Example:
 
@@ -59,14 +62,15 @@ def recipe_path(name: str) -> Path:
 
     from specctl.core.bounded_read import read_text
     from specctl.core.errors import unreadable
+    from specctl.recipes.files import PRETRAINED
 
     path = Path(name)
-    if name == "tiny-target":
-        path = Path(str(resources.files("specctl.recipes") / "tiny-target.yaml"))
+    if name in PRETRAINED:
+        path = Path(str(resources.files("specctl.recipes") / f"{name}.yaml"))
     try:
         read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        flag, expected = "--recipe", "tiny-target, or a YAML file of the same form"
+        flag, expected = "--recipe", f"{', '.join(PRETRAINED)}, or a YAML file of the same form"
         do = "--recipe tiny-target"
         raise unreadable("the pre-training recipe", path, error, flag, expected, do) from error
     return path

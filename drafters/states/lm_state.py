@@ -108,6 +108,10 @@ class LmState(StepState):
             span = first + len(part)
             self.kv.begin((slot,), slot_1, start_1, len(part), span, first)
             self._feed(torch.tensor([part], device=device), start_1, span, logits=False)
+            self._read_run(slot_1, [len(part)])
+
+    def _read_run(self, slot_B: Tensor, counts: Sequence[int]) -> None:
+        """So many known tokens of each row were just fed, from its first position on."""
 
     def _refresh(self) -> None:
         """Prepare a routed head again when its weights have changed."""
@@ -206,6 +210,7 @@ class LmState(StepState):
         W, num_guesses, device = ids_BW.shape[1], max(map(len, guesses)), view.slot_B.device
         span = self._aim(view, missing)
         read_BWX: Tensor = self._feed(ids_BW, missing.start_B, span)
+        self._read_run(view.slot_B, counts)
         self._begin(view, missing)
         if min(counts) == max(counts):
             last = slice(W - num_guesses - 1, W)

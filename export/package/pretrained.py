@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.core.attention_only import AS_DRAFT
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError, is_out_of_memory
 from specctl.core.foreign_calls import is_panic
@@ -31,8 +30,6 @@ from specctl.export.package.files import (
 from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
-from specctl.models.hf_lm import HfLM
-from specctl.models.hf_spec import refuse_with_states
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.target import hub
 from specctl.runtime.target.adapter import read_adapters, with_adapters
@@ -46,7 +43,7 @@ from specctl.runtime.target.checkpoint_folder import (
 )
 from specctl.runtime.target.lora_folder import base_of
 from specctl.runtime.target.stored_names import wrapper_note
-from specctl.runtime.target.target import Target, tokenizer_fingerprint
+from specctl.runtime.target.target import Target, any_lm, tokenizer_fingerprint
 
 CONFIG = "config.json"
 COMMON = 0.9  # of a vocabulary: so many ids at least are those of the other
@@ -232,7 +229,6 @@ def load_lm(base: DraftFolders, shapes: Mapping[str, TensorEntry], target: Targe
     folder, added = base.folder, read_adapters(base.adapters)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        refuse_with_states(config, [AS_DRAFT], CONFIG)
         check_size(config, [entry.shape for entry in shapes.values()], CONFIG)
         with quietly():
             model, report = from_folder(
@@ -269,7 +265,7 @@ def load_lm(base: DraftFolders, shapes: Mapping[str, TensorEntry], target: Targe
     model.to(target.device).eval().requires_grad_(False)
     if added:
         model = with_adapters(model, added, is_merged=fast_llama_from_hf(model) is not None)
-    return fast_llama_from_hf(model) or HfLM(model)
+    return fast_llama_from_hf(model) or any_lm(model)
 
 
 @contextmanager

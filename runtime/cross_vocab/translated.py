@@ -17,7 +17,6 @@ from specctl.core.drafter import Drafter, RoundView, Space
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm
-from specctl.drafters.states.lm_state import LmState
 from specctl.runtime.cross_vocab.token_bytes import Reader
 
 CATCH_UP = 8  # tokens read in one step with a round's root; more are a new prefill
@@ -78,7 +77,7 @@ class Texts:
     def __init__(self, drafter: Translated, space: Space) -> None:
         self.reader, wanted = drafter.reader, drafter.draft_space(space)
         self.longest = wanted.max_len - CATCH_UP
-        self.state = LmState(drafter.inner, wanted)
+        self.state = drafter.inner.open(wanted)
         self.ids: dict[int, list[int]] = {}
         self.num_read = [0] * space.num_slots
 

@@ -277,7 +277,7 @@ class Target:
         return cls(
             name=name,
             revision=None,
-            lm=fast_llama_from_hf(model, ends.ids) or _any_lm(model, ends.ids, is_read_only),
+            lm=fast_llama_from_hf(model, ends.ids) or any_lm(model, ends.ids, is_read_only),
             tokenizer=tokenizer,
             fingerprint=fingerprint(model) if identity is None else identity,
             tokenizer_fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
@@ -287,7 +287,8 @@ class Target:
         )
 
 
-def _any_lm(model: Any, eos_ids: tuple[int, ...], is_read_only: bool) -> LanguageModel:
+def any_lm(model: Any, eos_ids: tuple[int, ...] = (), is_read_only: bool = False) -> LanguageModel:
+    """A model of transformers as it runs here, with recurrent states if it has some."""
     given = model.config._attn_implementation
     try:
         if not holds_states(type(model), model.config):

@@ -271,6 +271,9 @@ def test_what_cannot_be_begun_is_refused_before_the_target_writes(
     with pytest.raises(IncompatibleError, match="do not fit") as caught:
         train_draft(other, tmp_path / "wide", target=target, load=lambda name, target: whole)
     assert "drafter.options.width=16" in caught.value.do
+    foreign = SmallLm.from_lm(gemma.lm, target.spec)  # as of a folder that --draft takes
+    with pytest.raises(IncompatibleError, match="not trained here"):
+        train_draft(other, tmp_path / "far", target=target, load=lambda name, target: foreign)
     odd = small_recipe(text, drafter__options__heads=3, drafter__options__kv_heads=2)
     with pytest.raises(RecipeError):
         train_draft(odd, tmp_path / "odd", target=target)

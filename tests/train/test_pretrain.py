@@ -18,10 +18,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.core.errors import FileError, RecipeError
+from specctl.runtime.target.target import load_target
 from specctl.train.data.corpus import STDLIB, CorpusFile, collect
 from specctl.train.pretrain.data import PretrainRows, prepare_data
 from specctl.train.pretrain.recipe import TokenSchedule, load_pretrain_recipe
-from specctl.train.pretrain.run import Evaluation, build_model, build_optimizers, pretrain
+from specctl.train.pretrain.run import (
+    Evaluation,
+    build_model,
+    build_optimizers,
+    config_from,
+    pretrain,
+)
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-target.yaml"
 STEP = 4 * 32
@@ -103,6 +110,56 @@ def test_loss_falls_and_the_export_loads(whole: tuple[Path, Evaluation]) -> None
     assert torch.isfinite(model(ids).logits).all()
     ends = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
     assert ends == ["<|eos|>", "<|end|>"], "a document, and a turn of the chat template"
+
+
+HYBRID = {
+    "model_type": "qwen3_5_text", "vocab_size": 6144, "hidden_size": 32, "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "intermediate_size": 64,
+}  # fmt: skip
+
+
+def hybrid_recipe(path: Path, **model: Any) -> Path:
+    raw = yaml.safe_load(small_recipe(path, decay_seq_len=32).read_text())
+    raw["model"], raw["data"]["tokenizer"] = HYBRID | model, "tiny"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def test_another_architecture_learns_with_the_tokenizer_of_a_target(tmp_path: Path) -> None:
+    final = pretrain(hybrid_recipe(tmp_path / "recipe.yaml"), tmp_path / "run")
+    losses = losses_of(tmp_path / "run")
+    assert final.loss < losses[0] - 0.3
+    target = load_target(str(tmp_path / "run" / "export"))
+    assert target.tokenizer_fingerprint == load_target("tiny").tokenizer_fingerprint
+    assert target.lm.module.config.model_type == "qwen3_5_text"
+    assert target.lm.state_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"vocab_size": 512}, "too few words"),
+        ({"model_type": "no-such"}, "makes no model of type no-such"),
+        ({"model_type": "vit"}, "makes no model of type vit"),
+        ({"layer_types": 3}, "makes no model of type qwen3_5_text"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_refused_first(
+    model: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    recipe = hybrid_recipe(tmp_path / "recipe.yaml", **model)
+    with pytest.raises(RecipeError, match=message):
+        pretrain(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "train.bin").exists()
+
+
+def test_the_recipe_of_the_hybrid_is_whole() -> None:
+    recipe = load_pretrain_recipe(RECIPE.with_name("tiny-hybrid.yaml"))
+    kinds = config_from(recipe).layer_types
+    assert kinds.count("linear_attention") == 3 * kinds.count("full_attention")
 
 
 def test_a_terminated_run_resumes_bit_for_bit(

@@ -19,9 +19,9 @@ def check_ids(ids: Sequence[int], target: Target) -> None:
         raise ValueError(f"the text spells token {top:,}, which the target lacks")
 
 
-def check_context(recipe: Recipe, spec: ModelSpec) -> None:
-    """The recipe's rows, and the answers that it asks for, fit into the target's context."""
-    limits = [("train.seq_len", recipe.train.seq_len, spec.max_positions)]
+def check_context(recipe: Recipe, spec: ModelSpec, has_rows: bool = True) -> None:
+    """The recipe's rows, if any are made, and its answers fit into the target's context."""
+    limits = [("train.seq_len", recipe.train.seq_len, spec.max_positions)] if has_rows else []
     if recipe.data.regenerate:
         most = spec.max_positions - LEAST_PROMPT
         limits.append(("data.new_tokens", recipe.data.new_tokens, most))
@@ -32,5 +32,6 @@ def check_context(recipe: Recipe, spec: ModelSpec) -> None:
                 where=where,
                 found=f"{length:,} tokens",
                 expected=f"at most {most:,}: its context is {spec.max_positions:,} tokens",
-                do=f"--set {where}={most}, or less",
+                do=f"--set {where}={most}, or less; or --time 40m (train-draft, distill, plan), "
+                "which derives sizes that this target can read",
             )

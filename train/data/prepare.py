@@ -294,7 +294,7 @@ def write_answers_alone(
     recipe: Recipe, target: Target, out: Path, console: Reporter
 ) -> list[WrittenAnswer]:
     """The answers that `prepare` would make rows of, kept in OUT/data, without the rows."""
-    check_context(recipe, target.spec)
+    check_context(recipe, target.spec, has_rows=False)
     check_self(recipe.data, target)
     defects, folder = Defects(), out / "data"
     day = _day(recipe.data, target, out)

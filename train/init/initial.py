@@ -134,6 +134,14 @@ def check_fit(part: DrafterPart, spec: ModelSpec, initial: Initial | None) -> No
     if initial is None or initial.name == TARGET:
         return
     source, kind = initial.drafter, family(part.family)
+    if isinstance(source, SmallLm) and not isinstance(source.module, LlamaModel):
+        raise IncompatibleError(
+            "the initial weights are of an architecture that is not trained here",
+            found=type(source.module).__name__,
+            expected="a drafter trained here, or a Llama, Mistral or Qwen folder",
+            do=f"draft with it as it is: --draft {initial.name}",
+            where="drafter.init",
+        )
     with torch.device("meta"):
         vocab = None if source.vocab is not None and source.vocab.is_prefix else source.vocab
         drafter = kind.build(family_options(kind, part), spec, vocab)

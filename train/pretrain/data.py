@@ -17,7 +17,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from specctl.core.errors import RecipeError
 from specctl.core.files import write_bytes
+from specctl.recipes.targets import resolve
 from specctl.runtime.target.spoken_to import PRETRAINED_TEMPLATE
 from specctl.train.data.corpus import heldout_texts, training_texts
 from specctl.train.data.supply import Order
@@ -83,6 +85,28 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def taken_tokenizer(recipe: PretrainRecipe) -> PreTrainedTokenizerFast:
+    """The tokenizer of the target that the recipe names, an alias with files here or a folder."""
+    name, size = recipe.data.tokenizer, recipe.model["vocab_size"]
+    folder = resolve(str(name)).path
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        raise RecipeError(
+            "'data.tokenizer' of the pretraining recipe names no tokenizer",
+            found=repr(name),
+            expected="a target with tokenizer.json on this machine, e.g. tiny",
+            do="name its folder, or leave the key out: a tokenizer is made then",
+        )
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > size:
+        raise RecipeError(
+            "the model has too few words for its tokenizer",
+            found=f"model.vocab_size {size:,}",
+            expected=f"{len(tokenizer):,} or more, as the tokenizer of {name} has",
+            do="enlarge model.vocab_size",
+        )
+    return tokenizer
+
+
 def encode_documents(
     tokenizer: PreTrainedTokenizerFast, texts: list[str], group: int = 256
 ) -> npt.NDArray[np.uint16]:
@@ -108,7 +132,9 @@ class PretrainData:
 def prepare_data(recipe: PretrainRecipe, out: Path) -> PretrainData:
     """Tokenizer and ids from OUT, made there from this machine's corpus where they are missing."""
     folder, data = out / "tokenizer", recipe.data
-    if not (folder / "tokenizer.json").exists():
+    if data.tokenizer is not None:
+        taken_tokenizer(recipe).save_pretrained(folder)
+    elif not (folder / "tokenizer.json").exists():
         sample = training_texts(data.tokenizer_bytes, data.seed + 1)
         config = recipe.model
         made = train_tokenizer(sample, config["vocab_size"], config["max_position_embeddings"])

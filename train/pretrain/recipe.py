@@ -15,11 +15,13 @@ from specctl.recipes.section import Positive, Section
 
 
 class DataRecipe(Section):
-    """Text: bytes for the tokenizer, bytes to train on (None: all), seed of every order."""
+    """Text: bytes for the tokenizer, bytes to train on (None: all), seed of every order.
+    `tokenizer`: the target whose tokenizer is taken; None: one is made of `tokenizer_bytes`."""
 
     tokenizer_bytes: int
     limit_bytes: int | None
     seed: int
+    tokenizer: str | None = None
 
 
 class TrainRecipe(Section):
@@ -67,7 +69,8 @@ class ReportRecipe(Section):
 
 
 class PretrainRecipe(Section):
-    """All that decides a run; `model` is handed to `LlamaConfig` as it is."""
+    """All that decides a run; `model` is handed to the configuration of its `model_type` (a Llama
+    where it names none) as it is."""
 
     model: dict[str, Any]
     data: DataRecipe

@@ -1,4 +1,4 @@
-"""Pretrain a small Llama from nothing, as the embedded target of `recipes/tiny` was.
+"""Pretrain a small language model from nothing, as the embedded target of `recipes/tiny` was.
 
 Muon (https://kellerjordan.github.io/posts/muon/) moves the hidden matrices, AdamW the embedding and
 the norms; the learning rate warms up, stays, and falls linearly to zero over the last tokens. The
@@ -29,11 +29,11 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, DraftState, Space
-from specctl.core.errors import DivergedError, FileError
+from specctl.core.errors import DivergedError, FileError, RecipeError
 from specctl.core.files import write_json
 from specctl.core.kept_memory import kept_memory
 from specctl.recipes.schema import TrainPart
@@ -61,6 +61,7 @@ NOT_A_LANGUAGE_MODEL = {
     "id2label", "label2id", "problem_type", "return_dict", "output_hidden_states",
     "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path",
 }  # fmt: skip
+OUTPUTS = (".o_proj", ".out_proj", ".down_proj")  # of attention, recurrent layers and MLPs
 LOCAL_SETTINGS = {"is_local", "local_files_only", "backend"}
 
 
@@ -116,29 +117,47 @@ class Pretrained(Drafter):
             parameter.copy_(tensors[name])
 
 
+def config_from(recipe: PretrainRecipe, **more: Any) -> Any:
+    """transformers' configuration of the recipe's model; RecipeError where it makes none."""
+    named = {"model_type": "llama", **recipe.model}
+    try:
+        config = AutoConfig.for_model(**named, tie_word_embeddings=True, **more)
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return config
+        found = "an architecture that is no causal language model"
+    except Exception as error:  # its checks are foreign code: any type may come
+        found = f"{type(error).__name__}: {str(error)[:200]}"
+    raise RecipeError(
+        f"'model' of the pretraining recipe makes no model of type {named['model_type']}",
+        found=found,
+        expected="model_type of a causal language model of transformers, and keys of its config",
+        do="correct it; recipes/tiny-hybrid.yaml is one with a model_type",
+    )
+
+
 def build_model(recipe: PretrainRecipe, tokenizer: Any) -> Any:
-    """A fresh Llama whose output projections are zero: every block starts as an identity."""
-    config = LlamaConfig(
-        **recipe.model,
-        tie_word_embeddings=True,
+    """A fresh model whose output projections are zero: every block starts as an identity."""
+    config = config_from(
+        recipe,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.data.seed)
-        model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        nn.init.zeros_(layer.self_attn.o_proj.weight)
-        nn.init.zeros_(layer.mlp.down_proj.weight)
+        model = AutoModelForCausalLM.from_config(config)
+    for name, part in model.named_modules():
+        if name.endswith(OUTPUTS):
+            nn.init.zeros_(part.weight)
     return model
 
 
 def build_optimizers(model: nn.Module, recipe: TrainRecipe) -> Optimizers:
-    """Muon for the hidden matrices, AdamW for the (tied) embedding and the norms. The `share` of a
-    group is its full learning rate, by which the loop multiplies the schedule's factor."""
+    """Muon for the hidden matrices, AdamW for the (tied) embedding and for what is no matrix:
+    norms, decays and convolutions. The `share` of a group is its full learning rate, by which the
+    loop multiplies the schedule's factor."""
     named = list(model.named_parameters())
-    norms = [p for _, p in named if p.ndim == 1]
+    norms = [p for _, p in named if p.ndim != 2]
     embeddings = [p for name, p in named if p.ndim == 2 and "embed_tokens" in name]
     matrices = [p for name, p in named if p.ndim == 2 and "embed_tokens" not in name]
     assert len(norms) + len(embeddings) + len(matrices) == len(named)
@@ -159,8 +178,7 @@ def build_optimizers(model: nn.Module, recipe: TrainRecipe) -> Optimizers:
 def loss_sum(model: Any, rows_BS: Tensor, autocast: bool) -> Tensor:
     """Summed cross-entropy of the next token over rows of S + 1 ids."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        hidden_BSD = model.model(input_ids=rows_BS[:, :-1], use_cache=False).last_hidden_state
-        logits_BSV = model.lm_head(hidden_BSD)
+        logits_BSV = model(input_ids=rows_BS[:, :-1], use_cache=False).logits
     labels_N = rows_BS[:, 1:].flatten()
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_N, reduction="sum")
 
@@ -262,7 +280,7 @@ def config_of(model: Any) -> dict[str, Any]:
     kept = {k: v for k, v in config.to_dict().items() if k not in NOT_A_LANGUAGE_MODEL}
     return {
         **kept,
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [type(model).__name__],
         "rope_theta": config.rope_parameters["rope_theta"],
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
@@ -301,6 +319,7 @@ def pretrain(
     no error: what was trained until then is saved, exported and evaluated."""
     recipe, reporter = load_pretrain_recipe(recipe_path), reporter or SilentReporter()
     plan, report = recipe.train, recipe.report
+    config_from(recipe)  # before the text is read
     torch.set_num_threads(plan.num_threads)
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.yaml").write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))

@@ -24,7 +24,6 @@ from specctl.core.errors import (
 )
 from specctl.core.slot_state import WHOLE, SlotState, StateShape
 from specctl.drafters import family
-from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request, Row
 from specctl.runtime.generate import default_policy
@@ -362,8 +361,6 @@ def test_what_cannot_go_with_states_is_refused() -> None:
     drafter = lookup.build(lookup.options(), target.spec, None)
     with pytest.raises(IncompatibleError, match="drafting in parallel needs"):
         Pearl(target, drafter, make_policy({"policy": "chain", "length": 2}))
-    with pytest.raises(IncompatibleError, match="recurrent states cannot draft"):
-        SmallLm.from_lm(target.lm, target.spec)
     with pytest.raises(IncompatibleError, match="layer by layer"):
         Engine(target, None, Progressive(early_layer=2))
     for name in ("skip-layers", "ppd", "calm"):

@@ -1,0 +1,138 @@
+"""Draft models with recurrent layers: what they draft is what they say, as chains and as trees."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import specctl.recipes
+from specctl.core.drafter import RoundView
+from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.states.recurrent_lm_state import RecurrentLmState
+from specctl.export.package.pretrained import load_pretrained
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
+from specctl.runtime.generate import generate
+from specctl.runtime.pearl import Pearl
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl_testing.hybrids import FEW, tiny_hybrid
+from specctl_testing.models import build_model
+
+PROMPTS = ((7, 8, 9, 7, 8, 9, 7), tuple(range(40, 63)), (5,))
+POLICIES: dict[str, dict[str, Any]] = {
+    "chain": {"policy": "chain", "length": 3},
+    "static-tree": {"policy": "static-tree", "branch": (2, 2, 1)},
+    "dynamic-tree": {"policy": "dynamic-tree", "length": 3, "nodes": 8, "beam": 3},
+}
+NEW = 16
+GREEDY = Sampling(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+
+
+@cache
+def pair(kind: str) -> tuple[Target, Target]:
+    """A target, and one that is nearly the same."""
+    model = tiny_hybrid(kind)
+    near = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in near.parameters():
+            weight.add_(0.02 * weight.std(correction=0) * torch.randn_like(weight))
+    return Target.from_model(model), Target.from_model(near)
+
+
+def run(target: Target, drafter: SmallLm | None, policy: str, slots: int) -> list[Any]:
+    grown = None if drafter is None else make_policy(POLICIES[policy])
+    requests = [Request(prompt, GREEDY) for prompt in (*PROMPTS, PROMPTS[0])]
+    return Engine(target, drafter, grown, num_slots=slots, prefill_chunk=16).run(requests)
+
+
+@pytest.mark.parametrize("policy", ["chain", "static-tree"])  # where no likeliest path is cut
+@pytest.mark.parametrize("kind", FEW)
+def test_a_model_drafts_for_itself_and_all_is_accepted(kind: str, policy: str) -> None:
+    """A state that was a token off, or another branch's, would draft other tokens."""
+    target = pair(kind)[0]
+    drafter = SmallLm.from_lm(target.lm, target.spec)
+    for done in run(target, drafter, policy, 3):
+        most = -(-NEW // 4)  # three drafted tokens and the target's own a round
+        assert done.stats.rounds <= most, (kind, policy, done.stats.rounds)
+
+
+class Compared(RecurrentLmState):
+    """Fails where logits are not those of the draft model on the same tokens, read alone."""
+
+    num_compared = 0
+
+    def root(self, view: RoundView) -> Tensor:
+        self.rows = [list(text) for text in view.tokens]
+        self.paths: list[list[list[int]]] = [[] for _ in view.tokens]
+        found = super().root(view)
+        for row, text in enumerate(self.rows):
+            self.compare(found[row], text)
+        return found
+
+    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
+        found = super().expand(token_BM, parent_BM)
+        for row, known in enumerate(self.paths):
+            nodes = zip(token_BM[row].tolist(), parent_BM[row].tolist(), strict=True)
+            for node, (token, parent) in enumerate(nodes):
+                known.append([*(known[parent] if parent >= 0 else []), token])
+                self.compare(found[row, node], self.rows[row] + known[-1])
+        return found
+
+    def compare(self, found_V: Tensor, text: list[int]) -> None:
+        wanted = self.lm.module(torch.tensor([text]), use_cache=False).logits[0, -1]
+        # Float32 is up to 4e-4 off where routing hardly decides; a wrong state is 0.2 and more.
+        assert (found_V - wanted).norm() < 3e-3 * wanted.norm()
+        Compared.num_compared += 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [("qwen3_next", "chain"), ("qwen3_next", "dynamic-tree"), ("jamba", "static-tree")],
+)
+def test_every_node_is_read_on_its_own_path_behind_whatever_was_rejected(
+    kind: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specctl.drafters.small_lm.RecurrentLmState", Compared)
+    target, near = pair(kind)
+    drafter, before = SmallLm.from_lm(near.lm, target.spec), Compared.num_compared
+    wanted = [done.tokens for done in run(target, None, policy, 3)]
+    found = run(target, drafter, policy, 2)
+    assert [done.tokens for done in found] == wanted
+    accepted, rounds = (sum(getattr(d.stats, n) for d in found) for n in ("accepted", "rounds"))
+    assert 0 < accepted / rounds < 2.5, "some drafts are accepted, and some rejected"
+    assert Compared.num_compared - before > 2 * rounds
+
+
+def test_a_folder_of_a_hybrid_drafts_for_a_target_of_attention(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(Path(specctl.recipes.__path__[0]) / "tiny")
+    model = build_model("llama", vocab=len(tokenizer))
+    target = Target.from_model(model, tokenizer)
+    draft = build_model("lfm2", vocab=len(tokenizer), layer_types=["conv", "full_attention"] * 2)
+    draft.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    drafter = load_pretrained(tmp_path, target)
+    assert isinstance(drafter, SmallLm)
+    assert drafter.lm.state_bytes
+    plain = generate(target, ["import os\n"], sampling=GREEDY).outputs[0]
+    made = generate(target, ["import os\n"], drafter=drafter, sampling=GREEDY).outputs[0]
+    assert made.token_ids == plain.token_ids
+
+
+def test_a_hybrid_drafts_while_a_target_of_attention_verifies() -> None:
+    target, near = Target.from_model(build_model("llama", hidden=64, vocab=200)), pair("lfm2")[1]
+    drafter = SmallLm.from_lm(near.lm, target.spec)
+    requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
+    wanted = [done.tokens for done in Engine(target, num_slots=3).run(requests)]
+    done = Pearl(target, drafter, make_policy(POLICIES["chain"])).run(requests)
+    assert [one.tokens for one in done] == wanted
+    assert sum(one.stats.drafted for one in done) > 0
