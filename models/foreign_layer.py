@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.utils import logging
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.models.hf_spec import field_of
+from specctl.models.latent import heads_at_hand, install, running
 
 ATTENTION = "specctl-handed"
 FIRST = "model.layers.0."  # what transformers puts before the names of the layer
@@ -55,12 +57,17 @@ def _handed(
     assert attending is not None, f"{type(module).__name__} does not pass on what attends"
     assert kwargs.get("s_aux") is None, "attention sinks"
     assert kwargs.get("softcap") is None, "a soft cap of scores"
-    own, wide = value.shape[-1], max(query.shape[-1], value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    heads = heads_at_hand(module)
+    if heads is not None:
+        query = heads.queries(query)
+    own, wide = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query = F.pad(query * (scale * wide**0.5), (0, wide - query.shape[-1]))
     key, value = (F.pad(part, (0, wide - part.shape[-1])) for part in (key, value))
     B, H, T, _ = query.shape
     out_BTHE = attending(query, key, value).view(B, T, H, wide)
+    if heads is not None:
+        return heads.values(out_BTHE.transpose(1, 2)).transpose(1, 2), None
     return out_BTHE[..., :own], None
 
 
@@ -150,6 +157,7 @@ class ForeignLayer(nn.Module):
         super().__init__()
         base = AutoModel.from_config(config)
         base.set_attn_implementation(ATTENTION)
+        install(base)
         self.block = base.layers[0]
         self._beside: tuple[Any, Any] = (base.norm, base.rotary_emb)  # no parts of this module
 
@@ -198,14 +206,16 @@ class ForeignLayer(nn.Module):
     ) -> Tensor:
         """As a layer of ours: `attending` says what the queries see. One with a `cache` is given
         to the layer to write what it keeps, and is shown all that stands there."""
-        out: Any = self.block(
-            x_BTD,
-            attention_mask=None,
-            position_ids=None,
-            past_key_values=getattr(attending, "cache", None),
-            position_embeddings=self._turned(rope_BT2E, x_BTD),
-            attending=attending,
-        )
+        cache = getattr(attending, "cache", None)
+        with nullcontext() if cache is None else running(x_BTD.shape[1]):
+            out: Any = self.block(
+                x_BTD,
+                attention_mask=None,
+                position_ids=None,
+                past_key_values=cache,
+                position_embeddings=self._turned(rope_BT2E, x_BTD),
+                attending=attending,
+            )
         state_BTD: Tensor = out[0] if isinstance(out, tuple) else out
         return state_BTD
 

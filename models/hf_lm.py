@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
 from typing import Any, ClassVar
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +39,12 @@ from specctl.models.hf_spec import (
     spec_of,
 )
 from specctl.models.kernels import attend
+from specctl.models.latent import heads_at_hand, install, running
 from specctl.models.spread import is_parallel, is_spread, layer_devices, whole_weight
 from specctl.models.torch_threads import forward_threads, may_choose
 
 ATTENTION = "specctl"
+EXPANDS = "slower rounds, of the same answers: keys and values are expanded in the latent attention"
 
 
 def attend_capped(
@@ -98,11 +101,16 @@ def _attention(
             do="choose a target with plain attention, e.g. a Llama or Qwen3",
         )
     softcap, sink_H = kwargs.get("softcap"), kwargs.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    heads = heads_at_hand(module)
+    if heads is not None:
+        query = heads.queries(query)
     if softcap is None and sink_H is None:
-        out = attend(query, key, value, attention_mask, scaling)
+        out = attend(query, key, value, attention_mask, scale)
     else:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend_capped(query, key, value, attention_mask, scale, softcap, sink_H)
+    if heads is not None:
+        out = heads.values(out)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -220,6 +228,7 @@ class HfLM(LanguageModel):
         self._devices = layer_devices(model, self.spec.num_layers)
         self._decoder: DecoderParts | None = None
         self._lends = False
+        self._absorbs = False  # latents are read as they are: only where that has been tried
         if kv_layers or self.embedding.is_meta:
             self._implementation = _choose_attention(model)
         else:
@@ -250,7 +259,15 @@ class HfLM(LanguageModel):
             self.spec = replace(self.spec, num_kv_heads=first.key_heads, head_dim=first.key_width)
         with narrowed(model, given) as windows:
             self.windows = windows
-            check_rounds(self, plain)
+            self._absorbs = install(model) and self._implementation == ATTENTION
+            try:
+                check_rounds(self, plain)
+            except IncompatibleError:
+                if not self._absorbs:
+                    raise
+                self._absorbs = False
+                check_rounds(self, plain)
+                warn(f"{EXPANDS} of {type(model).__name__}", stacklevel=2)
         self.windows = given
 
     @property
@@ -288,7 +305,11 @@ class HfLM(LanguageModel):
         some = {"logits_to_keep": feed.ids_BT.shape[1] - first} if first else {}
         given = None if feed.residual_BTD is None else {0: feed.residual_BTD}
         is_whole = feed.parts is None and given is None
-        with nullcontext() if is_whole else self._parts().only(feed.parts, given):
+        reads_latents = self._absorbs and kv is not None
+        with (
+            running(feed.ids_BT.shape[1]) if reads_latents else nullcontext(),
+            nullcontext() if is_whole else self._parts().only(feed.parts, given),
+        ):
             out = model(
                 input_ids=feed.ids_BT,
                 use_cache=kv is not None,

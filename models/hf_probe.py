@@ -45,7 +45,7 @@ LENGTH = max(KEPT) + len(PATHS[0]) + TAIL
 BOUND, ROUGH = 1e-3, 0.1
 HALF = (torch.float16, torch.bfloat16)
 WIDE = (torch.float32,)
-READ_PAST = ("conv", "conv1d", "dt_proj")  # by name: their forwards are not what is called
+READ_PAST = ("conv", "conv1d", "dt_proj", "kv_b_proj")  # parts, by name, whose weights are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _half(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _beside(module: nn.Module, dtypes: tuple[torch.dtype, ...] = HALF) -> list[nn.Parameter]:
-    """Weights of its parts that a recurrent layer reads past these parts."""
+    """Weights of its parts that a recurrent layer, or latent attention, reads past them."""
     parts = (part for name, part in module.named_children() if name in READ_PAST)
     found = (weight for part in parts for weight in part.parameters(recurse=False))
     return [weight for weight in found if weight.dtype in dtypes and not weight.is_meta]
