@@ -1,5 +1,6 @@
 """What flat folders of blocks share, whatever corrects the block: which family they are, their
 settings, how a block says to SGLang what its slots see, and the proof.
+Letters: N nodes, V target vocabulary.
 """
 
 from __future__ import annotations

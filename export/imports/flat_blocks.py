@@ -22,6 +22,7 @@ from specctl.export.imports.flat import (
     reading_of,
     settings_of,
 )
+from specctl.export.imports.heads import REPAIR, refused
 from specctl.export.imports.published import Published
 from specctl.export.layouts.blocks import MARKOV
 from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, SglangBlocks
@@ -53,6 +54,10 @@ def read(published: Published, target: Target) -> Imported:
         reading = reading_of(body, "dflash", size - 1, {})
         return imported(published, target, reading, FlatRules(DFLASH, partial(_read, DFLASH)))
     refuse_variants(settings, **OF_SPARK)
+    for key in SPARK_KEYS:
+        if body.get(key, settings.get(key)) != settings.get(key):
+            found = f"{key}: {body[key]}, and {settings[key]} in dflash_config"
+            raise refused("config.json says two things of the head", found, "one", REPAIR, key)
     kind = HEADS[settings.get("markov_head_type") or "vanilla"]
     own = {"rank": number_of(settings, "markov_rank"), "correction": kind}
     keys = {key: settings[key] for key in SPARK_KEYS if key in settings}

@@ -140,6 +140,11 @@ def inner(**fields: Any) -> Change:
     return lambda config, tensors: config["dflash_config"].update(fields)
 
 
+def everywhere(**fields: Any) -> Change:
+    """At the top, too."""
+    return lambda config, tensors: (inner(**fields)(config, tensors), config.update(fields))
+
+
 def no_mask(config: Config, tensors: Tensors) -> None:
     for part in (config, config["dflash_config"]):
         part.pop("mask_token_id", None)
@@ -227,7 +232,8 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "dflash", saying(model_type="llama"), r"model_type: llama"),
     (FLAT, "dflash", without("layers.1.self_attn.q_norm.weight"), r"no net.layers.1.self_attn.q_n"),
     (FLAT, "dflash", without("hidden_norm.weight"), r"no fc_norm.weight"),
-    (FLAT, "dspark", inner(markov_head_type="rnn"), r"no joint.bias"),
+    (FLAT, "dspark", inner(markov_head_type="rnn"), r"markov_head_type: vanilla, and rnn"),
+    (FLAT, "dspark", everywhere(markov_head_type="rnn"), r"no joint.bias"),
     (FLAT, "dspark", inner(markov_head_type="fir"), r"markov_head_type: fir.*vanilla, gated, rnn"),
     (FLAT, "dflash", inner(sample_from_anchor=True), r"sample_from_anchor: True.*false"),
     (FLAT, "dflash", inner(shift_label=True), r"shift_label: True.*false"),
