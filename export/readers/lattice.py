@@ -1,7 +1,7 @@
 """LiLiCorr's lattice over named tensors in float64, as SGLang 0.5.23 computes it
 (models/lilicorr.py): all candidates of all slots together, each ending in two unit vectors.
-Letters: C candidates, D hidden width, I input width (of the lattice), M new nodes (P C), N nodes, O
-output width (of a vector), P path, V target vocabulary.
+Letters: C candidates, D hidden width, H query heads, I input width (of the lattice), M new nodes
+(P C), N nodes, O output width (of a vector), P path, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 speculative/lilicorr_utils.py): DFlash's stack, with convolutions or without, and the lattice, whose
 sizes stand inside `dflash_config` and have no defaults. vLLM 0.33 computes the same
 (models/qwen3_lilicorr.py). Candidates are those of all of the target's tokens.
-Letters: D hidden width, N nodes, V target vocabulary.
+Letters: C candidates, D hidden width, N nodes, V target vocabulary.
 """
 
 from __future__ import annotations

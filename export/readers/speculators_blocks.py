@@ -4,7 +4,7 @@ gated and rnn heads, and XPress (models/dspark, models/xpress).
 XPress' slots read the token before them, that of the root the token before the root, or the root
 where it is the first. Layers without a window are not causal. The readout may speak of a part of
 the vocabulary.
-Letters: K draft vocabulary, N nodes, V target vocabulary.
+Letters: D hidden width, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

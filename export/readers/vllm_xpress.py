@@ -6,7 +6,7 @@ since the token before it is at hand nowhere.
 vLLM scores the likeliest 512 tokens of each place (`xpress_topc`) in six rounds over the whole
 block; here all tokens are scored, each place behind the tokens that are drafted before it, which is
 what the rounds end at.
-Letters: N nodes, V target vocabulary.
+Letters: D hidden width, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
