@@ -47,6 +47,12 @@ class HeadRows:
         with torch.autocast(self.device.type, enabled=False):  # the target keeps its precision
             return F.linear(self.state_RD[row_Q], self.weight_VD, self.bias_V)
 
+    def at(self, row_Q: Tensor, ids_QC: Tensor) -> Tensor:
+        """[Q, C]: the logits of a few ids in each of these rows."""
+        with torch.autocast(self.device.type, enabled=False):
+            few_QC = (self.weight_VD[ids_QC] @ self.state_RD[row_Q][..., None])[..., 0]
+        return few_QC if self.bias_V is None else few_QC + self.bias_V[ids_QC]
+
     def over(self, ids_K: Tensor) -> HeadRows:
         """Logits [R, K] of these ids alone, for the K / V of the work."""
         bias_K = None if self.bias_V is None else self.bias_V[ids_K]
