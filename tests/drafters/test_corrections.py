@@ -70,7 +70,10 @@ def made(target: Any, make_batch: Any) -> Any:
     return make
 
 
-@pytest.mark.parametrize(("name", "how"), CASES, ids=IDS)
+AT_ROOT = ("xpress", {"rank": 8, "before_root": False})
+
+
+@pytest.mark.parametrize(("name", "how"), [*CASES, AT_ROOT], ids=[*IDS, "xpress-at-the-root"])
 @torch.no_grad()
 def test_forced_scores_are_those_walked_token_by_token(
     target: Any, made: Any, capture_batch: Any, drive: Any, name: str, how: dict[str, Any]

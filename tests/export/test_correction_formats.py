@@ -527,6 +527,35 @@ def test_a_folder_that_does_not_say_what_it_is_is_refused(
     assert not (tmp_path / "package").exists()
 
 
+ZLAB = (  # the keys of z-lab/Qwen3.8-27B-DFlash2 besides dflash_config's
+    "architectures", "attention_bias", "attention_dropout", "bos_token_id", "is_causal",
+    "dflash_config", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
+    "initializer_range", "intermediate_size", "layer_types", "max_position_embeddings",
+    "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "num_target_layers", "pad_token_id", "rms_norm_eps", "rope_parameters", "sliding_window",
+    "tie_word_embeddings", "use_sliding_window", "vocab_size",
+)  # fmt: skip
+
+
+def test_the_published_dflash2_has_fewer_keys(target: Target, publish: Any, tmp_path: Path) -> None:
+    """The length of its block stands in `dflash_config` alone, causality at the top alone."""
+
+    def as_published(config: Config, tensors: Tensors) -> None:
+        for key in config.keys() - set(ZLAB):
+            del config[key]
+        assert set(config) == set(ZLAB)
+        del config["dflash_config"]["causal"]
+        config |= {"max_window_layers": 5, "use_cache": True, "transformers_version": "5.15.0"}
+
+    options = {"mask_id": 9, "window": 2048, "num_heads": 7}
+    drafter, folder = publish(FLAT, as_published, family="dflash2", **options)
+    report = taken(folder, target, tmp_path / "package")
+    assert report.notes == ()
+    found: Any = load_drafter(tmp_path / "package", target)
+    assert same_tensors(found, drafter.to(target.device, target.dtype))
+    assert found.options == drafter.options
+
+
 def test_a_window_that_sglang_would_take_for_causal_is_read_and_said(
     target: Target, publish: Any, tmp_path: Path
 ) -> None:
