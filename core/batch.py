@@ -1,7 +1,7 @@
 """TrainBatch and LossOut: what a drafter trains on and what its loss returns.
 
-Letters: B rows, D hidden width, K draft vocabulary, Q picked rows, R flat rows, S sequence, V
-target vocabulary, X any axes.
+Letters: B rows, C candidates, D hidden width, K draft vocabulary, Q picked rows, R flat rows, S
+sequence, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

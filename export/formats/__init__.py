@@ -99,7 +99,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 # Of the flat checkpoints the families that an engine is given; SGLang reads them all.
 GIVEN_FLAT: dict[str, tuple[str, ...]] = {"trtllm": ("eagle3",), "vllm": ("lilicorr",)}
-PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "mlp-speculator")
+PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "vllm-xpress", "mlp-speculator")
 
 
 def format_for(name: str, family: str) -> str:

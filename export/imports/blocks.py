@@ -173,7 +173,7 @@ def window_of(config: Any, settings: Mapping[str, Any]) -> int | None:
     if all(settings.get(key) is None for key in CAUSAL_KEYS):
         what = "config.json does not say how slots of the block see each other through a window"
         found = f"layer_types: {layers} without is_causal"
-        do = "ask its author (published DFlash2: false), and write is_causal into config.json"
+        do = "write is_causal into config.json as it was trained (published DFlash2: false)"
         raise refused(what, found, "is_causal: true or false", do, where)
     return window
 

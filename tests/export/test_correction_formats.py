@@ -511,18 +511,18 @@ REFUSED: list[tuple[str, dict[str, Any], Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "options", "change", "told"), REFUSED)
+@pytest.mark.parametrize(("family", "options", "change", "said"), REFUSED)
 def test_a_folder_that_does_not_say_what_it_is_is_refused(
     family: str,
     options: dict[str, Any],
     change: Change,
-    told: str,
+    said: str,
     target: Target,
     publish: Any,
     tmp_path: Path,
 ) -> None:
     _, folder = publish(flat_of(family), change, family=family, num_heads=3, **options)
-    with pytest.raises(SpecctlError, match=told):
+    with pytest.raises(SpecctlError, match=said):
         taken(folder, target, tmp_path / "package")
     assert not (tmp_path / "package").exists()
 
