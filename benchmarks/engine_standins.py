@@ -226,16 +226,18 @@ class Rope(nn.Module):
 
 
 class Attention(nn.Module):
-    """Rows read what `batch.seen[layer_id]` holds and each other."""
+    """Rows read what `batch.seen[layer_id]` holds and each other; with a window (SGLang's, which
+    leaves the row itself out) the rows before it in it, and those behind it."""
 
     def __init__(
         self, num_heads: int, head_dim: int, scaling: float, num_kv_heads: int, layer_id: int,
-        attn_type: Any = "decoder", **kwargs: Any,
+        attn_type: Any = "decoder", sliding_window_size: int = -1, **kwargs: Any,
     ) -> None:  # fmt: skip
         del num_heads, kwargs
         super().__init__()
         self.head_dim, self.scaling, self.groups = head_dim, scaling, num_kv_heads
         self.layer_id, self.is_causal = layer_id, attn_type != "encoder"
+        self.window = sliding_window_size
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Any) -> Tensor:
         seen = batch.seen.setdefault(self.layer_id, [])
@@ -248,8 +250,10 @@ class Attention(nn.Module):
         share = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
         score = q @ k.transpose(1, 2) * self.scaling
+        T, L = score.shape[1:]
+        apart_TL = torch.arange(L - T, L)[:, None] - torch.arange(L)
         if self.is_causal:
-            T, L = score.shape[1:]
-            later = torch.arange(L) > torch.arange(L - T, L)[:, None]
-            score = score.masked_fill(later, -torch.inf)
+            score = score.masked_fill(apart_TL < 0, -torch.inf)
+        if self.window >= 0:
+            score = score.masked_fill(apart_TL > self.window, -torch.inf)
         return (score.softmax(-1) @ v).transpose(0, 1).flatten(1)

@@ -16,7 +16,7 @@ import importlib
 import sys
 import tempfile
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +54,10 @@ from specctl.export.readers.trial import (
     without_router,
 )
 
-MODELS = ("llama", "llama_eagle", "llama_eagle3", "dflash", "dspark")
+MODELS = ("llama", "llama_eagle", "llama_eagle3", "dflash", "dspark", "lilicorr")
 REAL = {f"sglang.srt.models.{name}" for name in MODELS} | {
     "sglang.srt.speculative.dflash_utils",
+    "sglang.srt.speculative.lilicorr_utils",
     "sglang.srt.speculative.dspark_components.dspark_config",
 }
 
@@ -97,6 +98,18 @@ class Boundary:
         return self.residual + x
 
 
+class Whole(nn.Linear):
+    """A layer that every rank has."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, **more: Any) -> None:
+        del more
+        super().__init__(inputs, outputs, bias=bias)
+        self.input_size, self.output_size = inputs, outputs
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
 def parts() -> dict[str, dict[str, Any]]:
     """What SGLang's model files import and use."""
     group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
@@ -112,7 +125,9 @@ def parts() -> dict[str, dict[str, Any]]:
             "QKVParallelLinear": Qkv,
             "MergedColumnParallelLinear": Merged,
             "RowParallelLinear": Single,
+            "ReplicatedLinear": Whole,
         },
+        "sglang.kernels.ops.speculative.lilicorr": {"MAX_FUSED_CANDIDATE_TOPK": 16},
         "sglang.srt.layers.vocab_parallel_embedding": {
             "VocabParallelEmbedding": Rows,
             "ParallelLMHead": Rows,
@@ -157,7 +172,9 @@ FILES = {
     "LlamaForCausalLMEagle3": "llama_eagle3",
     "LlamaForCausalLMEagle": "llama_eagle",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
+    "LiLiCorrDraftModel": "lilicorr",
 }
 
 
@@ -195,12 +212,21 @@ def block_logits(model: Any, source: ExportSource, trial: Trial) -> Tensor:
     position_T = len(context_SD) + torch.arange(len(ids_T))
     out_TD = model(ids_T, position_T, batch, embedding_of(source)[ids_T]).hidden_states
     head_VD = source.target.borrowed().head_VD.double()
-    if config.architectures == ["DFlashDraftModel"]:
+    name = config.architectures[0]
+    if name == "DFlashDraftModel":
         return out_TD[1:] @ head_VD.T
-    said, before_N = [], torch.tensor([trial.ids[-1], *trial.drafted])
-    for row_D, token in zip(out_TD @ head_VD.T, before_N, strict=True):
-        bias, _ = model.markov_head.step_bias(token[None], hidden_states=None, state=None)
-        said.append(row_D + bias[0])
+    if name in ("DFlash2DraftModel", "LiLiCorrDraftModel"):
+        said_PV = out_TD[1:] @ head_VD.T
+        edges = selector_edges if name.startswith("DFlash2") else lattice_edges
+        return chosen(said_PV, *edges(model, source, trial, out_TD[1:], said_PV, context_SD), trial)
+    said, before_N, memory = [], torch.tensor([trial.ids[-1], *trial.drafted]), None
+    if hasattr(model.markov_head, "init_state"):
+        memory = model.markov_head.init_state(out_TD[:1])
+    for row_V, state_D, token in zip(out_TD @ head_VD.T, out_TD, before_N, strict=True):
+        bias, memory = model.markov_head.step_bias(
+            token[None], hidden_states=state_D[None], state=memory
+        )
+        said.append(row_V + bias[0])
     sure_N, _ = model.confidence_head.predict(
         out_TD,
         anchor_tokens=before_N[:1],
@@ -211,11 +237,67 @@ def block_logits(model: Any, source: ExportSource, trial: Trial) -> Tensor:
     return torch.stack(said)
 
 
+def selector_edges(
+    model: Any, source: ExportSource, trial: Trial, state_PD: Tensor, said_PV: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """[P, C] candidates of DFlash2, and [P, C, C] their scores behind each of the slot before."""
+    del source, rest
+    best = said_PV.topk(model.candidate_selector.top_k, dim=-1)
+    edges = model.candidate_selector.build_lattice(
+        candidate_ids=best.indices[None],
+        unary_logits=best.values[None],
+        hidden_states=state_PD[None],
+        anchor_token_ids=torch.tensor(trial.ids[-1:]),
+    )
+    return best.indices, edges[0]
+
+
+def lattice_edges(
+    model: Any, source: ExportSource, trial: Trial, state_PD: Tensor, said_PV: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The same of LiLiCorr, which sees the newest features."""
+    head, last_D = model.lilicorr, rest[0][-1]
+    head.materialize_inference_buffers(state_PD.device, state_PD.dtype)
+    for name in ("_attn_bias", "_fused_edge_weight", "_fused_edge_bias"):
+        setattr(head, name, getattr(head, name).double())
+    logp, ids = said_PV.log_softmax(-1).topk(head.candidate_topk, dim=-1)
+    scores = head.score(
+        token_embeddings=embedding_of(source)[ids][None, None],
+        candidate_log_probs=logp[None, None],
+        pass_hidden=state_PD[None, None],
+        anchor_hidden=last_D[None, None],
+        anchor_valid=torch.ones(1, 1, dtype=torch.bool),
+    )
+    first, pairs = (each[0, 0] for each in head.log_factors(*scores))
+    return ids, torch.cat([first.expand(1, len(first), -1), pairs])
+
+
+def chosen(said_PV: Tensor, ids_PC: Tensor, edges_PCC: Tensor, trial: Trial) -> Tensor:
+    """[P, V]: the scores behind the drafted tokens, -inf for what is no candidate."""
+    out_PV, before = torch.full_like(said_PV, -torch.inf), 0
+    for place, ids_C in enumerate(ids_PC):
+        out_PV[place, ids_C] = edges_PCC[place, before].double()
+        if place < len(trial.drafted):
+            before = int((ids_C == trial.drafted[place]).nonzero()[0, 0])
+    return out_PV
+
+
+def candidates_of(source: ExportSource, trial: Trial) -> Trial:
+    """The trial with drafted tokens that the drafter would draft, of another rank every time."""
+    ids: list[int] = []
+    for place in range(len(trial.drafted)):
+        drafted = replace(trial, drafted=(*ids, *trial.drafted[place:]))
+        said_V = drafted_logits(twin(source, source.drafter), drafted)[place]
+        best = said_V.topk(int((said_V > -torch.inf).sum())).indices
+        ids.append(int(best[place % len(best)]))
+    return replace(trial, drafted=tuple(ids))
+
+
 def logits(folder: Path, source: ExportSource, trial: Trial) -> Tensor:
     """[N + 1, V] by SGLang's class for this folder."""
     model = loaded(folder)
     config, name = model.config, model.config.architectures[0]
-    if name in ("DFlashDraftModel", "Qwen3DSparkModel"):
+    if FILES[name] in ("dflash", "dspark", "lilicorr"):
         return block_logits(model, source, trial)
     embedding_VD, is_third = embedding_of(source), name.endswith("3")
     head_VD = source.target.borrowed().head_VD.double()
@@ -278,6 +360,8 @@ def main() -> int:
             places = getattr(source.drafter.options, "num_heads", 5) - 1
             mask = getattr(source.drafter.options, "mask_id", None)
             trial = Trial.of(source, places, without=mask)
+            if manifest.family in ("dflash2", "lilicorr"):
+                trial = candidates_of(source, trial)
             ours_NV = drafted_logits(twin(source, without_router(source.drafter)), trial)
             with engine(wanted.sglang, REAL, parts(), ("msgspec",)), torch.no_grad():
                 theirs_NV = logits(Path(out) / "draft", source, trial)

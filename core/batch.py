@@ -1,7 +1,7 @@
 """TrainBatch and LossOut: what a drafter trains on and what its loss returns.
 
-Letters: B rows, D hidden width, K draft vocabulary, Q picked rows, R flat rows, S sequence, V
-target vocabulary, X any axes.
+Letters: B rows, C candidates, D hidden width, K draft vocabulary, Q picked rows, R flat rows, S
+sequence, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ class HeadRows:
     def __getitem__(self, row_Q: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # the target keeps its precision
             return F.linear(self.state_RD[row_Q], self.weight_VD, self.bias_V)
+
+    def at(self, row_Q: Tensor, ids_QC: Tensor) -> Tensor:
+        """[Q, C]: the logits of a few ids in each of these rows."""
+        with torch.autocast(self.device.type, enabled=False):
+            few_QC = (self.weight_VD[ids_QC] @ self.state_RD[row_Q][..., None])[..., 0]
+        return few_QC if self.bias_V is None else few_QC + self.bias_V[ids_QC]
 
     def over(self, ids_K: Tensor) -> HeadRows:
         """Logits [R, K] of these ids alone, for the K / V of the work."""

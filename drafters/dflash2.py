@@ -33,7 +33,13 @@ from specctl.drafters.losses.head_losses import fitting_chunk, joined
 from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
 from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.recompute import run
-from specctl.drafters.nets.selector import BestTokens, choice_loss, forced_in, spread
+from specctl.drafters.nets.selector import (
+    BestTokens,
+    choice_loss,
+    choice_metrics,
+    forced_in,
+    spread,
+)
 from specctl.drafters.nets.slot_conv import convolve
 from specctl.drafters.option_checks import Count, CountOrZero, Within
 
@@ -165,31 +171,46 @@ class DFlash2(CorrectedBlocks):
         label_Q = rows.label_Q if self.vocab is None else self.vocab.to_draft()[rows.label_Q]
         read_BS = batch.own(shifted(batch.ids_BS, 1 + learned.index))
         state_QD, before_Q = learned.ready_RO[rows.row_Q], read_BS.flatten()[rows.row_Q]
-        loss_Q = self._choices(state_QD, before_Q, label_Q.clamp(min=0))
+        loss_Q, scores_QC, rows_QC = self._choices(state_QD, before_Q, label_Q.clamp(min=0))
         weight_Q = (label_Q >= 0).to(loss_Q)
         weight_Q = weight_Q if rows.weight_Q is None else weight_Q * rows.weight_Q
         number, choice = weight_Q.sum(), (loss_Q * weight_Q).sum()
-        term = LossOut(choice, number, {"choice": (choice.detach(), number)})
+        given = learned, self.vocab, self.options.temperature
+        figures = choice_metrics(scores_QC, rows_QC, *given)
+        term = LossOut(choice, number, {"choice": (choice.detach(), number), **figures})
         out = replace(out, sum=self.options.base_weight * out.sum)
         return joined(out, term, self.options.choice_weight)
 
-    def _choices(self, state_QD: Tensor, before_Q: Tensor, label_Q: Tensor) -> Tensor:
-        """[Q]: cross-entropy over the candidates, slice by slice."""
+    def _choices(
+        self, state_QD: Tensor, before_Q: Tensor, label_Q: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[Q]: cross-entropy over the candidates with the true token among them, slice by slice;
+        [Q, C]: scores and draft rows of those that would be drafted."""
         weight_KD, selector = self.base_head(), self.module.selector
         count = min(self.options.candidates, len(weight_KD))
 
-        def one(state_QD: Tensor, before_Q: Tensor, label_Q: Tensor) -> Tensor:
+        def one(state_QD: Tensor, before_Q: Tensor, label_Q: Tensor) -> tuple[Tensor, ...]:
             with torch.no_grad():
                 logits_QK = state_QD @ weight_KD.T.to(state_QD)
-                rows_QC = forced_in(logits_QK.topk(count, dim=-1).indices, label_Q)
-            base_QC = (weight_KD[rows_QC].to(state_QD) @ state_QD[..., None])[..., 0]
+                best_QC = logits_QK.topk(count, dim=-1).indices
+                rows_QC = forced_in(best_QC, label_Q)
             made = selector.predecessor(before_Q), selector.hidden(state_QD)
-            return choice_loss(selector.scores(base_QC, rows_QC, *made), rows_QC, label_Q)
+
+            def scored(rows_QC: Tensor) -> Tensor:
+                base_QC = (weight_KD[rows_QC].to(state_QD) @ state_QD[..., None])[..., 0]
+                return selector.scores(base_QC, rows_QC, *made)
+
+            scores_QC = scored(rows_QC)
+            with torch.no_grad():  # the last alone may be another
+                own_QC = torch.cat([scores_QC[:, :-1], scored(best_QC[:, -1:])], dim=-1)
+            return choice_loss(scores_QC, rows_QC, label_Q), own_QC, best_QC
 
         size = self.options.chunk or fitting_chunk(len(weight_KD), state_QD.device)
         again = len(state_QD) * count * state_QD.shape[-1] > MOST_ROWS
         given = zip(*(torch.split(x, size) for x in (state_QD, before_Q, label_Q)), strict=True)
-        return torch.cat([run(again, one, *each) for each in given])
+        made = [run(again, one, *each) for each in given]
+        loss_Q, scores_QC, rows_QC = (torch.cat(each) for each in zip(*made, strict=True))
+        return loss_Q, scores_QC, rows_QC
 
 
 FAMILY = Family(

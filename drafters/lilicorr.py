@@ -44,7 +44,7 @@ from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
 from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.lattice import LatticeNet, LatticeShape, Vectors
 from specctl.drafters.nets.recompute import run
-from specctl.drafters.nets.selector import BestTokens, spread
+from specctl.drafters.nets.selector import BestTokens, choice_metrics, spread
 from specctl.drafters.nets.slot_conv import convolve
 from specctl.drafters.option_checks import Count, CountOrZero, Within
 
@@ -208,14 +208,17 @@ class LiLiCorr(CorrectedBlocks):
     ) -> Iterator[HeadLearned]:
         anchor_BA = self.anchors(batch)
         block = self.blocks(batch, anchor_BA)
-        links_XPC, rows_XPC, taught_XP = self._linked(batch, anchor_BA, block, weights[0])
+        links_XPC, rows_XPC, taught_XP, is_met_XP = self._linked(
+            batch, anchor_BA, block, weights[0]
+        )
 
         def flat(values_XO: Tensor) -> Tensor:
             values_BAO = torch.unflatten(values_XO, 0, anchor_BA.shape)
             return self.placed(values_BAO, batch, anchor_BA).flatten(0, 1)
 
         for i, state_XD in enumerate(block.states_XPD.unbind(1)):
-            others = links_XPC[:, i], rows_XPC[:, i], taught_XP[:, i, None]
+            marks = taught_XP[:, i, None], is_met_XP[:, i, None]
+            others = links_XPC[:, i], rows_XPC[:, i], *marks
             yield HeadLearned(
                 i,
                 flat(state_XD),
@@ -227,15 +230,17 @@ class LiLiCorr(CorrectedBlocks):
 
     def _linked(
         self, batch: TrainBatch, anchor_BA: Tensor, block: FilledBlock, weight_KD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """[X, P, C]: z behind the true tokens, the candidates' draft rows, and [X, P]: whether the
-        true token and those before it are candidates."""
+        true token and those before it are candidates and are to teach, whether those before it
+        are."""
         steps = range(2, 2 + int(self.options.num_heads))
         true = [shifted(batch.ids_BS, step).gather(1, anchor_BA) for step in steps]
         true_XP = torch.stack(true, dim=2).flatten(0, 1)
         best = self._candidates(block.states_XPD, weight_KD)
         lattice = self.correction.lattice(block, best, len(weight_KD))
         taught_XP = (lattice.ids_XPC == true_XP[..., None]).any(-1).long().cumprod(1) > 0
+        is_met_XP = F.pad(taught_XP[:, :-1], (1, 0), value=True)
         if self.options.whole_blocks:
             wanted = [ahead_mask(batch, step).gather(1, anchor_BA) for step in steps]
             taught_XP &= torch.stack(wanted, dim=2).flatten(0, 1).all(1, keepdim=True)
@@ -243,7 +248,8 @@ class LiLiCorr(CorrectedBlocks):
         depth_XP = torch.arange(read_XP.shape[1], device=read_XP.device).expand_as(read_XP)
         root_X1O = lattice.vectors.root_XO[:, None]
         carry_XPO = self.correction.walked(lattice, root_X1O, read_XP)
-        return self.correction.links(lattice, depth_XP, carry_XPO), best.rows, taught_XP
+        links_XPC = self.correction.links(lattice, depth_XP, carry_XPO)
+        return links_XPC, best.rows, taught_XP, is_met_XP
 
     def _candidates(self, states_XPD: Tensor, weight_KD: Tensor) -> BestTokens:
         """Their log p has a gradient, so that the block learns from the lattice, too."""
@@ -263,7 +269,8 @@ class LiLiCorr(CorrectedBlocks):
 
     def beside(self, out: LossOut, learned: HeadLearned, batch: TrainBatch) -> LossOut:
         """With the lattice's terms."""
-        links_QC, rows_QC, taught_Q1 = (one[learned.rows.row_Q] for one in learned.others)
+        picked = [one[learned.rows.row_Q] for one in learned.others]
+        links_QC, rows_QC, taught_Q1, is_met_Q1 = picked
         rows = learned.rows
         label_Q = rows.label_Q if self.vocab is None else self.vocab.to_draft()[rows.label_Q]
         is_true_QC = rows_QC == label_Q[:, None]
@@ -271,7 +278,9 @@ class LiLiCorr(CorrectedBlocks):
         weight_Q = taught_Q1[:, 0].to(loss_Q)
         weight_Q = weight_Q if rows.weight_Q is None else weight_Q * rows.weight_Q
         number, loss = weight_Q.sum(), (loss_Q * weight_Q).sum()
-        term = LossOut(loss, number, {"lattice": (loss.detach(), number)})
+        given = learned, self.vocab, self.options.temperature
+        figures = choice_metrics(links_QC, rows_QC, *given, is_met_Q1[:, 0] > 0)
+        term = LossOut(loss, number, {"lattice": (loss.detach(), number), **figures})
         return joined(replace(out, sum=self.options.base_weight * out.sum), term)
 
     def _regret(self, learned: HeadLearned, rows_QC: Tensor, is_true_QC: Tensor) -> Tensor | None:

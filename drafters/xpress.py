@@ -2,7 +2,8 @@
 token before it.
 
 With E a small embedding of its own, h_k the state of slot k, x_{k-1} the token before it (before
-the root's slot 0: the token before the root) and r the rank,
+the root's slot 0: the token before the root, or with `before_root: false` the root itself, as vLLM
+has it) and r the rank,
 
     a_k = W_in [D_h h_k; D_g mean_j h_j; E[x_{k-1}]],   c_k = a_k + sum_{j <= k} L[:, k, j] * a_j,
     y_k = c_k + SwiGLU(c_k),                            logits_k = U_k + W_2 y_k.
@@ -19,7 +20,7 @@ rank), P path, R flat rows, S sequence, X any axes, Y carry.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
@@ -31,6 +32,7 @@ from specctl.core.drafter import DraftState, Family, RoundView, Space
 from specctl.core.spec import ModelSpec
 from specctl.drafters.corrected_blocks import LowRankBlocks
 from specctl.drafters.dflash import DFlashOptions, InjectedNet
+from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.head_losses import (
     LinearHead,
     TeacherLogits,
@@ -40,6 +42,7 @@ from specctl.drafters.losses.head_losses import (
 )
 from specctl.drafters.nets.correction import FilledBlock, LowRankBias, at_depth
 from specctl.drafters.nets.head_drafter import HeadLearned
+from specctl.drafters.nets.options import SERVED
 from specctl.drafters.option_checks import Count, CountOrZero, Within
 from specctl.drafters.states.corrected_state import CorrectedState
 from specctl.models.kernels import linear
@@ -48,14 +51,15 @@ from specctl.models.kernels import linear
 @dataclass(frozen=True, slots=True)
 class XPressOptions(DFlashOptions):
     """DFlash's options, the rank of the refiner, how many times wider its MLP is, the number of
-    free-running rounds while training (0: none) and the weight of their mean, and that of the
-    block's own loss."""
+    free-running rounds while training (0: none) and the weight of their mean, that of the block's
+    own loss, and whether the root's slot reads the token before the root or the root itself."""
 
     rank: Count = 64
     mlp_ratio: Count = 2
     free_rounds: CountOrZero = 3
     free_weight: Annotated[float, Within(0, 100)] = 0.3
     base_weight: Annotated[float, Within(0, 100)] = 0.6
+    before_root: bool = field(default=True, metadata=SERVED)
 
 
 class XPressNet(InjectedNet):
@@ -171,7 +175,8 @@ class XPress(LowRankBlocks):
     def blocks(self, batch: TrainBatch, anchor_BA: Tensor) -> FilledBlock:
         slots = self.outputs(batch, anchor_BA)[1]
         every_XPD = self.norm(torch.stack(list(slots), dim=2).flatten(0, 1))
-        before_X = batch.ids_BS.gather(1, anchor_BA).flatten()
+        ids_BS = batch.ids_BS if self.options.before_root else shifted(batch.ids_BS, 1)
+        before_X = ids_BS.gather(1, anchor_BA).flatten()
         return FilledBlock(every_XPD[:, 1:], before_X=before_X, root_XD=every_XPD[:, 0])
 
     def passes(self, block: FilledBlock, ids_XP: Tensor, weight_KO: Tensor) -> Iterator[Tensor]:
@@ -229,8 +234,10 @@ class XPressState(CorrectedState):
     """Shows the refiner the root's slot and the token before the root."""
 
     def filled(self, view: RoundView) -> FilledBlock:
+        assert isinstance(self.drafter, XPress)
         every_BPD = self.drafter.slot_states(self.features.at(view))
-        before = [text[-2:][0] for text in view.tokens]
+        first = -2 if self.drafter.options.before_root else -1
+        before = [text[first:][0] for text in view.tokens]
         return FilledBlock(
             every_BPD[:, 1:],
             linear(every_BPD[:, 1:], self._packed[0]),

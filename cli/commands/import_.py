@@ -33,9 +33,10 @@ def import_(
     """Make a package from a published drafter.
 
     The package can be verified, measured, served, adapted, trimmed and exported. What can be read:
-    EAGLE-3 (speculators, SafeAILab, SpecForge, ModelOpt), EAGLE-1 and -2, HASS, P-EAGLE, DFlash and
-    DSpark (z-lab, DeepSpec, speculators), Medusa, MLP speculators (IBM), and the MTP module of a
-    whole checkpoint (DeepSeek-V3, GLM-4.5, Qwen3-Next).
+    EAGLE-3 (speculators, SafeAILab, SpecForge, ModelOpt), EAGLE-1 and -2, HASS, P-EAGLE, DFlash,
+    DFlash2, DSpark, Domino, XPress and LiLiCorr (z-lab, DeepSpec, SpecForge, ModelOpt,
+    speculators), Medusa, MLP speculators (IBM), and the MTP module of a whole checkpoint
+    (DeepSeek-V3, GLM-4.5, Qwen3-Next).
 
     The package is written only if it drafts what the head's own engine would draft; then tau is
     measured on a few prompts of your target and shown beside what the head's README says. Pickles

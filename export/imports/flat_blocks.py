@@ -1,44 +1,40 @@
-"""Flat DFlash and DSpark folders of z-lab, DeepSpec and SpecForge, read as SGLang reads them: most
-settings inside `dflash_config` or, failing that, at the top; `target_layer_ids` count layers.
+"""Flat DFlash and DSpark folders of z-lab, DeepSpec, SpecForge and ModelOpt, read as SGLang reads
+them: most settings inside `dflash_config` or, failing that, at the top; `target_layer_ids` count
+layers. ModelOpt has DSpark's heads under names of its own.
 
 A block of DFlash has one place more than it drafts, the root's, which does not speak; DSpark's root
 does. Copies of the target's embedding and LM head (DeepSpec) are compared and left out.
-Letters: D hidden width, N nodes, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from functools import partial
 from typing import Any
 
-from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
-from specctl.export.imports.blocks import BlockReading, drafter_of, is_causal, refuse_variants
+from specctl.export.imports.blocks import refuse_variants
 from specctl.export.imports.flat import (
-    causal_key,
-    causal_notes,
-    check_lent,
+    FlatRules,
+    imported,
+    kind_of,
     number_of,
-    own_tensors,
-    taps_of,
+    reading_of,
+    settings_of,
 )
-from specctl.export.imports.flat_domino import is_domino
-from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused
-from specctl.export.imports.layers import derived_config
+from specctl.export.imports.heads import REPAIR, refused
 from specctl.export.imports.published import Published
-from specctl.export.layouts.blocks import check_confidence
-from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, ENGINE, SglangBlocks
-from specctl.export.readers.trial import (
-    Trial,
-    compare,
-    drafted_logits,
-    embedding_of,
-    head_of,
-    twin,
-)
+from specctl.export.layouts.blocks import MARKOV
+from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, SglangBlocks
 from specctl.runtime.target.target import Target
 
-NAMES = (DFLASH, DSPARK, "DSparkDraftModel")
+HEADS = {theirs: ours for ours, theirs in MARKOV.items()}
+OF_SPARK = {
+    "projector_type": (None, "dspark"),
+    "markov_head_type": (None, *HEADS),
+    "sample_from_anchor": (None, True),
+    "shift_label": (None, True),
+}
 SPARK_KEYS = (
     "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
     "sample_from_anchor",
@@ -46,60 +42,31 @@ SPARK_KEYS = (
 
 
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
-    named = config.get("architectures")
-    is_flat = not {"speculators_config", "speculators_model_type"} & config.keys()
-    if is_domino(config):
-        return False
-    return is_flat and isinstance(named, list) and len(named) == 1 and named[0] in NAMES
+    return kind_of(config) in ("dflash", "dspark")
 
 
 def read(published: Published, target: Target) -> Imported:
     body = published.config
-    settings = _settings(body)
-    config = derived_config(body, "qwen3")
-    is_spark = body["architectures"] != [DFLASH] or settings.get("projector_type") == "dspark"
-    refuse_variants(settings)
-    if is_spark and settings.get("sample_from_anchor", True) is not True:
-        found = f"sample_from_anchor: {settings['sample_from_anchor']}"
-        raise refused("the root of our DSpark block speaks", found, "true", ELSEWHERE)
+    family, settings = kind_of(body), settings_of(body)
     size = number_of(settings, "block_size", 2)
-    rank = number_of(settings, "markov_rank") if is_spark else None
-    reading = BlockReading(
-        config,
-        taps_of(settings),
-        settings.get("mask_token_id"),
-        size if is_spark else size - 1,
-        rank,
-        is_causal(settings),
-    )
-    drafter = drafter_of(reading, published.tensors, target)
-    check_lent(drafter)
-    beside = own_tensors(published.tensors)
-    kind = DSPARK if is_spark else DFLASH
-    staged = {"architectures": [kind], "model_type": "qwen3", **causal_key(reading)}
-    staged |= {key: settings[key] for key in SPARK_KEYS if is_spark and key in settings}
-
-    def prove(source: ExportSource) -> None:
-        trial = Trial.of(source, reading.num_drafted - 1, without=drafter.options.mask_id)
-        embedding_VD, head_VD = embedding_of(source), head_of(source)
-        with published.staged(beside, **staged) as folder:
-            layers = target.spec.num_layers
-            theirs = SglangBlocks(folder, kind, embedding_VD, head_VD, layers)
-            theirs_NV, sure_N = theirs.drafted_logits(trial), None
-            if is_spark:
-                sure_N = theirs.confidences(trial)
-        compare(ENGINE, theirs_NV, drafted_logits(twin(source, drafter), trial))
-        if is_spark:
-            check_confidence(source, sure_N, trial)
-
-    return Imported(drafter, ENGINE, prove, reading.num_drafted, causal_notes(reading, body))
+    if family == "dflash":
+        refuse_variants(settings)
+        reading = reading_of(body, "dflash", size - 1, {})
+        return imported(published, target, reading, FlatRules(DFLASH, partial(_read, DFLASH)))
+    refuse_variants(settings, **OF_SPARK)
+    for key in SPARK_KEYS:
+        if body.get(key, settings.get(key)) != settings.get(key):
+            found = f"{key}: {body[key]}, and {settings[key]} in dflash_config"
+            raise refused("config.json says two things of the head", found, "one", REPAIR, key)
+    kind = HEADS[settings.get("markov_head_type") or "vanilla"]
+    own = {"rank": number_of(settings, "markov_rank"), "correction": kind}
+    keys = {key: settings[key] for key in SPARK_KEYS if key in settings}
+    rules = FlatRules(DSPARK, partial(_read, DSPARK), keys=keys)
+    return imported(published, target, reading_of(body, "dspark", size, own), rules)
 
 
-def _settings(body: Mapping[str, Any]) -> dict[str, Any]:
-    nested = body.get("dflash_config") or {}
-    if not isinstance(nested, Mapping):
-        raise refused("dflash_config is no object", str(nested), "keys and values", REPAIR)
-    return {**body, **nested}
+def _read(architecture: str, folder: Any, *target: Any) -> SglangBlocks:
+    return SglangBlocks(folder, architecture, *target)
 
 
 IMPORTER = Importer("flat-blocks", "architectures DFlashDraftModel, Qwen3DSparkModel", knows, read)

@@ -17,7 +17,7 @@ from specctl.export.imports.heads import (
 )
 from specctl.runtime.target.target import Target
 
-OFF = ("attention_bias", "mlp_bias", "norm_before_fc", "use_sliding_window")
+OFF = ("attention_bias", "mlp_bias", "norm_before_fc")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -61,7 +61,7 @@ def check_layers(
     act = getattr(config, "hidden_act", "silu")
     if act != "silu":
         raise refused("the head has another activation", f"hidden_act: {act}", "silu", ELSEWHERE)
-    for key in OFF:
+    for key in OFF if SLIDING in kinds else (*OFF, "use_sliding_window"):
         if getattr(config, key, False):
             found = f"{key}: {getattr(config, key)}"
             raise refused("our layer has no such part", found, f"{key}: false", ELSEWHERE)

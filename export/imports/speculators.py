@@ -18,8 +18,8 @@ from specctl.export.readers.trial import Trial, compare, drafted_logits, embeddi
 from specctl.export.readers.vllm_eagle3 import ENGINE, VllmEagle3, draft_config
 from specctl.runtime.target.target import Target
 
-KIND, BLOCKS = "speculators_model_type", ("dflash", "dspark")
-OTHER_KINDS = (*BLOCKS, "peagle")
+KIND, BLOCKS = "speculators_model_type", ("dflash", "dflash2", "dspark")
+OTHER_KINDS = (*BLOCKS, "peagle", "xpress")
 
 
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:

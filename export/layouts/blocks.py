@@ -1,4 +1,4 @@
-"""DFlash's, DSpark's and Domino's parameters under their published names.
+"""What exports of block drafters share: which they refuse, their parameters, their mask.
 
 Our equations are the published ones but for the mask: ours is a vector of its own unless `mask_id`
 was set in training, theirs is the embedding row of a token. An engine that reads an embedding from
@@ -9,50 +9,28 @@ Letters: D hidden width, K draft vocabulary, N nodes, V target vocabulary.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.dflash import InjectedBlocks
-from specctl.drafters.dspark import PLAIN, DSpark
+from specctl.drafters.dspark import GATED, PLAIN, RNN, DSpark
 from specctl.drafters.nets.heads import head_rows
 from specctl.export.formats import ExportSource
+from specctl.export.layouts.block_names import published_name
 from specctl.export.layouts.engines import gate, head_factor
 from specctl.export.layouts.speculators.eagle3 import embedding_rows, scaled_rows, written_tensors
 from specctl.export.layouts.speculators.p_eagle import mask_token
-from specctl.export.package.tensors import MAP_NAMES
+from specctl.export.readers.block_heads import VANILLA
 from specctl.export.readers.trial import TOLERANCE, Trial, spoken, twin
 
-SHARED = {  # our prefix -> theirs; the mask has no place of its own
-    "fc.": "fc.",
-    "fc_norm.": "hidden_norm.",
-    "net.layers.": "layers.",
-    "norm.": "norm.",
-}
-OWN = {  # of a family's correction
-    "dspark": {
-        "before.": "markov_head.markov_w1.",
-        "bias.": "markov_head.markov_w2.",
-        "confidence.": "confidence_head.proj.",
-    },
-    "domino": {
-        "memory.weight_ih": "prefix_gru.weight_ih_l0",
-        "memory.weight_hh": "prefix_gru.weight_hh_l0",
-        "down.": "embed_proj.0.",
-        "up.": "embed_proj.2.",
-    },
-}
-
-
-def published_names(family: str) -> dict[str, str]:
-    """Of a family's parameters: our prefix -> theirs."""
-    return SHARED | OWN.get(family, {})
+MARKOV = {PLAIN: VANILLA, GATED: GATED, RNN: RNN}  # `correction` -> `markov_head_type`
 
 
 def blocks_of(source: ExportSource) -> InjectedBlocks:
-    """The drafter, refused where an engine has no room for a part of it."""
+    """The drafter, refused where no engine has room for what it is."""
     drafter = cast(InjectedBlocks, source.drafter)
     if isinstance(drafter, DSpark) and drafter.options.rank == 0:
         raise IncompatibleError(
@@ -61,45 +39,59 @@ def blocks_of(source: ExportSource) -> InjectedBlocks:
             expected="rank: 1 or more",
             do="train dflash instead, or train with --set drafter.options.rank=32",
         )
-    if drafter.window is not None:
+    options = drafter.options
+    if drafter.family == "dflash2" and not (options.candidates and options.conv_taps):
         raise IncompatibleError(
-            "engines do not agree on what a window means inside a block",
-            found=f"window: {drafter.window}",
-            expected="window: null",
-            do="--to specctl, or train with --set drafter.options.window=null",
-        )
-    if isinstance(drafter, DSpark) and drafter.options.correction != PLAIN:
-        raise IncompatibleError(
-            "this format is written for DSpark's plain correction only",
-            found=f"correction: {drafter.options.correction}",
-            expected=f"correction: {PLAIN}",
-            do="serve the package itself, or train with --set drafter.options.correction=plain",
+            "a DFlash2 checkpoint has convolutions and a selector",
+            found=f"conv_taps: {options.conv_taps}, candidates: {options.candidates}",
+            expected="1 or more of both",
+            do="serve the package itself, or train with --set drafter.options.conv_taps=2 "
+            "--set drafter.options.candidates=16",
         )
     return drafter
+
+
+def refuse_heads(source: ExportSource, engine: str) -> None:
+    """Of an engine that computes DSpark's plain correction only."""
+    drafter = source.drafter
+    if isinstance(drafter, DSpark) and drafter.options.correction != PLAIN:
+        raise IncompatibleError(
+            f"{engine} computes DSpark's plain correction only",
+            found=f"correction: {drafter.options.correction}",
+            expected=f"correction: {PLAIN}",
+            do="--to sglang, or train with --set drafter.options.correction=plain",
+        )
+
+
+def refuse_part(source: ExportSource, engine: str) -> None:
+    """Of a family that an engine drafts over all of the target's ids."""
+    vocab = source.drafter.vocab
+    if vocab is not None and vocab.size < vocab.target_size:
+        raise IncompatibleError(
+            f"{engine} drafts a block over all of the target's ids",
+            found=f"a vocabulary of {vocab.size:,} ids",
+            expected=f"all {vocab.target_size:,}",
+            do="--to speculators (vLLM) for dflash and dspark, or train with --set vocab.size=null",
+        )
+
+
+def window_keys(drafter: InjectedBlocks) -> dict[str, Any]:
+    """Which layers have a window: all, or none. Engines count the row itself, as we do."""
+    kind = "full_attention" if drafter.window is None else "sliding_attention"
+    return {"layer_types": [kind] * len(drafter.net.layers), "sliding_window": drafter.window}
 
 
 def block_tensors(source: ExportSource) -> dict[str, Tensor]:
     """Every parameter but the mask under its published name, and the target's LM-head rows where
     an engine could not share them as they are: of a trimmed vocabulary, or multiplied (Granite)."""
     drafter = blocks_of(source)
-    tensors = {
-        _published(name, drafter.family): tensor
-        for name, tensor in written_tensors(source, drafter.own_taps).items()
-        if name != "mask"
-    }
+    written = written_tensors(source, drafter.own_taps)
+    tensors = {published_name(n, drafter.family): t for n, t in written.items() if n != "mask"}
     if "d2t" in tensors or head_factor(source) != 1.0:
         rows_KD = head_rows(source.target.borrowed(), drafter.vocab).detach()
         dtype = getattr(torch, source.manifest.dtype)
         tensors["lm_head.weight"] = rows_KD.to("cpu", dtype, copy=True).contiguous()
     return tensors
-
-
-def _published(name: str, family: str) -> str:
-    for ours, theirs in published_names(family).items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    assert name in MAP_NAMES, name
-    return name
 
 
 def mask_row(source: ExportSource) -> int:

@@ -1,25 +1,44 @@
-"""A block behind injected features, as engines compute it: what vLLM and SGLang share once each has
-read its config and found its tensors.
-Letters: D hidden width, I input width, N nodes, S sequence (the context), T fed tokens.
+"""A block behind injected features, as engines compute it: what vLLM, SGLang and llama.cpp share
+once each has read its config and found its tensors.
+Letters: D hidden width, I input width, S sequence (the context), T fed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.export.readers.layers import LayerSizes, attention, layer_shapes, onward, rms_norm
-from specctl.export.readers.trial import Trial
+from specctl.export.layouts.engines import gate
+from specctl.export.readers.layers import LayerSizes, attention, layer_shapes, mlp, rms_norm
 
 Params = Mapping[str, Tensor]
-W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-SURE, SURE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
-def block_shapes(sizes: LayerSizes, num_layers: int, num_taps: int) -> dict[str, list[int]]:
+@dataclass(frozen=True, slots=True)
+class RowMask:
+    """What rows of a layer see: of their block only those before them, or all; of everything the
+    newest `window` rows, themselves counted (None: all)."""
+
+    is_causal: bool
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSizes:
+    """Of the convolutions around the sublayers: slots that are mixed, channels of one weight."""
+
+    taps: int
+    group: int
+
+
+def block_shapes(
+    sizes: LayerSizes, num_layers: int, num_taps: int, conv: ConvSizes | None = None
+) -> dict[str, list[int]]:
     """Every parameter of a DFlash stack."""
     width = sizes.width
     shapes = {"fc.weight": [width, num_taps * width]}
@@ -28,44 +47,65 @@ def block_shapes(sizes: LayerSizes, num_layers: int, num_taps: int) -> dict[str,
         own = f"layers.{layer}"
         shapes |= layer_shapes(own, sizes, width, qk_norm=True)
         shapes[f"{own}.input_layernorm.weight"] = [width]
+        for part in ("attention_conv", "mlp_conv") if conv is not None else ():
+            assert conv is not None
+            if width % conv.group:
+                raise gate(f"conv_group_size {conv.group}", f"a divisor of {width}")
+            rows = 2 * conv.taps * (width // conv.group)
+            shapes[f"{own}.{part}.base_kernel"] = [2, conv.taps, width]
+            shapes[f"{own}.{part}.kernel_projection.weight"] = [rows, width]
     return shapes
 
 
-def spark_shapes(
-    sizes: LayerSizes, rank: int, columns: int, rows: int, sure_of: int | None
-) -> dict[str, list[int]]:
-    """Those of DSpark's heads: W1 has `columns` rows, W2 `rows`; the confidence head reads the
-    state and `sure_of` further numbers (None: there is none)."""
-    shapes = {W1: [columns, rank], W2: [rows, rank]}
-    if sure_of is not None:
-        shapes |= {SURE: [1, sizes.width + sure_of], SURE_BIAS: [1]}
-    return shapes
+def context_rows(params: Params, sizes: LayerSizes, taken_SI: Tensor) -> Tensor:
+    """[S, D]: what every layer makes keys and values of."""
+    joined_SD = F.linear(taken_SI, params["fc.weight"])
+    return rms_norm(joined_SD, params["hidden_norm.weight"], sizes.eps)
 
 
 @torch.no_grad()
 def through_block(
-    params: Params, sizes: LayerSizes, taken_SI: Tensor, x_TD: Tensor, is_causal: Sequence[bool]
+    params: Params, sizes: LayerSizes, taken_SI: Tensor, x_TD: Tensor, masks: Sequence[RowMask]
 ) -> Tensor:
-    """[T, D]: the normed states of the block's rows; one `is_causal` per layer."""
-    joined_SD = F.linear(taken_SI, params["fc.weight"])
-    context_SD = rms_norm(joined_SD, params["hidden_norm.weight"], sizes.eps)
-    for layer, causal in enumerate(is_causal):
+    """[T, D]: the normed states of the block's rows; one mask per layer."""
+    context_SD = context_rows(params, sizes, taken_SI)
+    for layer, mask in enumerate(masks):
         own = f"layers.{layer}"
+        attended = partial(
+            attention,
+            params,
+            f"{own}.self_attn",
+            sizes=sizes,
+            context_SI=context_SD,
+            is_causal=mask.is_causal,
+            window=mask.window,
+        )
         normed_TD = rms_norm(x_TD, params[f"{own}.input_layernorm.weight"], sizes.eps)
-        attended = attention(params, f"{own}.self_attn", normed_TD, sizes, context_SD, causal)
-        x_TD = onward(params, own, x_TD, attended, sizes.eps)
+        x_TD = x_TD + _around(params, f"{own}.attention_conv", normed_TD, attended)
+        normed_TD = rms_norm(x_TD, params[f"{own}.post_attention_layernorm.weight"], sizes.eps)
+        inner = partial(mlp, params, f"{own}.mlp")
+        x_TD = x_TD + _around(params, f"{own}.mlp_conv", normed_TD, inner)
     return rms_norm(x_TD, params["norm.weight"], sizes.eps)
 
 
-def before(params: Params, trial: Trial) -> Tensor:
-    """[N + 1, r]: W1 of the token before each place."""
-    return params[W1][torch.tensor([trial.ids[-1], *trial.drafted])]
+def _around(
+    params: Params, name: str, normed_TD: Tensor, sublayer: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """[T, D]: a sublayer between its two convolutions, or alone where it has none. Both sets of
+    weights are made of the sublayer's input."""
+    base = params.get(f"{name}.base_kernel")
+    if base is None:
+        return sublayer(normed_TD)
+    made = F.linear(normed_TD, params[f"{name}.kernel_projection.weight"])
+    made = made.view(len(normed_TD), *base.shape[:2], -1)
+    kernel = base + made.repeat_interleave(base.shape[2] // made.shape[3], dim=-1)
+    return _mixed(sublayer(_mixed(normed_TD, kernel[:, 0])), kernel[:, 1])
 
 
-def confidences(params: Params, trial: Trial, state_ND: Tensor) -> Tensor | None:
-    """[N + 1]: how likely each place is to be accepted, if there is a head for it."""
-    if SURE not in params:
-        return None
-    if params[SURE].shape[1] > state_ND.shape[1]:
-        state_ND = torch.cat([state_ND, before(params, trial)], dim=-1)
-    return F.linear(state_ND, params[SURE], params[SURE_BIAS])[:, 0].sigmoid()
+def _mixed(x_TD: Tensor, kernel: Tensor) -> Tensor:
+    """[T, D]: each row with those just before it, by its own weights [T, taps, D]."""
+    out_TD = torch.zeros_like(x_TD)
+    for row in range(len(x_TD)):
+        for tap in range(min(kernel.shape[1], row + 1)):
+            out_TD[row] += kernel[row, tap] * x_TD[row - tap]
+    return out_TD

@@ -81,12 +81,11 @@ def attention(
     group = sizes.heads // sizes.kv_heads
     key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
     scores = query @ key.transpose(-1, -2) * sizes.head_dim**-0.5
-    if is_causal:
-        hidden = position_L[None] > position_L[num_before:, None]
-        if window is not None:
-            hidden |= position_L[None] <= position_L[num_before:, None] - window
-        scores = scores.masked_fill(hidden, -torch.inf)
-    out_HTE = scores.softmax(-1) @ value
+    apart_TL = position_L[num_before:, None] - position_L
+    hidden_TL = apart_TL < 0 if is_causal else torch.zeros_like(apart_TL, dtype=torch.bool)
+    if window is not None:
+        hidden_TL |= apart_TL >= window
+    out_HTE = scores.masked_fill(hidden_TL, -torch.inf).softmax(-1) @ value
     return F.linear(out_HTE.transpose(0, 1).flatten(1), tensors[f"{name}.o_proj.weight"])
 
 

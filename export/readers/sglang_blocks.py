@@ -1,9 +1,12 @@
 """How SGLang 0.5.23 reads a flat DFlash or DSpark checkpoint (speculative/dflash_utils.py,
 speculative/dspark_components/dspark_config.py, models/dflash.py, models/dspark.py): config.json by
 transformers' Qwen3 class; most settings inside `dflash_config` or, failing that, at the top, those
-of DSpark's heads at the top only; unknown tensor names are dropped without a word. Embedding (of
-the mask, too) and LM head are the target's, all of its ids can be drafted.
-Letters: D hidden width, N nodes, T fed tokens, V target vocabulary.
+of convolutions inside it only, those of DSpark's heads at the top only; unknown tensor names are
+dropped without a word. Embedding (of the mask, too) and LM head are the target's, all of its ids
+can be drafted. A layer with a window is causal unless `is_causal` says otherwise; the window counts
+the row itself.
+Letters: D hidden width, I input width, N nodes, S sequence (the context), T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.export.layouts.engines import gate
+from specctl.export.readers.block_heads import confidences, spark_bias, spark_shapes
 from specctl.export.readers.block_layers import (
-    W2,
-    before,
+    ConvSizes,
+    RowMask,
     block_shapes,
-    confidences,
-    spark_shapes,
     through_block,
 )
 from specctl.export.readers.loading import (
@@ -35,6 +37,8 @@ from specctl.export.readers.trial import Trial
 
 ENGINE = "SGLang 0.5.23"
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
+FULL, SLIDING = "full_attention", "sliding_attention"
+CONV_KEYS = ("conv_kernel_size", "conv_group_size")
 SKIPPED = ("lm_head.", "rotary_emb.", "embed_tokens.")  # by DSpark's loader
 RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
@@ -51,8 +55,7 @@ class SglangBlocks:
         self.sizes, self.is_spark = sizes_of(config), architecture == DSPARK
         self.embedding_VD, self.head_VD = embedding_VD, head_VD
         self.nested: dict[str, Any] = getattr(config, "dflash_config", None) or {}
-        if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-            raise gate(f"layer_types {config.layer_types}", "full_attention in every layer")
+        self.masks = [self._mask(layer) for layer in range(config.num_hidden_layers)]
         self.layer_ids = self._layer_ids(layers)
         self.params = Parameters(self._shapes())
         for name, tensor in read_tensors(folder).items():
@@ -61,6 +64,24 @@ class SglangBlocks:
 
     def _either(self, key: str, default: Any = None) -> Any:
         return self.nested.get(key, getattr(self.config, key, default))
+
+    def _mask(self, layer: int) -> RowMask:
+        """What rows of a layer see."""
+        kind = (getattr(self.config, "layer_types", None) or [FULL] * (layer + 1))[layer]
+        if kind not in (FULL, SLIDING):
+            raise gate(f"layer_types {self.config.layer_types}", f"{FULL} or {SLIDING}")
+        is_causal, window = getattr(self.config, "is_causal", None), None
+        if kind == SLIDING:
+            window = getattr(self.config, "sliding_window", None)
+            if window is None:
+                raise gate(f"{SLIDING} without sliding_window", "a number of rows")
+        return RowMask(bool(kind == SLIDING if is_causal is None else is_causal), window)
+
+    def _conv(self) -> ConvSizes | None:
+        taps, group = (int(self.nested.get(key, 0)) for key in CONV_KEYS)
+        if bool(taps) != bool(group):
+            raise gate(f"conv_kernel_size {taps}, conv_group_size {group}", "both, or neither")
+        return ConvSizes(taps, group) if taps else None
 
     def _layer_ids(self, layers: int) -> list[int]:
         """Layers of the target whose outputs are captured; none named: evenly spread ones."""
@@ -76,17 +97,16 @@ class SglangBlocks:
 
     def _shapes(self) -> dict[str, list[int]]:
         config = self.config
-        shapes = block_shapes(self.sizes, config.num_hidden_layers, len(self.layer_ids))
+        num_taps = len(self.layer_ids)
+        shapes = block_shapes(self.sizes, config.num_hidden_layers, num_taps, self._conv())
         if not self.is_spark:
             return shapes
         rank = int(getattr(config, "markov_rank", 0))
-        if rank <= 0 or str(getattr(config, "markov_head_type", "vanilla")) != "vanilla":
-            raise gate(
-                "no vanilla markov head", "markov_rank and markov_head_type at the top level"
-            )
+        if rank <= 0:
+            raise gate("no markov head", "markov_rank and markov_head_type at the top level")
         sure_of = rank if getattr(config, "confidence_head_with_markov", rank > 0) else 0
-        size = config.vocab_size
-        return shapes | spark_shapes(self.sizes, rank, size, size, sure_of)
+        kind, size = str(getattr(config, "markov_head_type", "vanilla")), config.vocab_size
+        return shapes | spark_shapes(self.sizes, rank, size, size, sure_of, kind)
 
     def _load(self, name: str, tensor: Tensor) -> None:
         plain = name.removeprefix("model.")
@@ -98,21 +118,32 @@ class SglangBlocks:
             plain = RENAMED.get(plain, plain)
         self.params.load(plain, tensor)
 
-    def spoken(self, trial: Trial) -> Tensor:
-        """[N + 1, D]: the normed states of the rows that speak."""
+    def taken(self, trial: Trial) -> Tensor:
+        """[S, I]: the captured states, in the order of the layers."""
+        wanted = {value + 1 for value in self.layer_ids}
+        taken = [trial.states[k] for k in range(len(trial.states) - 1) if k in wanted]
+        if len(taken) != len(self.layer_ids):
+            raise gate(f"{len(taken)} hidden states captured", f"{len(self.layer_ids)} read by fc")
+        return torch.cat(taken, dim=-1)
+
+    def block(self, trial: Trial) -> Tensor:
+        """[T, D]: the normed states of all rows, that of the root first."""
         mask_id, size = self._either("mask_token_id"), self._either("block_size", 16)
         if mask_id is None or not 0 <= mask_id < len(self.embedding_VD):
             raise gate(f"mask_token_id {mask_id}", "a token of the target")
         if self.is_spark and not getattr(self.config, "sample_from_anchor", True):
             raise gate("sample_from_anchor: false", "an anchor that speaks")
         x_TD = self.embedding_VD[torch.tensor([trial.ids[-1], *[mask_id] * (size - 1)])]
-        wanted = {value + 1 for value in self.layer_ids}
-        taken = [trial.states[k] for k in range(len(trial.states) - 1) if k in wanted]
-        if len(taken) != len(self.layer_ids):
-            raise gate(f"{len(taken)} hidden states captured", f"{len(self.layer_ids)} read by fc")
-        causal = [bool(getattr(self.config, "is_causal", None))] * self.config.num_hidden_layers
-        out_TD = through_block(self.params, self.sizes, torch.cat(taken, dim=-1), x_TD, causal)
+        return through_block(self.params, self.sizes, self.taken(trial), x_TD, self.masks)
+
+    def spoken(self, trial: Trial) -> Tensor:
+        """[N + 1, D]: the normed states of the rows that speak."""
+        out_TD = self.block(trial)
         return out_TD if self.anchor_speaks else out_TD[1:]
+
+    def walked(self, trial: Trial) -> Trial:
+        """The trial with tokens that the draft model could draft: any, for most."""
+        return trial
 
     @property
     def anchor_speaks(self) -> bool:
@@ -121,10 +152,9 @@ class SglangBlocks:
 
     def drafted_logits(self, trial: Trial) -> Tensor:
         """[N + 1, V]."""
-        said_NV = F.linear(self.spoken(trial), self.head_VD)
-        if not self.is_spark:
-            return said_NV
-        return said_NV + F.linear(before(self.params, trial), self.params[W2])
+        state_ND = self.spoken(trial)
+        said_NV = F.linear(state_ND, self.head_VD)
+        return said_NV + spark_bias(self.params, trial, state_ND) if self.is_spark else said_NV
 
     def confidences(self, trial: Trial) -> Tensor | None:
         """[N + 1]: how likely each place is to be accepted."""

@@ -1,9 +1,10 @@
-"""What vLLM 0.33.0 makes of a folder in the speculators format, for `dflash` and `dspark`.
+"""What vLLM 0.33.0 makes of a folder in the speculators format, for `dflash`, `dflash2`, `dspark`.
 
 Mirrors, by behaviour, `transformers_utils/configs/speculators/algos.py` (which keys reach the draft
 model, and what a missing one means), `models/qwen3_dflash.py` and `models/qwen3_dspark.py` (names,
-the forward pass; an unknown tensor stops the loader, a missing one does not), `spec_decode/dflash`
-and `spec_decode/dspark` (which rows stand in a block, which of them speak).
+the forward pass; an unknown tensor stops the loader, a missing one does not), `qwen3_dflash2.py`
+(convolutions and selector), `spec_decode/dflash` and `spec_decode/dspark` (which rows stand in a
+block, which of them speak). A sliding window counts the row itself.
 An embedding in the folder is kept where it differs from the target's; without an LM head the
 target's is shared; d2t that is missing counts as zeros.
 Letters: D hidden width, I input width, K draft vocabulary, N nodes, S sequence (the context), T fed
@@ -22,12 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.export.layouts.engines import gate
-from specctl.export.readers.block_layers import (
-    W2,
-    before,
-    block_shapes,
+from specctl.export.readers.block_heads import (
+    VANILLA,
     confidences,
+    selected,
+    selector_shapes,
+    spark_bias,
     spark_shapes,
+)
+from specctl.export.readers.block_layers import (
+    ConvSizes,
+    RowMask,
+    block_shapes,
     through_block,
 )
 from specctl.export.readers.layers import LayerSizes
@@ -35,6 +42,8 @@ from specctl.export.readers.loading import Parameters, read_tensors
 from specctl.export.readers.trial import Trial, over_targets
 
 ENGINE = "vLLM 0.33"
+KINDS = ("dflash", "dflash2", "dspark")
+OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 FORWARDED = (
     "mask_token_id",
     "markov_rank",
@@ -48,22 +57,26 @@ FORWARDED = (
 def block_config(body: Mapping[str, Any]) -> dict[str, Any]:
     """The draft model's config that vLLM derives from config.json."""
     kind, aux = body.get("speculators_model_type"), body.get("aux_hidden_state_layer_ids")
-    if kind not in ("dflash", "dspark") or "speculators_config" not in body:
-        raise gate(f"speculators_model_type {kind!r}", "dflash or dspark, with speculators_config")
+    if kind not in KINDS or "speculators_config" not in body:
+        raise gate(f"speculators_model_type {kind!r}", f"one of {KINDS}, with speculators_config")
     if not aux or "mask_token_id" not in body:
         raise gate("no layers or no mask", "aux_hidden_state_layer_ids and mask_token_id")
     draft: dict[str, Any] = dict(body["transformer_layer_config"])
     draft |= {"eagle_aux_hidden_state_layer_ids": aux, "kind": kind}
     draft |= {"sample_from_anchor": body.get("sample_from_anchor", False)}
     draft |= {"draft_vocab_size": body.get("draft_vocab_size")}
-    if kind == "dflash":
+    if kind != "dspark":
         draft["dflash_config"] = {
             "mask_token_id": body["mask_token_id"],
             "target_layer_ids": [v - 1 for v in aux],
             "causal": not body.get("sliding_window_non_causal", True),
         }
         if draft["sample_from_anchor"]:
-            raise gate("sample_from_anchor in dflash", "slots behind the anchor that speak")
+            raise gate(f"sample_from_anchor in {kind}", "slots behind the anchor that speak")
+        missing = [key for key in OF_DFLASH2 if kind == "dflash2" and not body.get(key)]
+        if missing:
+            raise gate(f"no {missing[0]}", ", ".join(OF_DFLASH2))
+        draft["dflash_config"] |= {key: body[key] for key in OF_DFLASH2 if kind == "dflash2"}
     else:
         draft |= {key: body[key] for key in FORWARDED if body.get(key) is not None}
     methods = body["speculators_config"]["proposal_methods"]
@@ -73,6 +86,8 @@ def block_config(body: Mapping[str, Any]) -> dict[str, Any]:
 class VllmBlocks:
     """The draft model beside a target with these embeddings and this head [V, D]; `config` in place
     of the one that vLLM derives."""
+
+    heads: tuple[str, ...] = (VANILLA,)  # of DSpark, which vLLM computes
 
     def __init__(
         self,
@@ -96,6 +111,8 @@ class VllmBlocks:
         for name, tensor in given.items():
             self.params.load(name, tensor)
         self.params.check()
+        if self.rows != self.size and self.config["kind"] == "dflash2":
+            raise gate(f"a vocabulary of {self.rows}", f"all {self.size}, which the selector needs")
         if self.rows != self.size and self.d2t_K is None:
             if self.is_spark:
                 raise gate("no d2t", "the table of a reduced vocabulary")
@@ -119,47 +136,77 @@ class VllmBlocks:
     def _shapes(self, has_head: bool) -> dict[str, list[int]]:
         config, width = self.config, self.sizes.width
         taps = len(config["eagle_aux_hidden_state_layer_ids"])
-        shapes = block_shapes(self.sizes, config["num_hidden_layers"], taps)
+        nested = config.get("dflash_config", {})
+        conv = None
+        if config["kind"] == "dflash2":
+            conv = ConvSizes(nested["conv_kernel_size"], nested["conv_group_size"])
+        shapes = block_shapes(self.sizes, config["num_hidden_layers"], taps, conv)
         if has_head or self.rows != self.size:
             shapes["lm_head.weight"] = [self.rows, width]
-        if not self.is_spark:
-            return shapes
-        if config.get("markov_head_type", "vanilla") != "vanilla":
-            raise gate(f"markov_head_type {config['markov_head_type']}", "vanilla")
+        if config["kind"] == "dflash2":
+            shapes |= selector_shapes(self.sizes, nested["selector_rank"], config["vocab_size"])
+        return shapes | self._spark_shapes() if self.is_spark else shapes
+
+    def _spark_shapes(self) -> dict[str, list[int]]:
+        config = self.config
+        head = config.get("markov_head_type", VANILLA)
+        if head not in self.heads:
+            raise gate(f"markov_head_type {head}", ", ".join(self.heads))
         rank, sure_of = config["markov_rank"], None
         if config.get("enable_confidence_head", False):
             sure_of = rank if config.get("confidence_head_with_markov", False) else 0
-        return shapes | spark_shapes(self.sizes, rank, config["vocab_size"], self.rows, sure_of)
+        return spark_shapes(self.sizes, rank, config["vocab_size"], self.rows, sure_of, head)
 
     # -- what is computed -----------------------------------------------------------------------
 
-    def spoken(self, trial: Trial) -> Tensor:
-        """[N + 1, D]: the normed states that the LM head reads, of the rows that speak."""
+    def block(self, trial: Trial) -> Tensor:
+        """[T, D]: the normed states of all rows, that of the root first."""
         config = self.config
         taps = sorted(set(config["eagle_aux_hidden_state_layer_ids"]))
         nested = config.get("dflash_config", {})
         mask_id = nested.get("mask_token_id", config.get("mask_token_id"))
         masks = config["length"] - (1 if config["sample_from_anchor"] else 0)
         x_TD = self.embedding_VD[torch.tensor([trial.ids[-1], *[mask_id] * masks])]
-        causal = [self._is_causal(layer) for layer in range(config["num_hidden_layers"])]
+        seen = [self._mask(layer) for layer in range(config["num_hidden_layers"])]
         taken_SI = torch.cat([trial.states[k] for k in taps], dim=-1)
-        out_TD = through_block(self.params, self.sizes, taken_SI, x_TD, causal)
-        return out_TD if config["sample_from_anchor"] else out_TD[1:]
+        return through_block(self.params, self.sizes, taken_SI, x_TD, seen)
 
-    def _is_causal(self, layer: int) -> bool:
+    def spoken(self, trial: Trial) -> Tensor:
+        """[N + 1, D]: the normed states that the LM head reads, of the rows that speak."""
+        out_TD = self.block(trial)
+        return out_TD if self.config["sample_from_anchor"] else out_TD[1:]
+
+    def _mask(self, layer: int) -> RowMask:
         config = self.config
-        if config.get("is_causal") is not None:
-            return bool(config["is_causal"])
-        if "causal" in config.get("dflash_config", {}):
-            return bool(config["dflash_config"]["causal"])
         kinds: list[str] = config.get("layer_types") or []
-        return bool(kinds) and kinds[layer] == "sliding_attention"
+        slides, window = bool(kinds) and kinds[layer] == "sliding_attention", None
+        if slides:
+            window = config.get("sliding_window")
+            if window is None:
+                raise gate("sliding_attention without sliding_window", "a number of rows")
+        if config.get("is_causal") is not None:
+            return RowMask(bool(config["is_causal"]), window)
+        if "causal" in config.get("dflash_config", {}):
+            return RowMask(bool(config["dflash_config"]["causal"]), window)
+        return RowMask(slides, window)
 
     def drafted_logits(self, trial: Trial) -> Tensor:
         """[N + 1, V], -inf for ids without a row."""
-        said_NK = F.linear(self.spoken(trial), self.params.get("lm_head.weight", self.shared_VD))
+        state_ND = self.spoken(trial)
+        said_NK = self.base(state_ND)
         if self.is_spark:
-            said_NK = said_NK + F.linear(before(self.params, trial), self.params[W2])
+            said_NK = said_NK + spark_bias(self.params, trial, state_ND)
+        if self.config["kind"] == "dflash2":
+            count = int(self.config["dflash_config"]["selector_top_k"])
+            said_NK = selected(self.params, trial, state_ND, said_NK, count)
+        return self.whole(said_NK)
+
+    def base(self, state_ND: Tensor) -> Tensor:
+        """[N, K]: the logits of these states, uncorrected."""
+        return F.linear(state_ND, self.params.get("lm_head.weight", self.shared_VD))
+
+    def whole(self, said_NK: Tensor) -> Tensor:
+        """[N, V]: by target id, -inf for those without a row."""
         ids_K = None if self.d2t_K is None else torch.arange(self.rows) + self.d2t_K
         return over_targets(said_NK, ids_K, self.size)
 

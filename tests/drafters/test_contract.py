@@ -60,8 +60,14 @@ SLOW = (
     "pass", "ppd", "s3d", "sorted", "superposed", "swift", "xpress",
 )  # fmt: skip
 SAMPLED = [
-    pytest.param(name, policy, marks=pytest.mark.proof) if name in SLOW else (name, policy)
+    pytest.param(name, policy, {}, marks=pytest.mark.proof) if name in SLOW else (name, policy, {})
     for name, policy in TYPICAL
+]
+# Heads that draw from two of the six tokens, with every policy of theirs.
+SAMPLED += [
+    pytest.param(name, policy, {"candidates": 2}, marks=pytest.mark.proof)
+    for name, policy in GROWN
+    if name in ("dflash2", "lilicorr")
 ]
 # Options under which a loss holds nothing but distributions that drafting uses, all of one weight.
 AS_SERVED = {
@@ -210,14 +216,14 @@ def exact_pairs(target: Target, prompt: Sequence[int], temperature: float) -> Te
     return distribution[0, -2][:, None] * distribution[:, -1]
 
 
-@pytest.mark.parametrize(("name", "policy"), SAMPLED)
+@pytest.mark.parametrize(("name", "policy", "more"), SAMPLED)
 def test_sampled_pairs_follow_the_targets_distribution(
-    make_target: Any, train_a_little: Any, name: str, policy: str
+    make_target: Any, train_a_little: Any, name: str, policy: str, more: dict[str, Any]
 ) -> None:
     small = make_target(num_layers=3, vocab=6, hidden=32)
     torch.manual_seed(5)
     found = families()[name]
-    drafter = found.build(found.options(**SMALL.get(name, {})), small.spec, None)
+    drafter = found.build(found.options(**{**SMALL.get(name, {}), **more}), small.spec, None)
     if drafter.needs().borrow:
         drafter.bind(small.borrowed())
     if drafter.trainable():

@@ -70,7 +70,10 @@ def made(target: Any, make_batch: Any) -> Any:
     return make
 
 
-@pytest.mark.parametrize(("name", "how"), CASES, ids=IDS)
+AT_ROOT = ("xpress", {"rank": 8, "before_root": False})
+
+
+@pytest.mark.parametrize(("name", "how"), [*CASES, AT_ROOT], ids=[*IDS, "xpress-at-the-root"])
 @torch.no_grad()
 def test_forced_scores_are_those_walked_token_by_token(
     target: Any, made: Any, capture_batch: Any, drive: Any, name: str, how: dict[str, Any]
@@ -85,6 +88,39 @@ def test_forced_scores_are_those_walked_token_by_token(
         forced_PK = drafter.correction.forced(block, ids_1P)[0]
         walked_PK = drive(target, drafter).chain_logits(TEXT[: known + HEADS - 1], known)
         torch.testing.assert_close(forced_PK, walked_PK, rtol=1e-4, atol=1e-4)
+
+
+CHOOSING = [case for case in CASES if case[1].get("candidates")]
+
+
+@pytest.mark.parametrize(("name", "how"), CHOOSING, ids=[case[0] for case in CHOOSING])
+@torch.no_grad()
+def test_the_acceptance_that_a_loss_reports_is_that_of_what_is_drafted(
+    target: Any, made: Any, capture_batch: Any, drive: Any, monkeypatch: pytest.MonkeyPatch,
+    name: str, how: dict[str, Any],
+) -> None:  # fmt: skip
+    """Of the candidates' distribution, not of the block's own, over rows that a draft comes to."""
+    drafter: CorrectedBlocks = made(name, how)
+    batch = capture_batch(target, drafter, one_text(TEXT))
+    anchors = list(range(len(TEXT) - HEADS - 1))
+    monkeypatch.setattr(drafter, "anchors", lambda batch: torch.tensor([anchors]))
+    metrics = drafter.loss(batch).metrics
+    mask = target.lm.document_masks(batch.document_BS)
+    logits_BTV = target.lm.dense(batch.ids_BS, batch.position_BS, mask).logits_BTV
+    p_TV = logits_BTV[0].softmax(-1)
+    values: list[list[float]] = [[] for _ in range(HEADS)]
+    for anchor in anchors:
+        root = anchor + 1
+        walked_PK = drive(target, drafter).chain_logits(TEXT[: root + HEADS], root + 1)
+        for depth in range(HEADS):
+            alpha = torch.minimum(p_TV[root + depth], walked_PK[depth].softmax(-1)).sum()
+            values[depth].append(float(alpha))
+            if name == "lilicorr" and walked_PK[depth, TEXT[root + depth + 1]] == -torch.inf:
+                break  # it has nothing to say behind a token that it would not draft
+    for depth, expected in enumerate(values):
+        total, number = metrics["alpha" if depth == 0 else f"alpha/{depth}"]
+        assert int(number) == len(expected)
+        assert float(total / number) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize(("name", "how"), CASES, ids=IDS)
@@ -339,7 +375,7 @@ def test_the_lattice_learns_up_to_the_first_true_token_that_is_no_candidate(
     for whole in (True, False):
         drafter.options = replace(options, whole_blocks=whole)
         block = drafter.blocks(batch, every_BA)
-        _, rows_XPC, taught_XP = drafter._linked(batch, every_BA, block, drafter.base_head())
+        _, rows_XPC, taught_XP, _ = drafter._linked(batch, every_BA, block, drafter.base_head())
         taught[whole] = taught_XP
         true = [F.pad(batch.ids_BS, (0, HEADS + 1))[:, 2 + i :][:, : batch.ids_BS.shape[1]]
                 for i in range(HEADS)]  # fmt: skip

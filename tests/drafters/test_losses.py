@@ -383,3 +383,21 @@ def test_slices_count_the_draft_vocabulary_once_the_targets_is_read() -> None:
     assert _width(known, vocab) == 1_000
     assert _width(TeacherLogits(torch.zeros(1, 100_000)), vocab) == 100_000
     assert _width(known, None) == 100_000
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.3])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_few_ids_of_a_row_have_the_probabilities_of_the_whole_row(
+    temperature: float, known: bool
+) -> None:
+    torch.manual_seed(0)
+    state_RD, weight_VD, bias_V = torch.randn(N, D), torch.randn(V, D), torch.randn(V)
+    logits_RV = state_RD @ weight_VD.T + bias_V
+    row_Q, ids_QC = torch.tensor([4, 0, 4]), torch.tensor([[1, 7], [2, 0], [10, 3]])
+    expected_QC = (logits_RV / temperature).log_softmax(-1)[row_Q[:, None], ids_QC]
+    for source in (logits_RV, HeadRows(state_RD, weight_VD, bias_V)):
+        teacher = TeacherLogits(source, temperature)
+        if known:
+            teacher = TeacherLogits.of(source, torch.arange(N), temperature, 4)
+        torch.testing.assert_close(teacher.at(row_Q, ids_QC), expected_QC)
+        assert torch.equal(teacher.best(row_Q), logits_RV.argmax(-1)[row_Q])

@@ -1,4 +1,5 @@
-"""DFlash and DSpark as a GGUF file draft by llama.cpp's rules what the drafter drafts here."""
+"""DFlash, DFlash2 and DSpark as a GGUF file draft by llama.cpp's rules what the drafter drafts
+here."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import gguf
 import pytest
 import torch
 
-from specctl.core.errors import GateError
+from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats.gguf import FILE
 from specctl.export.layouts.llama_cpp import blocks
 from specctl.runtime.target.target import Target
@@ -59,6 +60,73 @@ def test_llama_cpp_computes_the_same_block(
     words = manifest.served_by[-1].split()
     assert words[words.index("--spec-type") + 1] == f"draft-{family}"
     assert words[words.index("--spec-draft-n-max") + 1] == "3"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask_id": 7, "window": 7, "conv_taps": 3}, {"mask_id": 7, "causal": True}]
+)
+def test_llama_cpp_chooses_as_dflash2_does(
+    options: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    drafter: Any = shaken("dflash2", target, None, num_heads=3, **options)
+    manifest = exported(drafter, target, tmp_path / "out", "gguf")
+    file = gguf.GGUFReader(tmp_path / "out" / FILE)
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    found = [fields[f"dflash.{key}"] for key in keys]
+    assert found == [options.get("conv_taps", 2), 4, 8, 3]
+    assert fields["dflash.target_layers"] == [1, 2, 3]  # inputs of layers: hidden states
+    assert fields.get("dflash.attention.sliding_window") == options.get("window")
+    if "window" in options:
+        assert fields["dflash.attention.sliding_window_pattern"] == [True, True]
+    shapes = {tensor.name: list(map(int, tensor.shape)) for tensor in file.tensors}
+    assert shapes["blk.1.attn_conv_base"] == [16, options.get("conv_taps", 2), 2]
+    assert {"blk.0.ffn_conv_proj.weight", "selector_hidden.weight"} <= shapes.keys()
+    assert shapes["selector_predecessor.weight"] == shapes["selector_successor.weight"] == [8, 320]
+    words = manifest.served_by[-1].split()
+    assert words[words.index("--spec-type") + 1] == "draft-dflash"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("dflash2", {"candidates": 4}, "candidates: 4, beside a target of width 16"),
+        ("dflash2", {"kept": KEPT}, "a vocabulary of 102 ids"),
+        ("dspark", {"correction": "gated"}, "correction: gated"),
+    ],
+)
+def test_what_llama_cpp_has_no_place_for_is_refused(
+    family: str, options: dict[str, Any], said: str, target: Target, tmp_path: Path
+) -> None:
+    with pytest.raises(IncompatibleError, match=said):
+        exported(shaken(family, target, **options), target, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def other_codebook(tensors: Tensors) -> None:
+    tensors["selector_predecessor.weight"] = tensors["selector_predecessor.weight"].roll(1, 0)
+
+
+def other_order(tensors: Tensors) -> None:
+    """Taps before sides."""
+    base = tensors["blk.0.attn_conv_base"]
+    tensors["blk.0.attn_conv_base"] = base.transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize("change", [other_codebook, other_order])
+def test_a_mistake_in_the_selectors_file_is_caught(
+    change: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = blocks.tensors_of
+
+    def wrong(source: Any) -> Tensors:
+        tensors = right(source)
+        change(tensors)
+        return tensors
+
+    monkeypatch.setattr(blocks, "tensors_of", wrong)
+    with pytest.raises(GateError, match=r"differ by|other token ids"):
+        exported(shaken("dflash2", target, None), target, tmp_path / "out", "gguf")
 
 
 def offsets(tensors: Tensors) -> None:

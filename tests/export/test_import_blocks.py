@@ -136,15 +136,13 @@ def test_a_flat_folder_has_no_mask_or_vocabulary_of_its_own(
         shutil.rmtree(tmp_path / "published-package")
 
 
-def modelopt(config: Config, tensors: Tensors) -> None:
-    """ModelOpt 0.47 has DSpark's own matrices under other names."""
-    for name in list(tensors):
-        short = name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj")
-        tensors[short] = tensors.pop(name)
-
-
 def inner(**fields: Any) -> Change:
     return lambda config, tensors: config["dflash_config"].update(fields)
+
+
+def everywhere(**fields: Any) -> Change:
+    """At the top, too."""
+    return lambda config, tensors: (inner(**fields)(config, tensors), config.update(fields))
 
 
 def no_mask(config: Config, tensors: Tensors) -> None:
@@ -167,7 +165,7 @@ def shared(**fields: Any) -> Change:
 def as_dflash(config: Config, tensors: Tensors) -> None:
     """A name under which engines load the stack and drop the head without a word."""
     config["architectures"] = ["DFlashDraftModel"]
-    del config["dflash_config"]["projector_type"]
+    del config["dflash_config"]["projector_type"], config["dflash_config"]["shift_label"]
 
 
 def outer_only(key: str) -> Change:
@@ -234,11 +232,14 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "dflash", saying(model_type="llama"), r"model_type: llama"),
     (FLAT, "dflash", without("layers.1.self_attn.q_norm.weight"), r"no net.layers.1.self_attn.q_n"),
     (FLAT, "dflash", without("hidden_norm.weight"), r"no fc_norm.weight"),
-    (FLAT, "dspark", inner(markov_head_type="rnn"), r"markov_head_type: rnn"),
+    (FLAT, "dspark", inner(markov_head_type="rnn"), r"markov_head_type: vanilla, and rnn"),
+    (FLAT, "dspark", everywhere(markov_head_type="rnn"), r"no joint.bias"),
+    (FLAT, "dspark", inner(markov_head_type="fir"), r"markov_head_type: fir.*vanilla, gated, rnn"),
+    (FLAT, "dflash", inner(sample_from_anchor=True), r"sample_from_anchor: True.*false"),
+    (FLAT, "dflash", inner(shift_label=True), r"shift_label: True.*false"),
     (FLAT, "dspark", inner(sample_from_anchor=False), r"sample_from_anchor: False"),
     (FLAT, "dspark", inner(enable_confidence_head=False), r"enable_confidence_head: False"),
     (FLAT, "dspark", without("confidence_head.proj.bias"), r"no confidence.bias"),
-    (FLAT, "dspark", modelopt, r"no before.weight"),
     (SPEC, "dflash", other_row, r"rows that differ"),
     (SPEC, "dflash", shared(num_hidden_layers=1), r"net.layers.1.*none such"),
     (SPEC, "dflash", shared(rms_norm_eps=0.1), r"rms_norm_eps: 0.1"),
@@ -312,15 +313,13 @@ def test_a_reader_that_disagrees_stops_the_import(
     to: str, target: Target, publish: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Taps of other layers, another mask and a block of another length are shown by the proof."""
-    from dataclasses import replace
-
     from specctl.export.imports import blocks
 
     _, folder = publish(to, family="dflash", mask_id=9, num_heads=3)
-    right = blocks.DFlashOptions
+    right = blocks.options_of
     for wrong in ({"taps": (1, 2, 4)}, {"mask_id": 11}, {"rope_theta": 77.0}, {"num_heads": 4}):
         monkeypatch.setattr(
-            blocks, "DFlashOptions", lambda wrong=wrong, **words: replace(right(**words), **wrong)
+            blocks, "options_of", lambda *given, wrong=wrong: {**right(*given), **wrong}
         )
         with pytest.raises(GateError):
             taken(folder, target, tmp_path / "package")

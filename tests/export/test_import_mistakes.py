@@ -255,7 +255,7 @@ def test_formats_are_told_apart_by_their_configuration() -> None:
     "config",
     [
         {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
-        {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3"},
+        {"architectures": ["Qwen3DFlyModel"], "model_type": "qwen3"},
         {"architectures": ["LlamaForCausalLMEagle3", "LlamaForCausalLM"], "model_type": "llama"},
     ],
     ids=lambda config: config["architectures"][0],
@@ -265,12 +265,12 @@ def test_what_is_not_imported_is_no_format(config: Config) -> None:
         find_importer(config, {"model.mtp_layers.0.input_proj.weight", "fc.weight"})
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle", "dflash2"])
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
 def test_other_kinds_of_the_speculators_format_are_named(
     kind: str, target: Target, publish: Any, tmp_path: Path
 ) -> None:
     _, folder = publish("speculators", saying(speculators_model_type=kind))
-    told = rf"only some kinds.*{kind}.*eagle3, dflash, dspark, peagle"
+    told = rf"only some kinds.*{kind}.*eagle3, dflash, dflash2, dspark, peagle, xpress"
     with pytest.raises(IncompatibleError, match=told):
         taken(folder, target, tmp_path / "package")
 

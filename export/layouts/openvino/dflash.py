@@ -28,11 +28,12 @@ def refuse(source: ExportSource) -> None:
     """What its class or OpenVINO GenAI has no place for."""
     refuse_scaled_embedding(source, ENGINE)
     blocks.refuse(source, ENGINE)
-    if blocks_of(source).is_causal:
+    drafter = blocks_of(source)
+    if drafter.is_causal or drafter.window is not None:
         raise IncompatibleError(
-            f"{ENGINE} computes blocks whose slots see each other",
-            found="causal: true",
-            expected="causal: false",
+            f"{ENGINE} computes blocks whose slots see each other and the whole text",
+            found=f"causal: {str(drafter.is_causal).lower()}, window: {drafter.window or 'null'}",
+            expected="causal: false, window: null",
             do="--to speculators (vLLM), --to sglang or --to gguf",
         )
 

@@ -1,13 +1,17 @@
-"""DFlash and DSpark as flat checkpoints (z-lab's layout). SGLang takes embedding, mask and LM head
-from the target: the drafter must have been trained with a row of the target's embedding as its mask
-(option `mask_id`) and speak all of the target's ids.
+"""Blocks as flat checkpoints (z-lab's layout): DFlash and DSpark, and what the layouts of other
+corrections share with them. SGLang takes embedding, mask and LM head from the target: the drafter
+must have been trained with a row of the target's embedding as its mask (option `mask_id`) and speak
+all of the target's ids.
 
 Layer ids count layers. DSpark's settings stand at the top level and inside `dflash_config`, since
-SGLang looks for some of them in the one place and for some in the other.
+SGLang looks for some of them in the one place and for some in the other. How slots of a block see
+each other is written wherever an engine looks for it, once layers have a window: without a word
+such layers are causal to engines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,14 @@ from specctl.core.errors import IncompatibleError
 from specctl.drafters.dflash import InjectedBlocks
 from specctl.drafters.dspark import DSpark
 from specctl.export.formats import ExportSource
-from specctl.export.layouts.blocks import block_tensors, blocks_of, check_confidence
+from specctl.export.layouts.blocks import (
+    MARKOV,
+    block_tensors,
+    blocks_of,
+    check_confidence,
+    refuse_part,
+    window_keys,
+)
 from specctl.export.layouts.engines import (
     dimensions,
     dtype_fields,
@@ -24,6 +35,7 @@ from specctl.export.layouts.engines import (
     rope_fields,
     sglang_command,
     special_ids,
+    vllm_command,
 )
 from specctl.export.layouts.sglang.layout import Flat, FlatFolder
 from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, ENGINE, SglangBlocks
@@ -32,36 +44,50 @@ from specctl.export.readers.trial import Trial, compare, drafted_logits, embeddi
 
 def write(source: ExportSource, engine: str = "SGLang") -> FlatFolder:
     drafter = blocks_of(source)
-    refuse(source, engine)
-    refuse_scaled_head(source, engine)
-    spec, net, options = drafter.spec, drafter.net, drafter.options
-    own: dict[str, Any] = {
-        "mask_token_id": options.mask_id,
-        "target_layer_ids": layer_ids(sorted(drafter.own_taps), spec.num_layers),
-    }
+    own: dict[str, Any] = {}
     if isinstance(drafter, DSpark):
-        own |= {
+        own = {
             "sample_from_anchor": True,
-            "markov_rank": options.rank,
-            "markov_head_type": "vanilla",
+            "markov_rank": drafter.options.rank,
+            "markov_head_type": MARKOV[drafter.options.correction],
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
         }
-    top = own if isinstance(drafter, DSpark) else {}
+    return folder_of(source, _architecture(source), own, is_twice=bool(own), engine=engine)
+
+
+def folder_of(
+    source: ExportSource,
+    architecture: str,
+    own: Mapping[str, Any],
+    is_twice: bool = False,
+    engine: str = "SGLang",
+) -> FlatFolder:
+    """A block of that architecture, with the keys of its correction inside `dflash_config`, and at
+    the top level too if they are said twice."""
+    drafter = blocks_of(source)
+    refuse(source, engine)
+    refuse_scaled_head(source, engine)
+    spec, net = drafter.spec, drafter.net
+    own = {
+        "mask_token_id": drafter.options.mask_id,
+        "target_layer_ids": layer_ids(sorted(drafter.own_taps), spec.num_layers),
+        **own,
+    }
+    says_causal = drafter.is_causal or drafter.window is not None
     config = {
-        "architectures": [_architecture(source)],
+        "architectures": [architecture],
         "model_type": "qwen3",
         **dimensions(net.shape, source, len(net.layers)),
         **rope_fields(net.shape, source),
         **special_ids(source),
         **dtype_fields(source),
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "layer_types": ["full_attention"] * len(net.layers),
+        "use_sliding_window": drafter.window is not None,
+        **window_keys(drafter),
         "block_size": drafter.num_slots,
         "num_target_layers": spec.num_layers,
-        **top,
-        **({"is_causal": True} if drafter.is_causal else {}),
+        **(own if is_twice else {}),
+        **({"is_causal": drafter.is_causal} if says_causal else {}),
         "dflash_config": {**own, **causal_keys(drafter)},
     }
     return FlatFolder(config, block_tensors(source))
@@ -86,13 +112,7 @@ def refuse(source: ExportSource, engine: str) -> None:
             do="--to speculators (vLLM), or train with --set drafter.options.mask_id=ID, the id of "
             "a token that no text contains",
         )
-    if drafter.vocab is not None and drafter.vocab.size < drafter.vocab.target_size:
-        raise IncompatibleError(
-            f"{engine} drafts a block over all of the target's ids",
-            found=f"a vocabulary of {drafter.vocab.size:,} ids",
-            expected=f"all {drafter.vocab.target_size:,}",
-            do="--to speculators (vLLM), or train with --set vocab.size=null",
-        )
+    refuse_part(source, engine)
 
 
 def check(source: ExportSource, folder: Path) -> None:
@@ -113,6 +133,12 @@ def serve(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
     words = command.split(" --speculative-num-steps")[0]
     number = int(source.drafter.options.num_heads) + 1
     return (f"{words} --speculative-num-draft-tokens {number}",)
+
+
+def serve_both(source: ExportSource, folder: str, algorithm: str) -> tuple[str, ...]:
+    """SGLang's command, and vLLM's, which reads the same folder."""
+    number = int(source.drafter.options.num_heads)
+    return (*serve(source, folder, algorithm), vllm_command("dflash", number, folder))
 
 
 DFLASH_FLAT = Flat("DFLASH", write, check, serve)

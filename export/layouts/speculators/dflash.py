@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from specctl.export.formats import ExportSource
-from specctl.export.layouts.blocks import block_tensors, blocks_of, embedding_tensors, mask_row
+from specctl.export.layouts.blocks import (
+    block_tensors,
+    blocks_of,
+    embedding_tensors,
+    mask_row,
+    refuse_heads,
+    window_keys,
+)
 from specctl.export.layouts.engines import hidden_state_ids
 from specctl.export.layouts.speculators.eagle3 import layer_config
 from specctl.export.layouts.speculators.layout import SpeculatorsFolder, SpeculatorsLayout
@@ -28,11 +35,13 @@ def written(
 ) -> SpeculatorsFolder:
     """A block drafter of that kind, with the keys that only this kind has."""
     drafter = blocks_of(source)
+    refuse_heads(source, "vLLM")
     taps = sorted(hidden_state_ids(drafter.own_taps, drafter.spec.num_layers))
     net = drafter.net
     layer = layer_config(source, net.shape, len(net.layers), qk_norm=True)
-    if drafter.is_causal:  # vLLM looks here first, whatever kind of block it is
-        layer["is_causal"] = True
+    layer |= window_keys(drafter)
+    if drafter.is_causal or drafter.window is not None:  # vLLM looks here first
+        layer["is_causal"] = drafter.is_causal
     return SpeculatorsFolder(
         kind=kind,
         architecture=architecture,
