@@ -23,9 +23,9 @@ from specctl.core.drafter import Drafter
 from specctl.runtime.batching import Batching
 from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.engine_thread.service import GenerateRequest, Service
-from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.target import Target
+from specctl.server.engine_thread.service import GenerateRequest, Service
+from specctl.server.requests.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ class OverHttp:
 
     @contextmanager
     def open(self, users: int, longest: int) -> Iterator[None]:
-        from specctl.runtime.server.app import create_app
-        from specctl.runtime.server.listen import Listener, bind, url_of
+        from specctl.server.app import create_app
+        from specctl.server.listen import Listener, bind, url_of
 
         with self.inner.open(users, longest):
             service, sock = Started(self.inner.service), bind("127.0.0.1", 0)

@@ -28,7 +28,7 @@ from serve_inputs import INPUTS, drip
 from serve_prompts import prompt_cases, prompt_fault
 from serve_wire import error_fault, heard
 
-from specctl.runtime.server.requests.limits import Limits
+from specctl.server.requests.limits import Limits
 from specctl_testing.runtime.serving import StubService
 
 HANG_SECONDS = 5.0

@@ -23,7 +23,7 @@ from serve_common import CHAT, TEXT, Server, Size, serve_process, stub_server, u
 from serve_leave import MOMENTS, leave
 from serve_wire import Heard, hear_all, heard, request_bytes
 
-from specctl.runtime.server.requests.limits import Limits
+from specctl.server.requests.limits import Limits
 from specctl_testing.runtime.serving import StubService
 
 CHUNKS = 64

@@ -19,8 +19,8 @@ from typing import Any
 
 from serve_common import NAME, Server, Service, running, tiny_target
 
-from specctl.runtime.server.requests.chat_template import ChatStyle
-from specctl.runtime.server.requests.limits import Limits
+from specctl.server.requests.chat_template import ChatStyle
+from specctl.server.requests.limits import Limits
 from specctl_testing.runtime.tool_targets import PARIS, WEATHER, AgentService
 
 ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]

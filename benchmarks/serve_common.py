@@ -20,10 +20,10 @@ from serve_wire import Heard, hear
 
 from specctl.core.drafter import Drafter
 from specctl.drafters import families
-from specctl.runtime.server.auth import Keys
-from specctl.runtime.server.engine_thread.service import Service
-from specctl.runtime.server.requests.limits import Limits
 from specctl.runtime.target.target import Target, load_target
+from specctl.server.auth import Keys
+from specctl.server.engine_thread.service import Service
+from specctl.server.requests.limits import Limits
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the stub, and the app on it
 from specctl_testing.runtime.serving import StubService

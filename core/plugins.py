@@ -34,7 +34,7 @@ PLACES: Mapping[str, str] = {
     "specctl.runtime.batching": "BATCHING",
     "specctl.runtime.controllers": "CONTROLLER",
     "specctl.runtime.policies": "POLICY",
-    "specctl.runtime.server.tools": "TOOL_FORMAT",
+    "specctl.server.tools": "TOOL_FORMAT",
     "specctl.runtime.stops": "STOP",
     "specctl.runtime.verify": "RULE",
     "specctl.train.vocab.selectors": "SELECTOR",

@@ -106,7 +106,7 @@ BROKEN = {
     "export/formats/broken.py": 'FORMAT = Format(name="broken")',
     "export/imports/broken.py": 'IMPORTER = Importer("broken", "", broken)',
     "export/engines/broken.py": 'ENGINE = ServingEngine(name="broken")',
-    "runtime/server/tools/broken.py": 'TOOL_FORMAT = ToolFormat(name="broken")',
+    "server/tools/broken.py": 'TOOL_FORMAT = ToolFormat(name="broken")',
 }
 WITHOUT_THEM = """
 from specctl.cli.commands.doctor import _methods

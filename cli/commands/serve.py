@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
     from specctl.runtime.batching import BatchCosts, Batching
     from specctl.runtime.sampling.sampling import Sampling
-    from specctl.runtime.server.auth import Door
-    from specctl.runtime.server.engine_thread.service import Service
-    from specctl.runtime.server.requests.limits import Limits
     from specctl.runtime.target.target import Target
+    from specctl.server.auth import Door
+    from specctl.server.engine_thread.service import Service
+    from specctl.server.requests.limits import Limits
 
 RULE = "target-only"  # seeded answers do not depend on who else is served
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 load_option, access_option = panel("Load"), panel("Access")
 _KNOWN = declared("specctl.runtime.batching", "BATCHING")
 BATCHINGS = ("auto", *_KNOWN)
-TOOL_PARSERS = tuple(declared("specctl.runtime.server.tools", "TOOL_FORMAT"))
+TOOL_PARSERS = tuple(declared("specctl.server.tools", "TOOL_FORMAT"))
 MEASURED = [name for name, entry in _KNOWN.items() if entry.values.get("reads_costs")]
 SAMPLE = 'class Node:\n    """A value and what follows it."""\n\n    def __init__(self, value):\n'
 
@@ -91,7 +91,7 @@ class LimitFlags:
     ] = True
 
     def limits(self) -> Limits:
-        from specctl.runtime.server.requests.limits import Limits
+        from specctl.server.requests.limits import Limits
 
         return Limits(
             max_batch=self.max_batch,
@@ -135,7 +135,7 @@ class AccessFlags:
 
     def door(self, console: Console) -> Door:
         """Keys and host names; refuses to serve other machines without keys."""
-        from specctl.runtime.server.auth import Door, is_loopback, read_keys
+        from specctl.server.auth import Door, is_loopback, read_keys
 
         keys, warning = read_keys(self.api_key_file, os.environ)
         if warning is not None:
@@ -225,9 +225,9 @@ def serve(
     if tool_parser not in ("auto", "none", *TOOL_PARSERS):
         known = ("auto", "none", *TOOL_PARSERS)
         raise unknown("tool parser", tool_parser, known, "--tool-parser", kind=SpecctlError)
-    from specctl.runtime.server.listen import Listener, bind, url_of
-    from specctl.runtime.server.logs import log, send_logs
-    from specctl.runtime.server.record import Recorder
+    from specctl.server.listen import Listener, bind, url_of
+    from specctl.server.logs import log, send_logs
+    from specctl.server.record import Recorder
 
     door, limits = access.door(console), limit.limits()
     target = target.or_own(draft.draft)
@@ -243,8 +243,8 @@ def serve(
     loaded = draft.load(model)
     loaded.announce(console)
     service, verification = _service(console, model, loaded, batching, limits)
-    from specctl.runtime.server.app import create_app
-    from specctl.runtime.server.requests.chat_template import ChatStyle
+    from specctl.server.app import create_app
+    from specctl.server.requests.chat_template import ChatStyle
 
     app = create_app(
         service,
@@ -280,7 +280,7 @@ def serve(
 
 def _tell(console: Console, text: str) -> None:
     """What is done before the server is ready; a line of the log where nobody sits."""
-    from specctl.runtime.server.logs import log
+    from specctl.server.logs import log
 
     if console.jsonl or console.stderr.isatty():
         console.say(text)
@@ -291,7 +291,7 @@ def _tell(console: Console, text: str) -> None:
 def _defaults(console: Console, target: Target, choice: str | None) -> Sampling:
     """How a request is sampled that does not say it."""
     from specctl.runtime.sampling.generation_config import SETTINGS
-    from specctl.runtime.server.requests.generate_request import DEFAULTS
+    from specctl.server.requests.generate_request import DEFAULTS
 
     suggested, used = followed(console, target, choice), DEFAULTS
     if suggested is not None:
@@ -318,9 +318,9 @@ def _service(
     console: Console, target: Target, draft: LoadedDraft, batching: str, limits: Limits
 ) -> tuple[Service, str]:
     """The service, and what kind of verification its answers have."""
-    from specctl.runtime.server.engine_thread.service import Service
-    from specctl.runtime.server.logs import log
     from specctl.runtime.verify.choice import verification_of
+    from specctl.server.engine_thread.service import Service
+    from specctl.server.logs import log
 
     def say(text: str) -> None:
         log("engine", logging.WARNING, message=text)

@@ -177,7 +177,7 @@ KINDS = {  # package: title, and how one is set
     "specctl.train.vocab.selectors": ("Vocabulary selectors", "`vocab.selector`"),
     "specctl.export.formats": ("Export formats", "`specctl export --to`"),
     "specctl.export.imports": ("Importers", "`specctl import`"),
-    "specctl.runtime.server.tools": ("Formats of tool calls", "`specctl serve --tool-parser`"),
+    "specctl.server.tools": ("Formats of tool calls", "`specctl serve --tool-parser`"),
 }
 
 

@@ -19,7 +19,7 @@ import pytest
 from specctl.cli.commands.serve import BATCHINGS
 from specctl.core.errors import Exit
 from specctl.runtime.batching import BATCHINGS as KNOWN
-from specctl.runtime.server.listen import ECHO_SECONDS
+from specctl.server.listen import ECHO_SECONDS
 
 NEVER_ENDS = {"1": -100, "5": -100}  # the tokens that end a text of the embedded target
 Start = Callable[..., subprocess.Popen[str]]

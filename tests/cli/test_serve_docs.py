@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from specctl.cli.options.loading import DraftChoice
-from specctl.runtime.server.engine_thread.service import Service
-from specctl.runtime.server.requests.chat_template import ChatStyle
 from specctl.runtime.target.target import Target
+from specctl.server.engine_thread.service import Service
+from specctl.server.requests.chat_template import ChatStyle
 from specctl_testing.cli import commands
 from specctl_testing.runtime.web import running
 

@@ -26,8 +26,8 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.engine_thread.service import drafter_bytes
 from specctl.runtime.target.target import Target
+from specctl.server.engine_thread.service import drafter_bytes
 from specctl_testing.drafters.parallel_runs import decode
 from specctl_testing.runtime.states import opened_states
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "dialect.json"
 ROOMS = (
     "api", "cli", "core", "drafters", "export", "models", "published", "recipes", "runtime",
-    "train",
+    "server", "train",
 )  # fmt: skip
 AREAS = {
     "product": (*ROOMS, "README.md", "Makefile"),

@@ -18,9 +18,9 @@ from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import make_policy
 from specctl.runtime.proof.reference_checks import dense_logits
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.engine_thread.service import GenerateRequest
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify.walk import root_verdict
+from specctl.server.engine_thread.service import GenerateRequest
 from specctl_testing.runtime.asking import collect, served
 from specctl_testing.runtime.failing import FailingDrafter
 

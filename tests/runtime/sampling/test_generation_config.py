@@ -24,10 +24,10 @@ from specctl.runtime.sampling.generation_config import (
     suggested_in,
 )
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.requests.generate_request import RequestReader
-from specctl.runtime.server.requests.protocol import CompletionRequest
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target, load_target
+from specctl.server.requests.generate_request import RequestReader
+from specctl.server.requests.protocol import CompletionRequest
 
 LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 5]}
 QWEN = {**LLAMA, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "max_new_tokens": 2048}

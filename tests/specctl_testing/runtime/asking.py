@@ -10,12 +10,12 @@ from functools import cache
 from specctl.drafters import families
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.server.engine_thread.service import (
+from specctl.runtime.target.target import Target
+from specctl.server.engine_thread.service import (
     GenerateRequest,
     Limits,
     Service,
 )
-from specctl.runtime.target.target import Target
 from specctl_testing.runtime.serving import stub_target
 
 

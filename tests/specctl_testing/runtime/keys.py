@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from specctl.runtime.server.auth import Keys
+from specctl.server.auth import Keys
 
 RIGHT, OTHER = "right-key", "other-key"
 

@@ -13,7 +13,9 @@ from typing import Any
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specctl.core.errors import SpecctlError
-from specctl.runtime.server.engine_thread.service import (
+from specctl.runtime.target.target import Target
+from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+from specctl.server.engine_thread.service import (
     Busy,
     Counters,
     Finished,
@@ -26,8 +28,6 @@ from specctl.runtime.server.engine_thread.service import (
     TooLong,
     Unavailable,
 )
-from specctl.runtime.target.target import Target
-from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
 
 @cache

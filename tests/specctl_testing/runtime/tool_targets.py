@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from specctl.runtime.server.engine_thread.contract import GenerateRequest, Piece
 from specctl.runtime.target.target import Target
+from specctl.server.engine_thread.contract import GenerateRequest, Piece
 from specctl_testing.runtime.serving import StubService, stub_target, target_around
 
 WEATHER: dict[str, Any] = {

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from specctl.runtime.server.app import create_app
-from specctl.runtime.server.listen import Listener, bind, url_of
+from specctl.server.app import create_app
+from specctl.server.listen import Listener, bind, url_of
 from specctl_testing.runtime.serving import StubService
 
 BASE = "http://127.0.0.1"

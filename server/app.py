@@ -1,0 +1,281 @@
+"""The HTTP server as an application: routes, what stands before them, and nothing of the engine.
+
+A request goes through: log and id -> key and host -> strict body -> typed fields -> asks -> the
+service; its pieces come back as one answer or as events. Every failure has OpenAI's error shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from specctl import __version__
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.server import errors
+from specctl.server.auth import AuthMiddleware, Door, Keys
+from specctl.server.docs_page import DOCS, docs_route
+from specctl.server.engine_thread.contract import Serving, Status
+from specctl.server.errors import ApiError, ErrorBody
+from specctl.server.logs import RequestLog
+from specctl.server.metrics import TYPE, Metrics
+from specctl.server.page import page_routes
+from specctl.server.record import Recorder, chat_record, text_record
+from specctl.server.replies.answers import ApiAnswer, Choice
+from specctl.server.replies.message_parser import MessageParser
+from specctl.server.replies.responses import ResponsesAnswer, repeated
+from specctl.server.replies.shapes import ChatAnswer, TextAnswer
+from specctl.server.replies.sse import (
+    EventStream,
+    cancel,
+    collected,
+    events_of,
+    unless_gone,
+)
+from specctl.server.replies.tokens import TokenTexts
+from specctl.server.requests.body import BodyReader, StrictRoute
+from specctl.server.requests.chat_template import ChatStyle
+from specctl.server.requests.generate_request import DEFAULTS, GeneratePlan, RequestReader
+from specctl.server.requests.protocol import ChatRequest, CompletionRequest
+from specctl.server.requests.responses_fields import ResponsesRequest
+from specctl.server.token_routes import token_routes
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody}
+    for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
+}
+
+EVENTS: dict[str, Any] = {"text/event-stream": {}}
+ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": EVENTS}}
+
+
+Body = ChatRequest | CompletionRequest | ResponsesRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What the routes need: the service, and how it presents itself."""
+
+    service: Serving
+    name: str
+    verification: str
+    desk: RequestReader
+    texts: TokenTexts
+    recorder: Recorder | None
+    started: int
+
+    async def answer(self, request: Request, body: Body) -> Response:
+        """One answer, or a stream of events."""
+        self.check_model(body.model)
+        asked = body.as_chat() if isinstance(body, ResponsesRequest) else body
+        plan = await unless_gone(self.desk.plan(asked, request.state.owner), request.receive)
+        request.state.ignored += plan.ignored
+        answer = await self._submit(body, asked, plan)
+        try:
+            if not body.stream:
+                whole = await unless_gone(collected(answer), request.receive)
+                self._note(request, asked, answer)
+                return JSONResponse(whole)
+            events = self._noted(request, asked, answer)
+            first = await unless_gone(anext(events), request.receive)
+        except BaseException:
+            cancel(answer)
+            raise
+        return EventStream(answer, first, events)
+
+    async def _submit(
+        self, body: Body, asked: ChatRequest | CompletionRequest, plan: GeneratePlan
+    ) -> ApiAnswer:
+        """The choices, each with its ticket; if one is refused, none is left behind."""
+        choices: list[Choice] = []
+        try:
+            for index, ask in enumerate(plan.asks):
+                parser = MessageParser() if plan.parser is None else plan.parser()
+                choices.append(Choice(index, await self.service.submit(ask), parser=parser))
+        except BaseException:
+            for choice in choices:
+                choice.ticket.cancel()
+            raise
+        about: dict[str, Any] = {
+            "model": self.name,
+            "texts": self.texts,
+            "verification": self.verification,
+            "prompt_tokens": plan.prompt_tokens,
+            "tells_rounds": bool(asked.specctl),
+            "tells_usage": asked.includes_usage,
+            "has_logprobs": plan.asks[0].logprobs is not None,
+            "choices": tuple(choices),
+        }
+        if isinstance(body, ResponsesRequest):
+            return ResponsesAnswer(**about, asked=repeated(body, plan.asks[0].sampling))
+        return (ChatAnswer if isinstance(body, ChatRequest) else TextAnswer)(**about)
+
+    async def _noted(
+        self, request: Request, body: ChatRequest | CompletionRequest, answer: ApiAnswer
+    ) -> AsyncIterator[bytes]:
+        """The events; what was answered is noted when the last one is asked for."""
+        async for event in events_of(answer):
+            yield event
+        self._note(request, body, answer)
+
+    def _note(
+        self, request: Request, body: ChatRequest | CompletionRequest, answer: ApiAnswer
+    ) -> None:
+        """For the log: counts. For the record, if there is one: prompts and answers."""
+        rows = [choice.ticket.stats for choice in answer.choices]
+        tokens, rounds = sum(r.tokens for r in rows), sum(r.rounds for r in rows)
+        used = answer.usage()
+        used.pop("completion_tokens_details", None)
+        request.state.log.update(used, tau=round(tokens / max(rounds, 1), 3))
+        if self.recorder is None or any(choice.reason is None for choice in answer.choices):
+            return
+        if isinstance(body, ChatRequest) and body.has_tools:
+            return  # training knows no tools
+        for choice in answer.choices:
+            text = "".join(choice.text)
+            if isinstance(body, ChatRequest):
+                turns = [{"role": m.role, "content": m.text} for m in body.messages]
+                self.recorder.put(chat_record(turns, text))
+            else:
+                prompt = self.service.target.decode(choice.ticket.ask.tokens)
+                self.recorder.put(text_record(prompt, text))
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            message = f"the model {name!a} is not served here; {self.name!a} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def model(self) -> dict[str, Any]:
+        about = {"id": self.name, "object": "model", "created": self.started}
+        has_template = self.service.target.template_digest is not None
+        return {**about, "owned_by": "specctl", "chat_template": has_template}
+
+
+def create_app(
+    service: Serving,
+    name: str,
+    *,
+    door: Door | None = None,
+    keys: Keys | None = None,
+    recorder: Recorder | None = None,
+    verification: str = "lossless",
+    defaults: Sampling = DEFAULTS,
+    style: ChatStyle | None = None,
+    is_strict: bool = False,
+) -> FastAPI:
+    """The application. `name`: what clients call the target. `keys` (or a whole `door`): who may
+    ask; None lets everybody in. `verification`: lossless or approximate, told with every answer.
+    `defaults`: how a request is sampled that does not say it. `style`: how the target writes tool
+    calls and thoughts, if that is not to be read from its chat template. `is_strict`: requests with
+    unknown fields are refused."""
+    pages = page_routes()
+    door = door if door is not None else Door(keys if keys is not None else Keys())
+    browsed = frozenset(page.path for page in pages) | {DOCS}
+    door = Door(door.keys, door.hosts, browsed)
+    metrics = Metrics(service, recorder)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        service.stop()
+
+    app = FastAPI(
+        title="specctl",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.bodies = BodyReader(service.limits.max_body, is_strict)
+    app.router.route_class = StrictRoute
+    texts = TokenTexts(service.target)
+    desk = RequestReader(service, defaults, style)
+    front = Front(service, name, verification, desk, texts, recorder, int(time.time()))
+    _watch(app, service, metrics)
+    _api(app, front)
+    token_routes(app, front.desk, front.check_model)
+    app.router.routes.extend(pages)
+    app.router.routes.append(docs_route(app))
+    errors.install(app)
+    app.add_middleware(AuthMiddleware, door=door)
+    app.add_middleware(RequestLog, on_answered=metrics.answered)
+    return app
+
+
+def _api(app: FastAPI, front: Front) -> None:
+    """OpenAI's routes."""
+
+    @app.get("/v1/models", responses=REFUSALS)
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [front.model()]}
+
+    @app.get("/v1/models/{model:path}", responses=REFUSALS)
+    async def model(model: str) -> dict[str, Any]:
+        """That model, if it is served."""
+        front.check_model(model)
+        return front.model()
+
+    @app.post("/v1/completions", responses=ANSWERS)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """Continue a text."""
+        return await front.answer(request, body)
+
+    @app.post("/v1/chat/completions", responses=ANSWERS)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        """Continue a conversation; with tools, perhaps by calling them."""
+        return await front.answer(request, body)
+
+    @app.post("/v1/responses", responses=ANSWERS)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        """Continue a conversation, in the shape of OpenAI's Responses API. Nothing is stored."""
+        return await front.answer(request, body)
+
+    @app.post("/v1/embeddings", responses=REFUSALS)
+    async def embeddings() -> dict[str, Any]:
+        """Refused: a language model that is drafted for gives no embeddings."""
+        message = "embeddings are not served: this server generates text; use a model made for them"
+        raise ApiError(404, message, code="unsupported_endpoint")
+
+
+def _watch(app: FastAPI, service: Serving, metrics: Metrics) -> None:
+    """What operators and the page ask."""
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """200 while the process answers."""
+        if (state := service.status().state) == "failed":
+            raise ApiError(503, "the engine has failed; restart the server", code=state)
+        return {"status": state}
+
+    @app.get("/ready", responses={503: {"model": ErrorBody}})
+    async def ready() -> dict[str, str]:
+        """200 while requests are taken."""
+        if (state := service.status().state) != "ready":
+            later = {"Retry-After": str(errors.RETRY_SECONDS)}
+            raise ApiError(503, f"the server is {state}", code=state, headers=later)
+        return {"status": state}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of specctl."""
+        return {"version": __version__}
+
+    @app.get("/v1/status", responses=REFUSALS)
+    async def status() -> Status:
+        """Rows, queue and speculation."""
+        return service.status()
+
+    text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+
+    @app.get("/metrics", responses={**REFUSALS, **text}, response_class=Response)
+    async def scrape() -> Response:
+        """Prometheus."""
+        return Response(metrics.text(), media_type=TYPE)

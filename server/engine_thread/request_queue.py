@@ -1,0 +1,74 @@
+"""RequestQueue: all that event loops and the engine thread share. Tickets and cancellations lie in
+it until the engine thread comes by; it counts who is inside, so that the queue has an exact
+length."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+
+from specctl.server.engine_thread.contract import Busy, Ticket, Unavailable
+
+
+class RequestQueue:
+    """Any thread may call anything. `state` is "loading", "ready", "draining", "stopped" or
+    "failed"; only a service that is loading becomes ready."""
+
+    def __init__(self, max_queue: int) -> None:
+        self.max_queue, self.slots = max_queue, 0
+        self.state, self.num_open, self.num_refused = "loading", 0, 0
+        self._changed = threading.Condition()
+        self._asked: deque[Ticket] = deque()
+        self._given_up: deque[Ticket] = deque()
+        self._mean_seconds = 1.0
+
+    def enter(self, state: str, only_from: tuple[str, ...] = ()) -> None:
+        """Change the state, if it is one of those (none named: in any case)."""
+        with self._changed:
+            if not only_from or self.state in only_from:
+                self.state = state
+            self._changed.notify_all()
+
+    def admit(self, ticket: Ticket) -> None:
+        """Take an ask in. Raises Unavailable or Busy."""
+        with self._changed:
+            if self.state != "ready":
+                raise Unavailable(self.state)
+            if self.num_open >= self.slots + self.max_queue:
+                self.num_refused += 1
+                raise Busy(self.retry_after())
+            self.num_open += 1
+            self._asked.append(ticket)
+            self._changed.notify_all()
+
+    def give_up(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._given_up.append(ticket)
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        """An ask has left, so many seconds after it came."""
+        with self._changed:
+            self.num_open -= 1
+            self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+
+    def take(self, wait: bool) -> tuple[list[Ticket], list[Ticket]]:
+        """New asks and cancellations since the last call; `wait` until there are any, or until the
+        service is stopped."""
+        with self._changed:
+            while wait and not (self._asked or self._given_up) and self.is_open:
+                self._changed.wait()
+            asked, given_up = list(self._asked), list(self._given_up)
+            self._asked.clear()
+            self._given_up.clear()
+            return asked, given_up
+
+    def retry_after(self) -> int:
+        """Seconds until a place in the queue is free: a slot is, once per mean answer and slot."""
+        return max(1, min(60, math.ceil(self._mean_seconds / max(self.slots, 1))))
+
+    @property
+    def is_open(self) -> bool:
+        """The engine thread goes on."""
+        return self.state not in ("stopped", "failed")

@@ -1,0 +1,318 @@
+"""The service: asks of many users meet the one thread that owns the engine.
+
+Event loops put asks and cancellations into an inbox; the engine thread takes them between two
+rounds, does a round, and posts every piece back to the loop that its ticket belongs to, one call
+per loop and round. Nothing else is shared. An ask is refused at the door (queue full, too long,
+not ready) or it is answered: what fails afterwards fails for as few rows as possible. How many rows
+of which length the caches are reserved for is settled before anybody asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from specctl.core.drafter import Drafter, Space
+from specctl.core.errors import ResourceError, SpecctlError
+from specctl.core.kv_cache import SlotKV
+from specctl.core.slot_state import PENDING
+from specctl.runtime.batching.base import Batching
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.guard import Guard, place_of
+from specctl.runtime.engine.request import Request, TokenLogprob
+from specctl.runtime.engine.target_reader import shares_kv
+from specctl.runtime.generate import default_policy
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
+from specctl.runtime.target.device import available_bytes
+from specctl.runtime.target.target import Target
+from specctl.runtime.verify.choice import check_rule
+from specctl.server.engine_thread.contract import (
+    Busy,
+    Counters,
+    Finished,
+    GenerateRequest,
+    Piece,
+    Serving,
+    Status,
+    Ticket,
+    TooLong,
+    Unavailable,
+)
+from specctl.server.engine_thread.request_queue import RequestQueue
+from specctl.server.engine_thread.worker import Worker
+from specctl.server.requests.limits import Limits
+
+LOG = logging.getLogger("specctl.server")
+USUAL = 4096  # positions per row, where nobody says how many
+WARM_UP = 128  # tokens read before the first ask: more than forwards for few tokens take (96)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """`slots` rows of `context` tokens (prompt and answer), `slot_bytes` of memory for each, of
+    which the drafter takes `drafter_bytes`."""
+
+    slots: int
+    context: int
+    slot_bytes: int
+    drafter_bytes: int = 0
+
+
+def room_for(
+    target: Target, policy: Policy, limits: Limits, drafter: Drafter | None = None
+) -> Capacity:
+    """At most `max_batch` slots, as many as the memory holds: the target's cache and what the
+    drafter keeps of a row. ResourceError names both where not even one fits."""
+    spec = target.spec
+    context = min(spec.max_positions, limits.max_len or USUAL)
+    length = context + policy.nodes + 2
+    entry = sum(layer.size for layer in target.lm.kv_layers) * target.dtype.itemsize
+    # States twice: those of the row, and those behind its prompt, for the next turn. What nodes
+    # would add to them waits for the round's end, what prompt tokens do for that of their forward.
+    waiting = target.lm.pending_bytes
+    cache, kept = entry * length + 2 * target.lm.state_bytes + waiting * (policy.nodes + 1), 0
+    if drafter is not None:
+        try:
+            kept = drafter_bytes(target, drafter, policy, length)
+        except Exception as error:  # the engine goes on without a drafter that cannot be opened
+            LOG.warning("the drafter's memory was not measured: %s", place_of(error))
+    memory = limits.memory
+    if memory is None and (free := available_bytes(target.device)) is not None:
+        memory = free // 2
+    slot = cache + kept
+    chunk = waiting * min(PENDING, limits.prefill_chunk)
+    slots = limits.max_batch
+    if memory is not None:
+        slots = min(slots, max(0, memory - chunk) // slot)
+    if slots < 1:
+        own = "serve a shorter context (max_len), or give it more memory"
+        raise ResourceError(
+            "the cache of one row does not fit in memory",
+            found=f"{_size(memory or 0)} for caches",
+            expected=f"{_size(slot + chunk)} for one row of {context:,} tokens: "
+            f"{_size(cache + chunk)} for the target and {_size(kept)} for the drafter",
+            do=own + (", or serve without the drafter" if kept else ""),
+        )
+    return Capacity(int(slots), context, slot, kept)
+
+
+def drafter_bytes(target: Target, drafter: Drafter, policy: Policy, length: int) -> int:
+    """What one row of `length` positions takes for the drafter: its own memory, and the taps of the
+    prompt, which wait for it and stay where a conversation may go on."""
+    needs = drafter.needs()
+    if needs.borrow:
+        drafter.bind(target.borrowed())
+    space = Space(1, length, policy.nodes, target.device, target.dtype, target.identity)
+    if shares_kv(drafter, policy):
+        nothing = SlotKV.of((), 1, length, target.dtype, target.device)
+        needs, space = needs.without_copy(), replace(space, target_kv=nothing)
+    taps = len(needs.taps) * target.spec.hidden_size * target.dtype.itemsize
+    return drafter.slot_bytes(space) + taps * length
+
+
+def _size(num_bytes: int) -> str:
+    """In the unit that leaves digits to compare."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 1e3:.2f} kB"
+
+
+__all__ = [
+    "Busy",
+    "Counters",
+    "Finished",
+    "GenerateRequest",
+    "Limits",
+    "Piece",
+    "Service",
+    "Serving",
+    "Status",
+    "Ticket",
+    "TokenLogprob",
+    "TooLong",
+    "Unavailable",
+]
+
+LOG = logging.getLogger("specctl.server")
+
+
+class Service:
+    """A target, perhaps with a drafter, served to many at once.
+
+    Rule "target-only" makes a seeded answer a function of the ask alone: not of the drafter, of the
+    draft lengths or of who else is served. `batching` decides the draft length of every row. `say`
+    is told what whoever runs the server should know; `why_off` says why there is no drafter,
+    `drafter_name` what users know it by (None: its family).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: Policy | None = None,
+        rule: str = "target-only",
+        *,
+        batching: Batching | None = None,
+        limits: Limits | None = None,
+        say: Callable[[str], None] = LOG.warning,
+        why_off: str | None = None,
+        drafter_name: str | None = None,
+    ) -> None:
+        self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
+        self.policy = policy if policy is not None else default_policy(drafter)
+        self.limits = limits if limits is not None else Limits()
+        check_rule(rule, drafter, self.policy)
+        self.counters = Counters()
+        self.on_finish: list[Callable[[Finished], None]] = []
+        self.room: Capacity = room_for(target, self.policy, self.limits, drafter)
+        self.failure: str | None = None
+        self._say, self._why_off = say, why_off
+        self._drafter_name = drafter_name
+        if drafter is not None and drafter_name is None:
+            self._drafter_name = drafter.family
+        self._desk = RequestQueue(self.limits.max_queue)
+        self._desk.slots = self.room.slots
+        self._worker: Worker | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- its life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load, in the engine thread; "ready" when asks are served."""
+        assert self._thread is None, "a service is started once"
+        if self.room.slots < self.limits.max_batch:
+            found, wanted = self.room.slots, self.limits.max_batch
+            self._say(f"memory holds the caches of {found} rows of the {wanted} that may run")
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        """The engine thread."""
+        timeout = self.limits.queue_timeout
+        try:
+            guard = Guard(self.target.spec.vocab_size, self._say)
+            engine = self._engine(guard)
+            worker = Worker(engine, guard, self._desk, self.counters, self.on_finish, timeout)
+        except Exception as error:
+            self._fail(error)
+            return
+        self._worker = worker
+        self._desk.enter("ready", only_from=("loading",))
+        try:
+            worker.serve()
+        except Exception as error:
+            self._fail(error)
+            worker.end()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = str(error) if isinstance(error, SpecctlError) else place_of(error)
+        LOG.error("the engine thread failed: %s", place_of(error), exc_info=error)
+        self._desk.enter("failed")
+
+    def _engine(self, guard: Guard) -> Engine:
+        """The engine with its caches; without the drafter if that cannot be had. The tokenizer is
+        a copy: those of transformers may be used by one thread at a time."""
+        target = replace(self.target, tokenizer=copy.deepcopy(self.target.tokenizer))
+
+        def made(drafter: Drafter | None) -> Engine:
+            return Engine(
+                target,
+                drafter,
+                self.policy if drafter is not None else None,
+                self.rule,
+                self.room.slots,
+                batching=self.batching if drafter is not None else None,
+                prefill_chunk=self.limits.prefill_chunk,
+                wrap_drafter=guard.wrap,
+            )
+
+        try:
+            engine = made(self.drafter)
+        except Exception as error:
+            engine = made(None)
+            guard.give_up(place_of(error))
+        engine.open(self.room.context)
+        self._warm_up(target)
+        return engine
+
+    def _warm_up(self, target: Target) -> None:
+        """Read as a prompt is read, before anybody waits: a first wide forward lays weights out (of
+        300M parameters in bfloat16 on a CPU, 0.9 s)."""
+        count = min(WARM_UP, self.room.context - 1)
+        if count < 1:
+            return
+        request = Request((0,) * count, Sampling(max_new_tokens=1))
+        try:
+            Engine(target, prefill_chunk=self.limits.prefill_chunk).run([request])
+        except Exception as error:  # who asks will be told, should it be so again
+            why = str(error) if isinstance(error, SpecctlError) else place_of(error)
+            LOG.warning("the target was not warmed up: %s", why)
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new asks and let the others finish; True if all did within that time."""
+        self._desk.enter("draining", only_from=("loading", "ready"))
+        until = time.monotonic() + seconds
+        while self._desk.num_open and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        return self._desk.num_open == 0
+
+    def stop(self) -> None:
+        """End after the round that runs; what is left unfinished is cancelled."""
+        self._desk.enter("stopped")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=30.0)
+
+    # -- asks -----------------------------------------------------------------------------------
+
+    async def submit(self, ask: GenerateRequest) -> Ticket:
+        """A ticket of an ask that will be served. Raises Busy, Unavailable, TooLong, or another
+        SpecctlError for a setting that does not fit the target."""
+        if self._desk.state != "ready":
+            raise Unavailable(self._desk.state)
+        self._check(ask)
+        ticket = Ticket(ask, self._desk.give_up)
+        try:
+            self._desk.admit(ticket)
+        except Busy:
+            self.counters.requests["refused"] = self._desk.num_refused
+            raise
+        return ticket
+
+    def _check(self, ask: GenerateRequest) -> None:
+        """Refuse what could only fail later: its length, and ids that do not exist."""
+        sampling, vocab_size = ask.sampling, self.target.spec.vocab_size
+        if len(ask.tokens) + sampling.max_new_tokens > self.room.context:
+            raise TooLong(len(ask.tokens), self.room.context, sampling.max_new_tokens)
+        if not ask.tokens or not 0 <= min(ask.tokens) <= max(ask.tokens) < vocab_size:
+            raise SpecctlError(
+                "the prompt is not made of the target's tokens",
+                found=f"{len(ask.tokens):,} tokens",
+                expected=f"one or more ids below {vocab_size:,}",
+                do="encode the prompt with the target's own tokenizer",
+            )
+        if sampling.logit_bias or sampling.bad_words:
+            SamplingBatch([replace(sampling, grammar=None, processors=())], vocab_size)
+
+    def status(self) -> Status:
+        worker, desk = self._worker, self._desk
+        running = 0 if worker is None else min(worker.num_running, desk.num_open)
+        why_off = self._why_off
+        if why_off is None and worker is not None:
+            why_off = worker.guard.why_off
+        return Status(
+            desk.state,
+            running,
+            desk.num_open - running,
+            self.room.slots,
+            self.room.context,
+            "on" if why_off is None and self.drafter is not None else "off",
+            why_off,
+            self._drafter_name,
+        )

@@ -1,0 +1,188 @@
+"""Every error leaves in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from specctl.core.errors import NumbersError, SpecctlError, alike
+from specctl.server.engine_thread.contract import Busy, TooLong, Unavailable
+
+Path = tuple[int | str, ...]  # keys and places that lead through a body
+RETRY_SECONDS = 5  # sent with a 503: the server loads, or another one takes over
+UNSUPPORTED = {
+    "echo": "echo is not supported: the prompt's own log-probabilities are not computed",
+    "suffix": "suffix is not supported: the target continues a prompt, it does not fill a gap",
+    "use_beam_search": "use_beam_search is not supported: beams are not samples of the target; "
+    "leave it out",
+    "truncate_prompt_tokens": "truncate_prompt_tokens is not supported: a prompt that does not fit "
+    "is refused, never cut",
+    "add_generation_prompt": "add_generation_prompt is not supported: the template always opens "
+    "the answer; leave it out",
+    "continue_final_message": "continue_final_message is not supported: the template always opens "
+    "a new answer; leave it out",
+    "chat_template": "chat_template is not supported: the target's own writes the conversation; "
+    "chat_template_kwargs sets its variables",
+    "documents": "documents are not supported: put their text into a message",
+    "allowed_token_ids": "allowed_token_ids is not supported: ask for a grammar",
+    "bad_words": "bad_words are not supported: ban tokens with logit_bias",
+    "logits_processors": "logits_processors are not supported",
+    "prompt_embeds": "prompt_embeds are not supported: send text or token ids",
+    "prompt_logprobs": "prompt_logprobs is not supported: the prompt's own log-probabilities are "
+    "not computed",
+    "best_of": "best_of is not supported: ask for n choices and choose among them",
+    "functions": "functions are not supported: send them as tools",
+    "function_call": "functions are not supported: send tools and tool_choice",
+    "store": "store is not supported: no response is kept; send store: false",
+    "previous_response_id": "previous_response_id is not supported: no response is kept; send the "
+    "whole conversation as input",
+    "conversation": "conversation is not supported: none is kept; send all of it as input",
+    "background": "background is not supported: an answer ends with its connection",
+    "truncation": "truncation is not supported: an input that does not fit is refused, never cut",
+    "modalities": "only text is supported",
+    "audio": "only text is supported",
+}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong; `param` names the field, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """An answer that is no success. The kind follows from the status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.param, self.code = param, code
+
+    def body(self) -> dict[str, Any]:
+        kinds = {403: "permission_error", 429: "rate_limit_error"}
+        other = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        kind = kinds.get(self.status_code, other)
+        about = {"type": kind, "param": self.param, "code": self.code}
+        return {"error": {"message": self.detail, **about}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def api_error(error: SpecctlError) -> ApiError:
+    """What a refusal of the service means to an HTTP client."""
+    parts = [f"found: {error.found}", f"expected: {error.expected}", f"do: {error.do}"]
+    message = "; ".join([error.what, *(part for part in parts if not part.endswith(": "))])
+    if isinstance(error, Busy):
+        later = {"Retry-After": str(error.retry_after)}
+        return ApiError(429, message, code="server_busy", headers=later)
+    if isinstance(error, Unavailable):
+        later = {"Retry-After": str(RETRY_SECONDS)}
+        return ApiError(503, message, code=error.state, headers=later)
+    if isinstance(error, NumbersError):
+        return ApiError(500, message, code="target_not_finite")
+    code = "context_length_exceeded" if isinstance(error, TooLong) else None
+    return ApiError(400, message, code=code)
+
+
+def broken() -> ApiError:
+    """A fault of ours; the log says which, under the request's id."""
+    return ApiError(500, "the server failed on this request", code="internal_error")
+
+
+def outgrown() -> ApiError:
+    """An answer broke off inside its form. What was streamed of it is not of that form."""
+    message = "the answer broke off: its grammar could not be followed within the server's limits"
+    do = "make the grammar smaller: fewer optional properties, less repetition, less ambiguity"
+    return ApiError(400, f"{message}; do: {do}", code="grammar_exceeded")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in that shape."""
+
+    def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, ApiError):
+            return error.response()
+        what = f"{request.method} {request.url.path[:200]}"
+        found = {404: f"there is no {what}", 405: f"this route does not answer {what}"}
+        message = found.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return invalid_field(error.errors(), error.body).response()
+
+    def refused(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, SpecctlError)
+        return api_error(error).response()
+
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(SpecctlError, refused)
+
+
+def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """What is wrong with a request, naming its field: of several errors (a field may be one type or
+    another) the one that follows the body deepest."""
+    first = max(errors, key=lambda error: len(_path(error, body)))
+    path, message = _path(first, body), str(first["msg"]).removeprefix("Value error, ")
+    where, names = written_path(path), [part for part in path if isinstance(part, str)]
+    if not path:
+        text = message if first["type"] == "value_error" else "the body must be a JSON object"
+        return ApiError(400, text, code="invalid_value")
+    unsupported = UNSUPPORTED.get(names[-1]) if names else None
+    if unsupported is not None:
+        return ApiError(400, unsupported, param=where, code="unsupported_parameter")
+    return ApiError(400, f"{where}: {message}", param=where, code="invalid_value")
+
+
+def unknown_field(path: Path, known: Sequence[str]) -> ApiError:
+    """A field that the object at its place does not have; `known`: those that it may have."""
+    where = written_path(path)
+    close = "".join(f"; did you mean {name!r}?" for name in alike(str(path[-1]), known))
+    return ApiError(400, f"unknown field {where!r}{close}", param=where, code="unknown_parameter")
+
+
+def _path(error: Mapping[str, Any], body: Any) -> Path:
+    """Where an error is: the keys that lead through the body, the names of alternative types left
+    out."""
+    path: list[int | str] = []
+    location = error["loc"][1:]
+    for at, part in enumerate(location, start=1):
+        is_missing = error["type"] == "missing" and at == len(location)
+        if isinstance(body, Mapping) and (part in body or is_missing):
+            path.append(part)
+            body = body.get(part)
+        elif isinstance(part, int) and isinstance(body, list) and part < len(body):
+            path.append(part)
+            body = body[part]
+    return tuple(path)
+
+
+def written_path(path: Path) -> str:
+    """`messages[0].content`, cut where a client sends endless names."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in path)
+    return text.removeprefix(".")[:200]
