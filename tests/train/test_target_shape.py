@@ -105,6 +105,13 @@ def test_states_are_planned_from_the_configuration_alone(kind: str, tmp_path: Pa
     assert found.row == StateLM(model).row_shape
 
 
+def test_a_plan_counts_latents_and_not_all_heads(tmp_path: Path) -> None:
+    widths = {"num_hidden_layers": 3, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "vocab_size": 99}
+    AutoConfig.for_model("deepseek_v3", **widths).save_pretrained(tmp_path)
+    row = RowBytes.of(shape_of(tmp_path), torch.float32)
+    assert row == RowBytes(3 * (64 + 16) * 4)
+
+
 def test_a_plan_counts_states_where_rows_are_decoded(tmp_path: Path) -> None:
     target = folder_of(tiny_hybrid("qwen3_next"), tmp_path)
     sets = ["train.tau_prompts=8", "data.prompts=20", "train.seq_len=64"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,9 @@ def _counted(config: Any) -> TargetShape:
     row = None
     if holds_states(type(model), text):
         with foreign_config(UNBUILDABLE, "config.json"):
+            row = row_shape_of(model.bfloat16())
+    elif getattr(text, "kv_lora_rank", None):  # latents; else all heads count, which is more
+        with suppress(Exception):  # experts of some need the content of tensors
             row = row_shape_of(model.bfloat16())
     return TargetShape(spec_of(config), count, count - idle, stored, is_plain, text, row)
 
