@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import Any
+
+FEW = 0.1  # of the peak: fewer mapped bytes are not worth a word
 
 
 def peak_memory() -> dict[str, int]:
@@ -26,11 +30,24 @@ def peak_memory() -> dict[str, int]:
 
 def peak_text() -> str:
     """`peak memory 812.0 MiB`, with the GPU's where there is one; empty if unknown."""
-    parts = [
-        size_text(count) + (" on the GPU" if name == "gpu" else "")
-        for name, count in peak_memory().items()
-    ]
+    peak, mapped = peak_memory(), mapped_bytes()
+    parts = []
+    if "process" in peak:
+        files = f" ({size_text(mapped)} of it mapped files)"
+        parts.append(size_text(peak["process"]) + files * (mapped > FEW * peak["process"]))
+    if "gpu" in peak:
+        parts.append(size_text(peak["gpu"]) + " on the GPU")
     return "peak memory " + ", ".join(parts) if parts else ""
+
+
+def mapped_bytes() -> int:
+    """Resident bytes of mapped files, such as features on disk: they count in the peak, but the
+    system takes them back where it needs room. 0 where that is not known."""
+    try:
+        found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
 
 
 def size_text(count: float) -> str:
