@@ -18,6 +18,8 @@ from specctl.core.row_part import RowPart
 # KL(p || q) of the rows that a loss is about to sum -> bool: the rows it shall sum (AdaSPEC).
 Select = Callable[[Tensor], Tensor]
 
+MOST_GATHERED = 2**24  # numbers of LM-head rows that are copied together
+
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
@@ -48,9 +50,15 @@ class HeadRows:
             return F.linear(self.state_RD[row_Q], self.weight_VD, self.bias_V)
 
     def at(self, row_Q: Tensor, ids_QC: Tensor) -> Tensor:
-        """[Q, C]: the logits of a few ids in each of these rows."""
+        """[Q, C]: the logits of a few ids in each of these rows, some rows at a time."""
+        size = max(1, MOST_GATHERED // (ids_QC.shape[1] * self.weight_VD.shape[1]))
         with torch.autocast(self.device.type, enabled=False):
-            few_QC = (self.weight_VD[ids_QC] @ self.state_RD[row_Q][..., None])[..., 0]
+            few_QC = torch.cat(
+                [
+                    (self.weight_VD[some_QC] @ self.state_RD[some_Q][..., None])[..., 0]
+                    for some_Q, some_QC in zip(row_Q.split(size), ids_QC.split(size), strict=True)
+                ]
+            )
         return few_QC if self.bias_V is None else few_QC + self.bias_V[ids_QC]
 
     def over(self, ids_K: Tensor) -> HeadRows:

@@ -31,7 +31,7 @@ from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.states.lm_state import LmState
-from specctl.drafters.states.recurrent_lm_state import RecurrentLmState
+from specctl.drafters.states.recurrent_lm_state import FILL_CHUNK, RecurrentLmState
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.rope import rope_of
 
@@ -226,6 +226,10 @@ class SmallLm(Drafter):
 
     def open(self, space: Space) -> LmState:
         return RecurrentLmState(self, space) if self.lm.state_bytes else LmState(self, space)
+
+    def slot_bytes(self, space: Space) -> int:
+        waiting = max(space.max_nodes + 1, FILL_CHUNK)  # tokens whose inputs no state has yet
+        return super().slot_bytes(space) + waiting * self.lm.pending_bytes
 
     def trimmed(self, vocab: VocabMap) -> Self:
         if not isinstance(self.module, LlamaModel):

@@ -71,6 +71,7 @@ class LmState(StepState):
 
     prefills_in_parts = True
     is_recordable = True  # asks its model for whole forwards alone
+    chunk = PREFILL_CHUNK
 
     def __init__(self, drafter: SpokenModel, space: Space) -> None:
         self.drafter, self.lm = drafter, drafter.lm.for_drafting()
@@ -102,8 +103,8 @@ class LmState(StepState):
         """Read positions begin .. end - 1 into the cache."""
         device = self.lm.device
         slot_1 = torch.full((1,), slot, device=device)
-        for first in range(begin, end, PREFILL_CHUNK):
-            part = list(tokens[first : min(first + PREFILL_CHUNK, end)])
+        for first in range(begin, end, self.chunk):
+            part = list(tokens[first : min(first + self.chunk, end)])
             start_1 = torch.full((1,), first, device=device)
             span = first + len(part)
             self.kv.begin((slot,), slot_1, start_1, len(part), span, first)

@@ -19,11 +19,14 @@ from specctl.core.slot_state import StateKV
 from specctl.drafters.states.lm_state import LmState, SpokenModel, _Missing
 from specctl.drafters.states.tree_layout import TreeLayout, expansions
 
+FILL_CHUNK = 64  # tokens read at once: the inputs of all of them wait until they are in the state
+
 
 class RecurrentLmState(LmState):
     """Per slot: the draft's keys, values and states behind its first `num_cached` tokens."""
 
     is_recordable = False
+    chunk = FILL_CHUNK
     kv: StateKV
 
     def __init__(self, drafter: SpokenModel, space: Space) -> None:
@@ -40,8 +43,12 @@ class RecurrentLmState(LmState):
         self.kv.advance(slot_B, torch.where(at_P < count_B1, at_P, -1))
 
     def root(self, view: RoundView) -> Tensor:
-        for slot, tokens in zip(view.slots, view.tokens, strict=True):
-            if self.kv.state.position(slot) != self.num_cached[slot]:
+        stands_B = self.kv.state.position_Z[view.slot_B].tolist()
+        for slot, tokens, stands in zip(view.slots, view.tokens, stands_B, strict=True):
+            if 0 <= stands < self.num_cached[slot]:
+                # Nodes that nobody kept, though they are true: they are read with the root.
+                self.num_cached[slot] = stands
+            elif stands != self.num_cached[slot]:
                 # A round was given up, or another reading of the text is shorter: begin again.
                 self._fill(slot, tokens, 0, len(tokens) - 1)
                 self.num_cached[slot] = len(tokens) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import specctl.recipes
-from specctl.core.drafter import RoundView
+from specctl.core.drafter import RoundView, Space, tensor_bytes
 from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.recurrent_lm_state import RecurrentLmState
 from specctl.export.package.pretrained import load_pretrained
+from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
@@ -26,6 +29,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl_testing.hybrids import FEW, tiny_hybrid
 from specctl_testing.models import build_model
+from specctl_testing.runtime.foreign import make_tokenizer, renumbered
 
 PROMPTS = ((7, 8, 9, 7, 8, 9, 7), tuple(range(40, 63)), (5,))
 POLICIES: dict[str, dict[str, Any]] = {
@@ -111,6 +115,49 @@ def test_every_node_is_read_on_its_own_path_behind_whatever_was_rejected(
     accepted, rounds = (sum(getattr(d.stats, n) for d in found) for n in ("accepted", "rounds"))
     assert 0 < accepted / rounds < 2.5, "some drafts are accepted, and some rejected"
     assert Compared.num_compared - before > 2 * rounds
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
+def test_what_a_round_keeps_is_counted_before_a_row_is_admitted(kind: str) -> None:
+    target, near = pair(kind)
+    drafter = SmallLm.from_lm(near.lm, target.spec)
+    space = Space(1, 220, 60, target.device, target.dtype)
+    counted, state, text = drafter.slot_bytes(space), drafter.open(space), tuple(range(5, 95)) * 2
+    assert tensor_bytes(state, drafter) < 0.75 * counted, "nothing waits yet"
+    state.start(0, text[:150], {})
+    root_B, at_B = torch.tensor([text[-1]]), torch.tensor([len(text) - 1])
+    state.root(RoundView((0,), torch.tensor([0]), root_B, at_B, (text,)))
+    state.expand(torch.arange(60)[None] + 5, torch.full((1, 60), -1))
+    assert tensor_bytes(state, drafter) <= 1.15 * counted  # Mamba 1 keeps its rates as well
+
+
+def test_a_state_is_not_read_anew_in_every_round_of_another_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strings that match: the outcome of a round does not reach the draft model's state."""
+    fed, fill = list[int](), LmState._fill
+
+    def counted(state: LmState, slot: int, tokens: Sequence[int], begin: int, end: int) -> None:
+        fed.append(end - begin)
+        fill(state, slot, tokens, begin, end)
+
+    monkeypatch.setattr(LmState, "_fill", counted)
+    tokenizer = make_tokenizer(1, 24)
+    model = build_model("lfm2", vocab=len(tokenizer), layer_types=["conv", "full_attention"] * 2)
+    target, (other, order) = Target.from_model(model, tokenizer), renumbered(tokenizer, 4)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for place in ("get_input_embeddings", "get_output_embeddings"):
+            weight_VD = getattr(model, place)().weight
+            getattr(twin, place)().weight[torch.tensor(order)] = weight_VD.clone()
+    draft = Target.from_model(twin, other, "twin")
+    drafter = translated(draft.lm, other, other.eos_token_id, target, "slem")
+    policy = make_policy({"policy": drafter.policies[0], "length": 4})
+    prompt = tuple(tokenizer.encode("abcabcabc" * 8))
+    sampling = Sampling(temperature=0.0, max_new_tokens=40, ignore_eos=True)
+    (made,) = Engine(target, drafter, policy, num_slots=1).run([Request(prompt, sampling)])
+    assert made.stats.accepted > 20
+    assert sum(fed) < 2.5 * len(prompt), "the text is read once, not in each round"
 
 
 def test_a_folder_of_a_hybrid_drafts_for_a_target_of_attention(tmp_path: Path) -> None:
