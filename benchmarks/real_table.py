@@ -84,6 +84,11 @@ def trained(args: argparse.Namespace) -> list[str]:
     return folders
 
 
+def label(drafter: str) -> str:
+    """What a drafter is called in the table: a folder's name is whole, with its dots."""
+    return Path(drafter).name.removesuffix(".gguf")
+
+
 def cell(row: dict[str, Any]) -> str:
     spread = row["speedup_error"]
     return f"{row['speedup']:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
@@ -141,16 +146,20 @@ def main() -> None:
     if args.table:
         print(table(args.out))
         return
+    if args.target is None or (args.train and args.data is None):
+        parser.error("--target is needed, and --data with --train")
     drafters = trained(args)
     if args.drafters is not None:
         drafters += filter(None, args.drafters.split(","))
     elif not args.train:
         drafters = untrained()
+    if twice := {each for each in drafters if [*map(label, drafters)].count(label(each)) > 1}:
+        parser.error(f"these would have one row: {', '.join(sorted(twice))}")
     for suite in filter(None, args.suites.split(",")):
         for batch in args.batches.split(","):
             for drafter in drafters:
                 name = suite.partition("=")[0]
-                path = args.out / f"{name}-{batch}-{Path(drafter).stem}.json"
+                path = args.out / f"{name}-{batch}-{label(drafter)}.json"
                 if path.exists():
                     continue
                 command = ["bench", drafter, "--target", args.target, "--suite", suite]
@@ -159,7 +168,7 @@ def main() -> None:
                 for temperature in args.temperatures.split(","):
                     command += ["--temperature", temperature]
                 found = measured(command, args.seconds)
-                kept = {**found, "drafter": Path(drafter).stem, "suite": name, "batch": batch}
+                kept = {**found, "drafter": label(drafter), "suite": name, "batch": batch}
                 part = path.with_suffix(".part")
                 part.write_text(json.dumps(kept, indent=1))
                 part.rename(path)

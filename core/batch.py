@@ -52,11 +52,12 @@ class HeadRows:
     def at(self, row_Q: Tensor, ids_QC: Tensor) -> Tensor:
         """[Q, C]: the logits of a few ids in each of these rows, some rows at a time."""
         size = max(1, MOST_GATHERED // (ids_QC.shape[1] * self.weight_VD.shape[1]))
+        parts = zip(torch.split(row_Q, size), torch.split(ids_QC, size), strict=True)
         with torch.autocast(self.device.type, enabled=False):
             few_QC = torch.cat(
                 [
                     (self.weight_VD[some_QC] @ self.state_RD[some_Q][..., None])[..., 0]
-                    for some_Q, some_QC in zip(row_Q.split(size), ids_QC.split(size), strict=True)
+                    for some_Q, some_QC in parts
                 ]
             )
         return few_QC if self.bias_V is None else few_QC + self.bias_V[ids_QC]

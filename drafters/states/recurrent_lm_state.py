@@ -4,7 +4,7 @@ A recurrent state has no place for each token, so it stands behind the known tok
 grows: every step feeds all nodes so far, each read on its own path (`models.state_forms`), and the
 accepted nodes move the state when the round is over. Steps of a few tokens cost about as much as
 one: they read the same weights.
-Letters: B rows, D hidden width, M new nodes, N nodes, P path, T fed tokens, X any axes.
+Letters: B rows, D hidden width, M new nodes, N nodes, P path, T fed tokens, X any axes, Z slots.
 """
 
 from __future__ import annotations

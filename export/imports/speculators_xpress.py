@@ -50,7 +50,8 @@ def read(published: Published, target: Target) -> Imported:
         length,
         "xpress",
         own,
-        window=window_of(config, {"causal": body.get("sliding_window_non_causal")}),
+        derived["dflash_config"]["causal"],
+        window_of(config, {"causal": body.get("sliding_window_non_causal")}),
     )
     drafter = drafter_of(reading, published.tensors, target)
 

@@ -23,11 +23,14 @@ from specctl.export.readers.block_heads import (
     refined,
     refiner_shapes,
 )
+from specctl.export.readers.sglang_blocks import SLIDING
 from specctl.export.readers.trial import Trial
 from specctl.export.readers.vllm_blocks import VllmBlocks
 
 ENGINE = "speculators 0.9"
-SIZES = ("xpress_rank", "xpress_mlp_ratio", "block_size")
+LEAST = {"xpress_rank": 1, "xpress_mlp_ratio": 1, "block_size": 2}
+SIZES = tuple(LEAST)
+MOST = 2**16
 
 
 class SpeculatorsSpark(VllmBlocks):
@@ -41,18 +44,24 @@ def xpress_config(body: Mapping[str, Any]) -> dict[str, Any]:
     aux = body.get("aux_hidden_state_layer_ids")
     if not aux or "mask_token_id" not in body:
         raise gate("no layers or no mask", "aux_hidden_state_layer_ids and mask_token_id")
-    missing = [key for key in SIZES if not isinstance(body.get(key), int)]
-    if missing:
-        raise gate(f"no {missing[0]}", ", ".join(SIZES))
+    for key in SIZES:
+        if type(size := body.get(key)) is not int or not 1 <= size <= MOST or size < LEAST[key]:
+            raise gate(f"{key}: {size!r}", f"a whole number from {LEAST[key]} to {MOST}")
+    layers = body.get("transformer_layer_config")
+    if not isinstance(layers, Mapping):
+        raise gate("no transformer_layer_config", "the sizes of the layers")
     if body.get("sample_from_anchor") is not False:
         found = f"sample_from_anchor: {body.get('sample_from_anchor')}"
         raise gate(found, "false: slots behind the anchor that predict themselves")
+    slides = SLIDING in (layers.get("layer_types") or ())
+    is_causal = layers.get("is_causal") is True
+    is_causal |= slides and body.get("sliding_window_non_causal") is False
     return {
-        **body["transformer_layer_config"],
+        **layers,
         **{key: body[key] for key in SIZES},
         "kind": "xpress",
         "eagle_aux_hidden_state_layer_ids": aux,
-        "dflash_config": {"mask_token_id": body["mask_token_id"], "causal": False},
+        "dflash_config": {"mask_token_id": body["mask_token_id"], "causal": is_causal},
         "draft_vocab_size": body.get("draft_vocab_size"),
         "sample_from_anchor": False,
         "length": body["block_size"] - 1,

@@ -298,9 +298,12 @@ REFINER = {
 XPRESS_KEYS = {"xpress_rank": 8, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6}
 
 
-@pytest.mark.parametrize("kept", [None, KEPT])
+@pytest.mark.parametrize(
+    ("kept", "layers"),
+    [(None, {}), (KEPT, {}), (None, {"window": 6}), (None, {"window": 6, "causal": True})],
+)
 def test_xpress_of_speculators_comes_back(
-    kept: Any, target: Target, publish: Any, tmp_path: Path
+    kept: Any, layers: dict[str, Any], target: Target, publish: Any, tmp_path: Path
 ) -> None:
     """With other names than vLLM's, a vocabulary of its own, and the token before the root."""
     drafter = shaken("xpress", target, kept, num_heads=3, mask_id=9)
@@ -310,12 +313,15 @@ def test_xpress_of_speculators_comes_back(
         as_speculators("xpress", block_size=4, **XPRESS_KEYS)(config, tensors)
         tensors |= {f"refiner_head.{new}": inner[old] for old, new in REFINER.items()}
 
-    dflash, folder = publish(SPEC, change, family="dflash", num_heads=3, mask_id=9, kept=kept)
+    options = {"num_heads": 3, "mask_id": 9, "kept": kept, **layers}
+    dflash, folder = publish(SPEC, change, family="dflash", **options)
     report = taken(folder, target, tmp_path / "package")
     assert (report.format, report.engine) == ("speculators-xpress", "speculators 0.9")
     assert any("--to vllm" in note for note in report.notes)
     found: Any = load_drafter(tmp_path / "package", target, allow=("eos",))
     assert found.options.before_root
+    assert {name: getattr(found.options, name) for name in layers} == layers
+    assert found.options.causal == layers.get("causal", False)
     shared, own = dflash.tensors(), found.tensors()
     assert own.keys() == shared.keys() | REFINER.keys()
     for name, tensor in own.items():

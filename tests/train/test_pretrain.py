@@ -15,18 +15,20 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from specctl.core.errors import FileError, RecipeError
 from specctl.runtime.target.target import load_target
 from specctl.train.data.corpus import STDLIB, CorpusFile, collect
-from specctl.train.pretrain.data import PretrainRows, prepare_data
+from specctl.train.pretrain.data import PretrainRows, prepare_data, taken_tokenizer
 from specctl.train.pretrain.recipe import TokenSchedule, load_pretrain_recipe
 from specctl.train.pretrain.run import (
     Evaluation,
     build_model,
     build_optimizers,
     config_from,
+    export_snapshot,
     pretrain,
 )
 
@@ -154,6 +156,59 @@ def test_a_model_that_cannot_be_made_is_refused_first(
     with pytest.raises(RecipeError, match=message):
         pretrain(recipe, tmp_path / "run")
     assert not (tmp_path / "run" / "train.bin").exists()
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
+               "n_groups": 1, "state_size": 8},
+    "gemma3_text": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                    "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_embeddings_have_their_rate_and_exports_load_whatever_they_are_called(
+    kind: str, tmp_path: Path
+) -> None:
+    path = hybrid_recipe(tmp_path / "recipe.yaml")
+    raw = yaml.safe_load(path.read_text())
+    raw["model"] = {"model_type": kind, "vocab_size": 6144, "max_position_embeddings": 64}
+    path.write_text(yaml.safe_dump(raw | {"model": raw["model"] | FORMS[kind]}))
+    recipe = load_pretrain_recipe(path)
+    tokenizer = taken_tokenizer(recipe)
+    model = build_model(recipe, tokenizer)
+    optimizers = build_optimizers(model, recipe.train)
+    tables = {id(p) for p in optimizers["adamw"].param_groups[0]["params"]}
+    assert id(model.get_input_embeddings().weight) in tables
+    assert id(model.get_output_embeddings().weight) in tables
+    muon = [p for group in optimizers["muon"].param_groups for p in group["params"]]
+    assert muon
+    assert not tables & {id(p) for p in muon}
+    export_snapshot(tmp_path / "export", model, tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.bfloat16)
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, model.get_parameter(name).to(torch.bfloat16)), name
+
+
+def test_a_tokenizer_that_was_not_made_here_is_refused(tmp_path: Path) -> None:
+    path = hybrid_recipe(tmp_path / "recipe.yaml")
+    raw = yaml.safe_load(path.read_text())
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<end>")
+    other.save_pretrained(tmp_path / "other")
+    raw["data"]["tokenizer"] = str(tmp_path / "other")
+    path.write_text(yaml.safe_dump(raw))
+    with pytest.raises(RecipeError, match="cannot be taken for pretraining"):
+        taken_tokenizer(load_pretrain_recipe(path))
+
+
+def test_ids_of_another_tokenizer_are_not_learned(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    pretrain(small_recipe(tmp_path / "own.yaml"), out)
+    kept = (out / "train.bin").read_bytes()
+    with pytest.raises(FileError, match="holds ids of another tokenizer"):
+        prepare_data(load_pretrain_recipe(hybrid_recipe(tmp_path / "recipe.yaml")), out)
+    assert (out / "train.bin").read_bytes() == kept
 
 
 def test_the_recipe_of_the_hybrid_is_whole() -> None:

@@ -248,6 +248,8 @@ def test_tokens_of_a_file_are_those_of_its_texts_not_of_its_keys(tmp_path: Path)
     written = {"input_ids": [49000] * 30, "loss_mask": [1] * 30}
     file.write_text((json.dumps(written) + "\n") * 700 + "not JSON\n")
     assert tokens_in(DataPart(source=str(file))) == pytest.approx(700 * 30, rel=0.02)
+    file.write_text('{"text": "half a character: \\ud83d"}\n{"text": "%s"}\n' % ("x" * 400))
+    assert tokens_in(DataPart(source=str(file))) > 100
     plain = tmp_path / "b.txt"
     plain.write_text("x" * 400)
     assert tokens_in(DataPart(source=(str(plain), "owner/name"))) == 100 + UNKNOWN_TOKENS

@@ -80,7 +80,8 @@ def _file_tokens(file: Path, kind: str, split: str | None, choices: FieldChoices
     looked_at, tokens = 0, 0.0
     for _, record in islice(file_records(file, kind, split), LOOKED_AT):
         if not isinstance(record, ValueError):
-            looked_at += len(json.dumps(record, ensure_ascii=False, default=str).encode())
+            text = json.dumps(record, ensure_ascii=False, default=str)
+            looked_at += _size_of(text)
             tokens += sum(map(_sample_tokens, _samples(record, choices)))
     return round(size * tokens / looked_at) if tokens else size // BYTES_PER_TOKEN
 
@@ -96,4 +97,9 @@ def _sample_tokens(sample: Sample) -> float:
     if sample.ids:
         return len(sample.ids)
     said = [sample.text, *(str(message.get("content") or "") for message in sample.messages)]
-    return sum(len(text.encode()) for text in said) / BYTES_PER_TOKEN
+    return sum(map(_size_of, said)) / BYTES_PER_TOKEN
+
+
+def _size_of(text: str) -> int:
+    """In bytes, of text that may hold half of a character."""
+    return len(text.encode(errors="surrogatepass"))

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from specctl.core.errors import RecipeError
+from specctl.core.errors import FileError, RecipeError
 from specctl.core.files import write_bytes
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.spoken_to import PRETRAINED_TEMPLATE
@@ -29,6 +29,7 @@ Ids = npt.NDArray[np.uint16]
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
+MOST_IDS = 2**16  # ids are kept in 16 bits
 SPECIAL_TOKENS = [BOS, EOS, PAD, USER, ASSISTANT, END]
 
 # Words with their leading space or underscore, up to three digits, runs of signs, runs of spaces:
@@ -104,7 +105,32 @@ def taken_tokenizer(recipe: PretrainRecipe) -> PreTrainedTokenizerFast:
             expected=f"{len(tokenizer):,} or more, as the tokenizer of {name} has",
             do="enlarge model.vocab_size",
         )
+    missing = [token for token in (BOS, EOS, END) if token not in tokenizer.get_vocab()]
+    if missing or len(tokenizer) > MOST_IDS:
+        raise RecipeError(
+            f"the tokenizer of {name} cannot be taken for pretraining",
+            where="data.tokenizer",
+            found=f"{len(tokenizer):,} ids, without {' '.join(missing) or 'none missing'}",
+            expected=f"at most {MOST_IDS:,} ids, with {BOS}, {EOS} and {END}, as of tiny",
+            do="leave the key out: a tokenizer is made then",
+        )
     return tokenizer
+
+
+def check_kept(taken: PreTrainedTokenizerFast, out: Path) -> None:
+    """Refuse ids in OUT that are of another tokenizer."""
+    there = out / "tokenizer"
+    if not (out / "train.bin").exists() or not (there / "tokenizer.json").exists():
+        return
+    kept = load_tokenizer(there).backend_tokenizer.to_str()
+    if kept != taken.backend_tokenizer.to_str():
+        raise FileError(
+            f"{out} holds ids of another tokenizer",
+            where="data.tokenizer",
+            found=str(there),
+            expected="the tokenizer that the recipe names, or none yet",
+            do="choose another --out",
+        )
 
 
 def encode_documents(
@@ -112,7 +138,7 @@ def encode_documents(
 ) -> npt.NDArray[np.uint16]:
     """All documents as one row of ids: bos, text, eos, bos, text, eos, ..."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    assert len(tokenizer) <= 2**16, f"{len(tokenizer)} ids do not fit in 16 bits"
+    assert len(tokenizer) <= MOST_IDS, f"{len(tokenizer)} ids do not fit in 16 bits"
     parts: list[npt.NDArray[np.uint16]] = []
     for start in range(0, len(texts), group):
         batch = tokenizer.backend_tokenizer.encode_batch(texts[start : start + group])
@@ -133,7 +159,9 @@ def prepare_data(recipe: PretrainRecipe, out: Path) -> PretrainData:
     """Tokenizer and ids from OUT, made there from this machine's corpus where they are missing."""
     folder, data = out / "tokenizer", recipe.data
     if data.tokenizer is not None:
-        taken_tokenizer(recipe).save_pretrained(folder)
+        taken = taken_tokenizer(recipe)
+        check_kept(taken, out)
+        taken.save_pretrained(folder)
     elif not (folder / "tokenizer.json").exists():
         sample = training_texts(data.tokenizer_bytes, data.seed + 1)
         config = recipe.model

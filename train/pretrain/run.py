@@ -152,15 +152,18 @@ def build_model(recipe: PretrainRecipe, tokenizer: Any) -> Any:
     return model
 
 
-def build_optimizers(model: nn.Module, recipe: TrainRecipe) -> Optimizers:
-    """Muon for the hidden matrices, AdamW for the (tied) embedding and for what is no matrix:
+def build_optimizers(model: Any, recipe: TrainRecipe) -> Optimizers:
+    """Muon for the hidden matrices, AdamW for embeddings and head and for what is no matrix:
     norms, decays and convolutions. The `share` of a group is its full learning rate, by which the
     loop multiplies the schedule's factor."""
-    named = list(model.named_parameters())
-    norms = [p for _, p in named if p.ndim != 2]
-    embeddings = [p for name, p in named if p.ndim == 2 and "embed_tokens" in name]
-    matrices = [p for name, p in named if p.ndim == 2 and "embed_tokens" not in name]
-    assert len(norms) + len(embeddings) + len(matrices) == len(named)
+    parameters = list(model.parameters())
+    tables = [part.weight for part in model.modules() if isinstance(part, nn.Embedding)]
+    head = model.get_output_embeddings()
+    is_table = {id(p) for p in [*tables, *([] if head is None else head.parameters())]}
+    norms = [p for p in parameters if p.ndim != 2]
+    embeddings = [p for p in parameters if p.ndim == 2 and id(p) in is_table]
+    matrices = [p for p in parameters if p.ndim == 2 and id(p) not in is_table]
+    assert embeddings, "a language model has an embedding"
     muon = torch.optim.Muon(
         matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay, momentum=0.95
     )
@@ -278,10 +281,11 @@ def config_of(model: Any) -> dict[str, Any]:
     the new ones, so that earlier transformers and other engines read the same values."""
     config: Any = model.config
     kept = {k: v for k, v in config.to_dict().items() if k not in NOT_A_LANGUAGE_MODEL}
+    rope = getattr(config, "rope_parameters", None) or {}
     return {
         **kept,
         "architectures": [type(model).__name__],
-        "rope_theta": config.rope_parameters["rope_theta"],
+        **({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}),
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
