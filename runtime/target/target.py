@@ -331,10 +331,9 @@ def load_target(
     `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a file, by which its
     layers are spread over devices, host memory and files. `tensor_parallel`: over the processes of
     torchrun, which then all do the same; either way the forward is transformers' own.
-    `wanted`: what will be done with it that needs attention alone.
     `dtype` "int8" or "int4": weights of 8 or 4 bits, another model than the published one
     (few_bits.py); "gguf": a GGUF file's matrices as it packs them, which "auto" takes on a CPU that
-    reads them so, but where `is_widened`, to train with."""
+    reads them so, but where `is_widened`, to train with. `wanted`: what needs attention only."""
     spread = Spread(device_map, tensor_parallel)
     _check_spread(spread, inflate, compile, adapters)
     check_alone(dtype, compile, spread.is_asked, inflate, adapters)
@@ -345,7 +344,7 @@ def load_target(
     where = choose_device(device)
     first = "float32" if inflate is not None else dtype
     is_packed = not (is_widened or compile or added)
-    wanted = (*([RECORDED] if compile else []), *wanted)
+    wanted = (RECORDED, *wanted) if compile else wanted
     how = first, where, offline, is_read_only, spread, is_packed, wanted
     found = load_model(resolved, lambda one: load_checkpoint(one, *how), offline)
     loaded = found.loaded

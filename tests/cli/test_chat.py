@@ -60,7 +60,7 @@ def without_template(tiny_target: Target) -> Target:
 @pytest.fixture
 def chat(run: Any, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`specctl chat` with a target that is loaded already (the terminal below loads its own)."""
-    monkeypatch.setattr(TargetChoice, "load", lambda choice, console, compiled: tiny_target)
+    monkeypatch.setattr(TargetChoice, "load", lambda choice, console, compiled, wanted: tiny_target)
     return partial(run, "chat")
 
 

@@ -3,7 +3,6 @@ from its configuration: none of its weights is there."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.planning.plan import plan
 from specctl.train.run import _load_target
 from specctl_testing.cli.ran import Run
-from specctl_testing.hybrids import HYBRIDS, tiny_hybrid
-from specctl_testing.models import build_model
+from specctl_testing.hybrids import tiny_hybrid
 
 BORROWERS = sorted(name for name, info in family_infos().items() if info.borrows_layers)
 FREE = [name for name, info in family_infos().items() if info.borrows_layers and not info.trainable]
@@ -128,15 +126,3 @@ def test_a_package_says_what_it_needs(
         save_package(drafter, target, folder, serve=serve, recipe_digest="", **made)
         ran = run("generate", "--target", hybrid, "--draft", folder, "def")
         assert (ran.code, said in ran.err) == (5, True), ran.err
-
-
-def test_a_hybrid_does_not_draft(tmp_path: Path, tiny_target: Target) -> None:
-    """Of the draft, too, no weight is read: those that lie there are not its own."""
-    target = Path(specctl.recipes.__path__[0]) / "tiny"
-    draft = tmp_path / "draft"
-    shutil.copytree(target, draft)
-    build_model(
-        "lfm2", vocab=tiny_target.spec.vocab_size, **HYBRIDS["lfm2"]
-    ).config.save_pretrained(draft)
-    with pytest.raises(IncompatibleError, match="recurrent states cannot draft"):
-        specctl.load_drafter(draft, tiny_target)
