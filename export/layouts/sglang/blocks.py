@@ -109,8 +109,8 @@ def refuse(source: ExportSource, engine: str) -> None:
             f"{engine} takes the mask of a block from the target's embedding",
             found="a mask vector of the drafter's own (mask_id: null)",
             expected="a drafter trained with a token's row as its mask",
-            do="--to speculators (vLLM), or train with --set drafter.options.mask_id=ID, the id of "
-            "a token that no text contains",
+            do="--to speculators (vLLM) for dflash and dspark, or train with "
+            "--set drafter.options.mask_id=ID, the id of a token that no text contains",
         )
     refuse_part(source, engine)
 
