@@ -80,12 +80,12 @@ class Engine:
         check_rule(rule, drafter, self.policy)
         if drafter is not None and self.needs.borrow:
             drafter.bind(target.borrowed())
-        inner = RoundDrafter()
+        self.drafting = RoundDrafter()
         if drafter is not None:
             learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
-            inner = PolicyDrafter(drafter, self.policy, learners, rule)
+            inner: RoundDrafter = PolicyDrafter(drafter, self.policy, learners, rule)
             inner = wrap_drafter(inner) if wrap_drafter is not None else inner
-        self.drafting = LazyDrafter(inner, self.policy.nodes + 1, self.needs)
+            self.drafting = LazyDrafter(inner, self.policy.nodes + 1, self.needs)
         who = (self.policy, chooser, batching, self.drafting)
         planner = RoundPlanner(self.context, *who, self._usual_rule != "target-only")
         self.scheduler = Scheduler(self.reader, planner, num_slots, prefill_chunk)
@@ -187,7 +187,7 @@ class Engine:
         planned = started - round.began
         took = planned + drafting - waited, verified - started - drafting
         spent = RoundSeconds(*took, 0.0, waited, is_free=round.roots is not None)
-        outcome = outcome_of(round, tree, verdict, out, done, self.drafting.heard())
+        outcome = outcome_of(round, tree, verdict, out, done, self.drafting.needed())
         self._learn(outcome, out.logits_BTV, spent, verified)
         return self.scheduler.retire(done)
 

@@ -137,7 +137,7 @@ class Guard(RoundDrafter):
         token_BN = token_BN.masked_fill(bad_B1, 0)
         return replace(tree, token_BN=token_BN, valid_BN=tree.valid_BN & ~bad_B1, q=q)
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: Outcome, logits_BTV: Tensor | None = None) -> None:
         """What was drafted from is read on the host here, when the round has been read anyway."""
         slots, found, self._bad = outcome.view.slots, self._bad, None
         if found is not None and found[0] == slots:

@@ -146,8 +146,8 @@ class LazyDrafter(RoundDrafter):
         if rest is not None and rest.seconds:
             self.inner.rested(rest)
 
-    def heard(self) -> Needs:
-        """What the target is to tell of the round at once; the rest is kept until it is needed."""
+    def needed(self) -> Needs:
+        """Of the rows that draft; what the others need is kept until they do."""
         is_shown = self._at or not self.is_lazy
         return self.needs if is_shown and self._is_listening else Needs()
 
@@ -207,7 +207,7 @@ class LazyDrafter(RoundDrafter):
         return scatter_rows(tree, self._at, len(round.rows))
 
     def observe(self, outcome: Outcome, logits_BTV: Tensor | None = None) -> None:
-        """The drafter sees the rows that drafted, or nothing. `logits_BTV`: the target's."""
+        """The drafter sees the rows that drafted, or nothing."""
         if self._is_resting:
             self._keep(outcome, logits_BTV)
             return

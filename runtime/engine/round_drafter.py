@@ -2,7 +2,7 @@
 
 The engine holds one: a PolicyDrafter (a drafter's state, grown by a policy) inside whatever wraps
 it, such as LazyDrafter and Guard. The base class drafts nothing: plain decoding.
-Letters: B rows, K draft vocabulary, M new nodes, N nodes, T fed tokens.
+Letters: B rows, K draft vocabulary, M new nodes, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from specctl.core.drafter import (
     Drafter,
     DraftState,
+    Needs,
     Outcome,
     RoundSeconds,
     RoundView,
@@ -87,8 +88,12 @@ class RoundDrafter:
         """One tree for all rows of the round; rows with nothing to draft have no valid node."""
         return empty_tree(len(round.rows), round.view.slot_B.device)
 
-    def observe(self, outcome: Outcome) -> None:
-        """What became of the rows of a round."""
+    def needed(self) -> Needs:
+        """What of the target's answer this round's `observe` is to be shown."""
+        return Needs()
+
+    def observe(self, outcome: Outcome, logits_BTV: Tensor | None = None) -> None:
+        """What became of the rows of a round. `logits_BTV`: the target's."""
 
     def learn(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         """A round is over, what it observed included: what adapts may adapt."""
@@ -180,7 +185,7 @@ class PolicyDrafter(RoundDrafter):
             lambda logits_BMK: round.sampling.draft_distribution(logits_BMK, ids_K),
         )
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: Outcome, logits_BTV: Tensor | None = None) -> None:
         self.state.observe(outcome)
 
     def learn(self, outcome: Outcome, seconds: RoundSeconds) -> None:

@@ -16,10 +16,10 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl_testing.runtime.executed import executed
 
 TREE = {"policy": "dynamic-tree", "length": 4, "nodes": 12, "beam": 4}
-# Files, functions, lines at most, with the compiled step (178 functions, 815 lines; 104 and 440) or
+# Files, functions, lines at most, with the compiled step (178 functions, 816 lines; 93 and 391) or
 # without it: a ratchet that only goes down. Wanted are 22 files of a drafted round, 12 and 350
 # lines of a plain one.
-MOST = {"eagle3": (41, 202, 873), "plain": (32, 127, 491)}
+MOST = {"eagle3": (41, 202, 873), "plain": (31, 116, 442)}
 
 
 def round_of(target: Any, name: str) -> Callable[[], object]:
