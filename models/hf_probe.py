@@ -182,7 +182,7 @@ def ask_plainly(model: Any, windows: tuple[int, ...]) -> Plain:
     kernel with every soft cap and sink)."""
     ids_RS = _ids(model)
     is_exact = _can_widen(model)
-    with _told(model, "a plain forward of it fails"), narrowed(model, windows):
+    with _refusing(model, "a plain forward of it fails"), narrowed(model, windows):
         model.set_attn_implementation("eager")
         try:
             with widened(model) if is_exact else nullcontext():
@@ -288,7 +288,7 @@ def _round(lm: LanguageModel, plain: Plain) -> None:
     kv = lm.cache_of(len(KEPT), length, dtype)
     kept_B = torch.tensor(KEPT, device=device)
     row_B = torch.arange(len(KEPT), device=device)
-    with _told(model, "it does not read rows of different length through a cache"):
+    with _refusing(model, "it does not read rows of different length through a cache"):
         found = _chain(lm, kv, plain.ids_RS[: len(KEPT), : max(KEPT)], kept_B * 0)
     prompt = "a prompt longer than its sliding window" if lm.windows else "a prompt"
     for row, kept in enumerate(KEPT):
@@ -296,7 +296,7 @@ def _round(lm: LanguageModel, plain: Plain) -> None:
     if isinstance(kv, StateKV):  # states have read nothing yet: padding must not be among it
         at_BP = torch.arange(max(KEPT), device=device).expand(len(KEPT), -1)
         kv.advance(row_B, torch.where(at_BP < kept_B[:, None], at_BP, -1))
-    with _told(model, "it does not read a tree through a cache"):
+    with _refusing(model, "it does not read a tree through a cache"):
         found = _tree(lm, kv, plain, kept_B)
     for path, fed in enumerate(PATHS):
         for row, kept in enumerate(KEPT):
@@ -306,7 +306,7 @@ def _round(lm: LanguageModel, plain: Plain) -> None:
     start_B = kept_B + len(PATHS[1])
     at_BT = start_B[:, None] + torch.arange(TAIL, device=device)
     second = plain.ids_RS[len(KEPT) :]
-    with _told(model, "it does not go on behind a path of a tree"):
+    with _refusing(model, "it does not go on behind a path of a tree"):
         found = _chain(lm, kv, second.gather(1, at_BT), start_B)
     for row, start in enumerate(start_B.tolist()):
         wanted = plain.logits_RSV[len(KEPT) + row, start : start + TAIL]
@@ -369,7 +369,7 @@ def check_reading(model: Any) -> None:
     beside = ids_RS[:2].clone()
     beside[0, short:] = 0
     is_exact = _can_widen(model)
-    with _told(model, "a plain forward of it fails"):
+    with _refusing(model, "a plain forward of it fails"):
         try:
             with widened(model) if is_exact else nullcontext():
                 alone, both = _read_twice(model, ids_RS[:1, :short], beside)
@@ -389,7 +389,7 @@ def _read_twice(model: Any, alone: Tensor, both: Tensor) -> tuple[Tensor, Tensor
 
 
 @contextmanager
-def _told(model: Any, what: str) -> Iterator[None]:
+def _refusing(model: Any, what: str) -> Iterator[None]:
     """Whatever a foreign forward raises means that it cannot do this."""
     try:
         yield

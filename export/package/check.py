@@ -134,7 +134,9 @@ def measure(
     serve = dict(manifest.serve) or {"policy": families()[drafter.family].policies[0]}
     rule = str(serve.get("rule", "auto"))
     slots = min(8, len(prompts))
-    engine = Engine(target, drafter, make_policy(serve), rule, num_slots=slots, told=STEADY)
+    engine = Engine(
+        target, drafter, make_policy(serve), rule, num_slots=slots, assumed_seconds=STEADY
+    )
     requests = [
         Request(tuple(ids), Sampling(temperature=temperature, seed=i, max_new_tokens=new_tokens))
         for i, ids in enumerate(prompts)

@@ -47,8 +47,8 @@ class Engine:
     rows by the rule that fits the policy's node kind. `chooser` picks the draft length of each
     round from measured costs (None = always the policy's own length), `batching` that of every row.
     With a `prefill_chunk` no round reads more than so many prompt tokens of joining rows.
-    `wrap_drafter` is put around what drafts, such as a `Guard`. `told` is what those who learn from
-    rounds hear that each took, so that two runs draft alike (None: what it took).
+    `wrap_drafter` is put around what drafts, such as a `Guard`. `assumed_seconds` is given to those
+    who learn from rounds for what each took, so that two runs draft alike (None: what it took).
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Engine:
         batching: Batching | None = None,
         prefill_chunk: int | None = None,
         wrap_drafter: Callable[[RoundDrafter], RoundDrafter] | None = None,
-        told: RoundSeconds | None = None,
+        assumed_seconds: RoundSeconds | None = None,
     ) -> None:
         target.lm.check_unchanged()
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
-        self.told = told
+        self.assumed_seconds = assumed_seconds
         self._choosing = batching if isinstance(batching, Choosing) else None
         self.context, self.num_slots, self.max_len = target.spec.max_positions, num_slots, max_len
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
@@ -233,10 +233,10 @@ class Engine:
         settle(self.target.device)
         learned = time.perf_counter() - began
         seconds = replace(spent, draft=spent.draft + learned, commit=learned)
-        told = self.told or seconds
-        self.drafting.learn(outcome, told)
+        given = self.assumed_seconds or seconds
+        self.drafting.learn(outcome, given)
         if self.batching is not None:
-            self.batching.observe(outcome, told)
+            self.batching.observe(outcome, given)
         self.draft_seconds += seconds.draft
         self.verify_seconds += seconds.verify
         self.catch_up_seconds += seconds.wake

@@ -6,7 +6,7 @@ rounds are kept, then the top-k of all of these, found at once. When the row dra
 drafter reads everything at once, as rounds that had drafted the text itself, all of it accepted:
 what it then drafts is what it would have drafted had it followed every round. A row that ends
 before it drafts again has cost nothing. Where nobody would draft for some rounds, whatever happens
-in them, nobody is asked in these, and they are told of at once when they are over.
+in them, nobody is consulted in these, and learns of them at once when they are over.
 Letters: B rows, C candidates, D hidden width, N nodes, P path, R flat rows, T fed tokens, V target
 vocabulary, X any axes.
 """
@@ -68,11 +68,11 @@ class MissedRound:
     logits_BV: Tensor | None = None
 
     @property
-    def is_heard(self) -> bool:
+    def is_known(self) -> bool:
         return self.topk_BC is not None or self.logits_BV is not None
 
 
-UNHEARD = MissedRound({}, {})
+UNKNOWN = MissedRound({}, {})
 
 
 class LazyDrafter(RoundDrafter):
@@ -93,7 +93,7 @@ class LazyDrafter(RoundDrafter):
         self._rest: RestSpan | None = None
         self._resting: tuple[int, ...] = ()  # slots of its rows
         self._places: dict[int, int] = {}  # of those slots
-        self._is_asked = self._is_resting = False  # in this round
+        self._is_consulted = self._is_resting = False  # in this round
 
     def __len__(self) -> int:
         """Rounds whose taps are kept."""
@@ -121,8 +121,8 @@ class LazyDrafter(RoundDrafter):
         self._is_resting = (
             rest is not None and self._resting == view.slots and self._lasts(rest, view)
         )
-        self._is_asked = not self._is_resting
-        if self._is_asked:
+        self._is_consulted = not self._is_resting
+        if self._is_consulted:
             self._wake()
         return self._is_resting
 
@@ -131,12 +131,12 @@ class LazyDrafter(RoundDrafter):
             return False
         rest.left -= 1
         is_glanced = rest.glance and (len(rest.seconds) + 1) % rest.glance == 0
-        return not (is_glanced and self.inner.wakes(self._told(view)))
+        return not (is_glanced and self.inner.wakes(self._with_backlog(view)))
 
     def rests(self, view: RoundView) -> bool:
-        return self.inner.rests(self._told(view))
+        return self.inner.rests(self._with_backlog(view))
 
-    def _told(self, view: RoundView) -> RoundView:
+    def _with_backlog(self, view: RoundView) -> RoundView:
         """The view, and how much would have to be read before a draft."""
         rows = [self._progress[slot] for slot in view.slots if self.inner.speculates(slot)]
         return replace(view, missed=sum(p.backlog for p in rows if p.row.request.drafts))
@@ -225,7 +225,7 @@ class LazyDrafter(RoundDrafter):
 
     def learn(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         """Of the rows that drafted, or of all in a round without drafts."""
-        is_asked, self._is_asked = self._is_asked, False
+        is_consulted, self._is_consulted = self._is_consulted, False
         if self._is_resting:
             assert self._rest is not None
             self._is_resting = False
@@ -235,7 +235,7 @@ class LazyDrafter(RoundDrafter):
         seen, self._seen = self._seen, None
         assert seen is not None, "a round is observed before it is learned from"
         self.inner.learn(seen, seconds)
-        if is_asked and not outcome.tree.num_nodes and self.is_lazy:
+        if is_consulted and not outcome.tree.num_nodes and self.is_lazy:
             self._rest, self._resting = self.inner.rest(), outcome.view.slots
             self._places = {} if self._rest is None else _places(self._resting)
 
@@ -248,11 +248,11 @@ class LazyDrafter(RoundDrafter):
         """As many rounds as the longest backlog needs."""
         if not (self.needs.taps or self.needs.topk):
             return
-        is_heard = self.needs.topk > 0 and self._is_listening
-        if not (is_heard or outcome.taps or any(outcome.finished)):
-            self._rounds.append(UNHEARD)
+        is_known = self.needs.topk > 0 and self._is_listening
+        if not (is_known or outcome.taps or any(outcome.finished)):
+            self._rounds.append(UNKNOWN)
             return
-        if self._is_resting and not is_heard and not any(outcome.finished):
+        if self._is_resting and not is_known and not any(outcome.finished):
             self._rounds.append(MissedRound(self._places, outcome.taps))  # every backlog has grown
             return
         slots, topk, logp = outcome.view.slots, outcome.topk_BTC, outcome.topk_logp_BTC
@@ -263,7 +263,7 @@ class LazyDrafter(RoundDrafter):
         self._rounds.append(new)
         while len(self._rounds) > max(backlogs, default=0):
             self._rounds.popleft()
-        if not self._rounds or not is_heard:
+        if not self._rounds or not is_known:
             return
         if topk is not None:
             new.topk_BC, new.logp_BC = topk[:, 0].clone(), None if logp is None else logp[:, 0]
@@ -293,37 +293,37 @@ class LazyDrafter(RoundDrafter):
         if behind:
             self._rank()
         state = self.state
-        ignores_unheard = not self.needs.taps and state is not None and state.ignores_text
+        ignores_unknown = not self.needs.taps and state is not None and state.ignores_text
         while behind := [p for p in behind if p.backlog and self.inner.speculates(p.row.slot)]:
-            is_heard = self._is_heard(behind[0], 0)  # all or nothing of what is shown at once
-            alike = [p for p in behind if self._is_heard(p, 0) == is_heard]
-            if not is_heard and ignores_unheard:
+            is_known = self._is_known(behind[0], 0)  # all or nothing of what is shown at once
+            alike = [p for p in behind if self._is_known(p, 0) == is_known]
+            if not is_known and ignores_unknown:
                 for progress in alike:
-                    progress.observed_len += self._num_unheard(progress)
+                    progress.observed_len += self._num_unknown(progress)
                 continue
             missed = self._missed(alike)
             self.inner.catch_up(missed)
             for progress, new in zip(alike, missed.emitted, strict=True):
                 progress.observed_len += len(new)
 
-    def _num_unheard(self, progress: DraftProgress) -> int:
+    def _num_unknown(self, progress: DraftProgress) -> int:
         """Of its backlog's first positions those of which the top-k is not known."""
         if not self.needs.topk:
             return progress.backlog
         rounds = islice(self._rounds, len(self._rounds) - progress.backlog, None)
-        return next((n for n, each in enumerate(rounds) if each.is_heard), progress.backlog)
+        return next((n for n, each in enumerate(rounds) if each.is_known), progress.backlog)
 
-    def _is_heard(self, progress: DraftProgress, at: int) -> bool:
+    def _is_known(self, progress: DraftProgress, at: int) -> bool:
         """Whether the top-k of that position of its backlog is known."""
-        return self.needs.topk > 0 and self._rounds[at - progress.backlog].is_heard
+        return self.needs.topk > 0 and self._rounds[at - progress.backlog].is_known
 
     def _count(self, progress: DraftProgress) -> int:
         """How many positions of its backlog are read next."""
         most = min(self.most, progress.backlog)
         if not self.needs.topk:
             return most
-        first = self._is_heard(progress, 0)
-        alike = (at for at in range(1, most) if self._is_heard(progress, at) != first)
+        first = self._is_known(progress, 0)
+        alike = (at for at in range(1, most) if self._is_known(progress, at) != first)
         return next(alike, most)
 
     def _missed(self, behind: Sequence[DraftProgress]) -> Outcome:
@@ -369,7 +369,7 @@ class LazyDrafter(RoundDrafter):
     ) -> tuple[Tensor | None, Tensor | None]:
         """[B, P, C]: the target's best tokens and their log-probabilities, of rows of which they
         are known."""
-        if not self._is_heard(behind[0], 0):
+        if not self._is_known(behind[0], 0):
             return None, None
         topk = self._gathered(behind, counts, attrgetter("topk_BC"))
         if not self.needs.topk_logp:

@@ -53,15 +53,15 @@ class RoundDrafter:
         return False
 
     def goes_on_resting(self, view: RoundView) -> bool:
-        """Asked first before a round: whether it is one of those in which nobody is asked."""
+        """Called first before a round: whether it is one of those in which nobody is consulted."""
         return False
 
     def rests(self, view: RoundView) -> bool:
-        """Asked before a round: whether nothing is to be drafted in it."""
+        """Called before a round: whether nothing is to be drafted in it."""
         return False
 
     def rest(self) -> RestSpan | None:
-        """After a round without a draft: those that need not be asked for, nor observed."""
+        """After a round without a draft: those that need no decision and are not observed."""
         return None
 
     def wakes(self, view: RoundView) -> bool:

@@ -215,12 +215,12 @@ def ways(recipe: Recipe, cluster: Cluster) -> Iterator[list[Way]]:
                 change = dict(spread)
                 if halvings:
                     change |= {"rows": rows, "accumulate": recipe.train.accumulate << halvings}
-                told = [f"--gpus {count}"] if wider is not cluster else []
-                told += [f"--set train.{k}={_word(v)}" for k, v in change.items()]
+                flags = [f"--gpus {count}"] if wider is not cluster else []
+                flags += [f"--set train.{k}={_word(v)}" for k, v in change.items()]
                 train = recipe.train.model_copy(update=change)
-                if told:
+                if flags:
                     changed = recipe.model_copy(update={"train": train})
-                    found.append(Way(" ".join(told), changed, wider))
+                    found.append(Way(" ".join(flags), changed, wider))
             if found:
                 yield found
 
@@ -249,9 +249,9 @@ def way_out(
         other = Cluster(cluster.processes, cluster.nodes, gpu, is_here=False)
         if fits(recipe, other):
             return f"--gpu {gpu.name}"
-        told = _first(recipe, other, fits)
-        if told is not None:
-            return f"--gpu {gpu.name} {told}"
+        flags = _first(recipe, other, fits)
+        if flags is not None:
+            return f"--gpu {gpu.name} {flags}"
     return None
 
 

@@ -155,16 +155,16 @@ def rows_of(
     answer = seq_len // (seq_len // answer)  # rows of the run are full, too: short ones fill gaps
     answers = data.prompts * answer if data.regenerate else 0
     text = data.text_tokens if data.regenerate else 1
-    documents, place, told = list[Document](), 0, 0
+    documents, place, answered = list[Document](), 0, 0
     while len(stream) - place >= 2:
-        is_answer = told * (answers + text) < answers * (place + 1)
+        is_answer = answered * (answers + text) < answers * (place + 1)
         length = min(answer if is_answer else seq_len, len(stream) - place)
         mask = np.ones(length, dtype=np.bool_)
         if is_answer and not data.train_on_prompt:
             mask[: min(data.prompt_tokens, length - 1)] = False
         ids = np.array(stream[place : place + length], dtype=np.int32)
         documents.append(Document(ids, mask, "text"))
-        place, told = place + length, told + length * is_answer
+        place, answered = place + length, answered + length * is_answer
     packed = pack(documents, seq_len, target.spec.pad_id or 0, 0)
     manifest = write_rows(folder, packed, "0" * 64, {}, "source", Defects())
     return TokenData(folder, manifest)

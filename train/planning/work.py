@@ -219,14 +219,14 @@ def num_saves(train: TrainPart) -> int:
 def measuring(recipe: Recipe, sizes: WorkSizes, times: int = 1) -> Work:
     """Measurements of tau: rounds of drafting and checking."""
     train, length = recipe.train, recipe.serve.length
-    told = counted(times, "time")
+    often = counted(times, "time")
     if recipe.data.target_source != "inprocess":  # reckoned from a pass over rows kept back
         places = times * train.tau_prompts * train.seq_len
-        return Work("measuring tau", told, 2.0 * sizes.passes * sizes.drafter * places)
+        return Work("measuring tau", often, 2.0 * sizes.passes * sizes.drafter * places)
     prompts = train.tau_prompts * (1 if train.tau_suite is None else 2)
     rounds = times * prompts * train.tau_tokens / ROUND_TOKENS
     each = 2.0 * sizes.target * (length + 1) + 2.0 * sizes.drafter * length
-    return Work("measuring tau", told, writing=rounds * each)
+    return Work("measuring tau", often, writing=rounds * each)
 
 
 def parts_elsewhere(recipe: Recipe) -> list[Part]:

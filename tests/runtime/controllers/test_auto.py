@@ -469,9 +469,9 @@ def test_rows_without_room_are_nobodys_draft(target: Any) -> None:
     assert arms[OFF]["rounds"] >= 40
 
 
-@pytest.mark.parametrize("is_heard_first", [True, False])
+@pytest.mark.parametrize("is_known_first", [True, False])
 def test_members_of_the_text_alone_are_shown_what_was_heard_and_nothing_else(
-    target: Any, is_heard_first: bool
+    target: Any, is_known_first: bool
 ) -> None:
     """They read the text themselves; who lives on the top-k learns nothing of other rounds."""
     shown: list[int] = []
@@ -489,7 +489,7 @@ def test_members_of_the_text_alone_are_shown_what_was_heard_and_nothing_else(
 
         def order(self, contexts: Any) -> Any:
             self.count += 1
-            self.is_listening = is_heard_first == (self.count <= 10)
+            self.is_listening = is_known_first == (self.count <= 10)
             return [self.off] if self.count <= 20 else super().order(contexts)
 
     team, sampling = Team(MEMBERS, target.spec), Sampling(max_new_tokens=40, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Rests: rounds in which nobody is asked, told of at once when they are over."""
+"""Rests: rounds in which nobody is consulted, learned of at once when they are over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import RESTED, LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 
-TOLD = RoundSeconds(0.25, 0.5, 0.125)
+ASSUMED = RoundSeconds(0.25, 0.5, 0.125)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,9 @@ class Sleepy(LengthChooser):
 def engine_of(target: Any, chooser: LengthChooser, **named: Any) -> Engine:
     found = families()["prompt-lookup"]
     drafter = found.build(found.options(), target.spec, None)
-    made = Engine(target, drafter, Direct(2, 2), "auto", 2, chooser=chooser, told=TOLD, **named)
+    made = Engine(
+        target, drafter, Direct(2, 2), "auto", 2, chooser=chooser, assumed_seconds=ASSUMED, **named
+    )
     made.open(64)
     return made
 
@@ -76,13 +78,13 @@ def chooser(**named: Any) -> Sleepy:
     return Sleepy(CostTable({0: 0.1}, {0: 1.0}, "", "", 1), **named)
 
 
-def test_a_rest_is_told_at_once_and_nobody_is_asked_meanwhile(target: Any) -> None:
+def test_a_rest_is_learned_of_at_once_and_nobody_is_consulted_meanwhile(target: Any) -> None:
     sleepy = chooser()
     engine = engine_of(target, sleepy)
     engine.submit(0, request(1 + 2 * 6 + 3))  # the first token comes with the prompt
     finish(engine)
     assert (len(sleepy.asked), sleepy.observed) == (3, 4), "and that first round"
-    assert sleepy.rests == [(5, 0.75), (5, 0.75), (2, 0.75)], "as it was told"
+    assert sleepy.rests == [(5, 0.75), (5, 0.75), (2, 0.75)], "as it was assumed"
     assert sleepy.glanced == [6, 8, 12, 14, 18], "before every second round of a rest"
 
 
@@ -107,8 +109,8 @@ def test_rows_that_join_or_leave_end_a_rest(target: Any) -> None:
     assert (sleepy.asked, [tokens for tokens, _ in sleepy.rests]) == ([1, 2], [2])
     finish(engine)
     assert sleepy.asked[-1] == 1
-    told = sum(tokens for tokens, _ in sleepy.rests)
-    assert told + sum(sleepy.asked) + 1 == 32, "one token came with the first prompt"
+    idle = sum(tokens for tokens, _ in sleepy.rests)
+    assert idle + sum(sleepy.asked) + 1 == 32, "one token came with the first prompt"
 
 
 def test_a_rest_that_fails_costs_the_drafts_alone(target: Any) -> None:

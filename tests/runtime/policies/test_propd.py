@@ -114,15 +114,17 @@ def test_what_survives_reads_as_in_a_whole_forward(make_target: Any) -> None:
     assert pruned.stats.accepted > 0
 
 
-def test_runs_that_are_told_the_same_learn_the_same(make_target: Any) -> None:
-    """The tree follows the clock, but an engine may be told what its rounds took."""
+def test_runs_with_the_same_times_learn_the_same(make_target: Any) -> None:
+    """The tree follows the clock, but an engine may be given what its rounds took."""
     shape = {"num_layers": 2, "vocab": 48}
     target = make_target(**shape)
     steady = RoundSeconds(draft=0.1, verify=1.0, commit=0.0)
 
-    def sums(told: RoundSeconds | None) -> Any:
+    def sums(seconds: RoundSeconds | None) -> Any:
         drafter = disturbed(make_target, target, **shape)
-        engine = Engine(target, drafter, Progressive(3, 12, refresh=2), num_slots=1, told=told)
+        engine = Engine(
+            target, drafter, Progressive(3, 12, refresh=2), num_slots=1, assumed_seconds=seconds
+        )
         engine.run([Request((1, 2, 3), Sampling(max_new_tokens=24, ignore_eos=True))])
         learned = engine.policy.learned
         return learned.verify.sums, learned.draft.sums, learned.size
