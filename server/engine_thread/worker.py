@@ -41,7 +41,8 @@ class ServerJob:
     @property
     def request(self) -> Request:
         ask = self.ticket.ask
-        return Request(ask.tokens, ask.sampling, ask.conversation, ask.logprobs, ask.drafts)
+        shown = ask.logprobs, ask.drafts, ask.tenant
+        return Request(ask.tokens, ask.sampling, ask.conversation, *shown)
 
     def seat(self, row: Row) -> None:
         """It has got a slot."""
