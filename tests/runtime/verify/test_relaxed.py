@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
+from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
 from specctl.runtime.engine.engine import Engine
@@ -185,8 +186,9 @@ def test_a_relaxed_rule_is_marked_and_refused_where_it_cannot_be(
     stats = generate(target, [[1, 2]], drafter=drafter, sampling=sampling, rule="fly:0.5").stats
     assert stats.verification == "approximate:fly:0.5:6"
     about: dict[str, Any] = {"recipe_digest": "0" * 64, "acceptance": None, "command": ["specctl"]}
-    for rule, mark in (("fly:0.5", "approximate"), ("block", "lossless")):
-        save_package(drafter, target, tmp_path / rule, serve={"rule": rule}, **about)
+    lookup = PromptLookup(PromptLookupOptions(), target.spec)
+    for rule, mark in (("fly:0.5", "approximate"), ("auto", "lossless")):
+        save_package(lookup, target, tmp_path / rule, serve={"rule": rule}, **about)
         assert read_manifest(tmp_path / rule).verification == mark
     with pytest.raises(RecipeError, match="rule typical is approximate"):
         prove.verify(target, drafter, rule="typical")
