@@ -56,12 +56,13 @@ WARM_UP = 128  # tokens read before the first ask: more than forwards for few to
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """`slots` rows of `context` tokens (prompt and answer), `slot_bytes` of memory for each, of
-    which the drafter takes `drafter_bytes`."""
+    which the drafter takes `drafter_bytes`; and what it may take beside them, `shared_bytes`."""
 
     slots: int
     context: int
     slot_bytes: int
     drafter_bytes: int = 0
+    shared_bytes: int = 0
 
 
 def room_for(
@@ -101,7 +102,7 @@ def room_for(
             f"{_size(cache + chunk)} for the target and {_size(kept + shared)} for the drafter",
             do=own + (", or serve without the drafter" if kept + shared else ""),
         )
-    return Capacity(int(slots), context, slot, kept)
+    return Capacity(int(slots), context, slot, kept, shared)
 
 
 def drafter_bytes(target: Target, drafter: Drafter, policy: Policy, length: int) -> int:
