@@ -112,11 +112,11 @@ def trace(
     target: Target, found: list[Runner], prompts: list[str], new_tokens: int
 ) -> list[tuple[str, list[int]]]:
     """Every request of every task, answered by all; the first contender's answer is quoted."""
-    asked: list[tuple[str, list[int]]] = []
+    requests: list[tuple[str, list[int]]] = []
 
     def all_answer(kind: str, text: str) -> str:
         ids = target.encode_chat([{"role": "user", "content": text}])
-        asked.append((kind, ids))
+        requests.append((kind, ids))
         said = [runner.answer(kind, ids, new_tokens) for runner in found]
         return target.decode([i for i in said[0] if i not in target.eos_ids])
 
@@ -125,7 +125,7 @@ def trace(
         all_answer("edit", EDIT.format(answer=answer))
         all_answer("again", prompt + AGAIN)
         print(f"task {number + 1} of {len(prompts)}", flush=True)
-    return asked
+    return requests
 
 
 def by_task(runner: Runner, first: int, count: int) -> list[tuple[int, int, float]]:
@@ -167,10 +167,10 @@ def main() -> None:
     step = max(1, len(lines) // words.tasks)
     prompts = [json.loads(line)["messages"][0]["content"] for line in lines[::step]][: words.tasks]
     found = runners(target, 1024)
-    asked = trace(target, found, prompts, words.tokens)
+    requests = trace(target, found, prompts, words.tokens)
     plain, memory, count = found[0], found[-1], len(prompts)
     rows = [report(runner, runner.name, plain, 0, count) for runner in found]
-    for kind, ids in asked:
+    for kind, ids in requests:
         memory.answer(kind, ids, words.tokens)
     rows.append(report(memory, "suffix-decoding, second pass", plain, count, count))
     print("| drafter | tau, write | tau, edit | tau, again | tau, all | speed | same texts |")

@@ -40,7 +40,7 @@ def stands(tree: DraftTree, hit_BN: Tensor, scores_BNV: Tensor, values: Sequence
 def top_entropy(scores_BNV: Tensor) -> Tensor:
     """[B, N]: entropy of the three best tokens' probabilities among themselves, over log 3."""
     top_BNC = scores_BNV.topk(min(TOP, scores_BNV.shape[-1])).values.softmax(-1)
-    return -torch.special.xlogy(top_BNC, top_BNC).sum(-1) / math.log(TOP)
+    return -torch.xlogy(top_BNC, top_BNC).sum(-1) / math.log(TOP)
 
 
 RELAXED = RelaxedRule(

@@ -26,7 +26,7 @@ def stands(tree: DraftTree, hit_BN: Tensor, scores_BNV: Tensor, values: Sequence
     """[B, N]: drafts that are probable enough."""
     epsilon, delta = values
     p_BNV = scores_BNV.softmax(-1)
-    entropy_BN = -torch.special.xlogy(p_BNV, p_BNV).sum(-1)
+    entropy_BN = -torch.xlogy(p_BNV, p_BNV).sum(-1)
     p_BN = p_BNV.gather(2, tree.token_BN.clamp(min=0)[:, :, None])[:, :, 0]
     return p_BN >= (delta * (-entropy_BN).exp()).clamp(max=epsilon)
 
