@@ -17,7 +17,7 @@ Letters: R flat rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from specctl.core.drafter import Budget, Family, Space
+from specctl.drafters.nets.options import SERVED
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.corpus import CorpusDrafter, Ids32
 from specctl.drafters.retrieval.responses import ID_BYTES, ResponseStore, continued, suffixes
@@ -38,13 +39,13 @@ class SuffixDecodingOptions:
     probability `min_prob` or more, as a tree or (`tree: false`) as the best chain. Each of the
     newest `tenants` tenants keeps answers of `max_tokens` tokens, four bytes each."""
 
-    max_match: int = 24
-    factor: float = 1.0
-    offset: int = 0
-    min_prob: float = 0.1
-    tree: bool = True
-    max_tokens: int = 262_144
-    tenants: int = 16
+    max_match: int = field(default=24, metadata=SERVED)
+    factor: float = field(default=1.0, metadata=SERVED)
+    offset: int = field(default=0, metadata=SERVED)
+    min_prob: float = field(default=0.1, metadata=SERVED)
+    tree: bool = field(default=True, metadata=SERVED)
+    max_tokens: int = field(default=262_144, metadata=SERVED)
+    tenants: int = field(default=16, metadata=SERVED)
 
     def __post_init__(self) -> None:
         names = ("max_match", "max_tokens", "tenants")

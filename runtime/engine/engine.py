@@ -91,7 +91,8 @@ class Engine:
             inner = wrap_drafter(inner) if wrap_drafter is not None else inner
         self.drafting = LazyDrafter(inner, self.policy.nodes + 1, self.needs)
         who = (self.policy, chooser, batching, self.drafting)
-        planner = RoundPlanner(self.context, *who, self._usual_rule != "target-only")
+        follows = self._usual_rule != "target-only", self._relaxed is not None
+        planner = RoundPlanner(self.context, *who, *follows)
         self.scheduler = Scheduler(self.reader, planner, num_slots, prefill_chunk)
         self.draft_seconds = self.verify_seconds = self.catch_up_seconds = 0.0
         self._numbers: NumbersError | None = None  # why the target's logits were none, once known

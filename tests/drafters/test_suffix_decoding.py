@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
+from specctl.drafters.nets.options import served_anew
 from specctl.drafters.retrieval.corpus import BREAK
 from specctl.drafters.retrieval.responses import ID_BYTES, ResponseStore, continued, suffixes
 from specctl.drafters.suffix_decoding import (
@@ -196,3 +197,4 @@ def test_settings_that_draft_nothing_are_refused() -> None:
     for options in ({"max_tokens": 1}, {"tenants": 0}, {"factor": 0.0}, {"min_prob": 0.0}):
         with pytest.raises(RecipeError):
             SuffixDecodingOptions(**options)
+    assert served_anew(SuffixDecodingOptions(), {"max_tokens": 99}).max_tokens == 99

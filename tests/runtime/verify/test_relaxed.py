@@ -177,6 +177,12 @@ def test_the_exact_end_is_lossless_and_the_defaults_are_not(target: Any, drafter
         alone = Engine(target, drafter, make_policy({"policy": "chain", "length": 5}), rule)
         greedy = Request((1, 2), Sampling(max_new_tokens=24, ignore_eos=True))
         assert alone.run([greedy])[0].tokens == relaxed[0]  # whatever stands beside it
+        short = Request((1, 2), Sampling(max_new_tokens=21, ignore_eos=True))
+        pair = Engine(target, drafter, alone.policy, rule, num_slots=2)
+        assert [row.tokens for row in pair.run([short, greedy])] == [
+            alone.run([short])[0].tokens,
+            relaxed[0],
+        ]
 
 
 def test_a_relaxed_rule_is_marked_and_refused_where_it_cannot_be(
