@@ -11,9 +11,10 @@ import pytest
 from specctl.core.errors import ResourceError
 from specctl.drafters.suffix_decoding import SuffixDecoding, SuffixDecodingOptions
 from specctl.runtime.policies.direct import Direct
+from specctl.runtime.target.target import Target
 from specctl.server.engine_thread.service import Limits, Service
-from specctl_testing.runtime.asking import small_target
 from specctl_testing.runtime.keys import KEYS, OTHER, RIGHT
+from specctl_testing.runtime.serving import stub_target
 from specctl_testing.runtime.web import running
 
 LIMITS = Limits(max_batch=2, max_len=256)
@@ -21,7 +22,9 @@ LIMITS = Limits(max_batch=2, max_len=256)
 
 @pytest.fixture(scope="module")
 def target(make_model: Any) -> Any:
-    return small_target(make_model)
+    tokenizer = stub_target().tokenizer
+    model = make_model(num_layers=2, vocab=len(tokenizer), max_position_embeddings=512)
+    return Target.from_model(model, tokenizer)
 
 
 def test_no_key_and_no_tenant_drafts_from_the_answers_of_another(target: Any) -> None:
