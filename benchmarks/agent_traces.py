@@ -11,9 +11,10 @@ A task is three requests about one function of a file of prompts (HumanEval, one
 
 Answers are greedy and of at most --tokens tokens; those of plain decoding are quoted for everybody.
 All contenders answer a request in turn, so that a busy machine slows all alike, each with an engine
-of its own. `memory` names a tenant: answers of this trace are drafted from as they finish. `second
-pass` answers the same trace again with that memory. Speeds are tokens per second of this process's
-processor time; standard errors are jackknife errors over tasks.
+of its own. `memory` names a tenant: answers of this trace are drafted from as they finish. `once
+more` answers the three requests of a task again, with that memory. Speeds are tokens per second of
+this process's processor time, prompts included; standard errors are jackknife errors over tasks.
+A table is printed after every task.
 
     python benchmarks/agent_traces.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
         --prompts humaneval.jsonl
@@ -78,12 +79,14 @@ def runners(target: Target, longest: int) -> list[Runner]:
         engine.open(longest)
         return Runner(name, engine, tenant)
 
+    memory = made("suffix-decoding, memory", "suffix-decoding", "agent")
     return [
         made("plain", "plain"),
         made("prompt-lookup", "prompt-lookup"),
         made("suffix-automaton", "suffix-automaton"),
         made("suffix-decoding", "suffix-decoding"),
-        made("suffix-decoding, memory", "suffix-decoding", "agent"),
+        memory,
+        Runner("suffix-decoding, once more", memory.engine, memory.tenant),
     ]
 
 
@@ -108,50 +111,42 @@ def speedup(pairs: Sequence[Any]) -> float:
     return pace * sum(row[2] for row in plain) / sum(row[0] for row in plain)
 
 
-def trace(
-    target: Target, found: list[Runner], prompts: list[str], new_tokens: int
-) -> list[tuple[str, list[int]]]:
-    """Every request of every task, answered by all; the first contender's answer is quoted."""
+def task(target: Target, found: list[Runner], prompt: str, new_tokens: int) -> None:
+    """The requests of one task, answered by all; the first contender's answer is quoted. Then once
+    more by the last contender, as a runner of its own."""
+    *first, memory, second = found
     requests: list[tuple[str, list[int]]] = []
 
     def all_answer(kind: str, text: str) -> str:
         ids = target.encode_chat([{"role": "user", "content": text}])
         requests.append((kind, ids))
-        said = [runner.answer(kind, ids, new_tokens) for runner in found]
+        said = [runner.answer(kind, ids, new_tokens) for runner in (*first, memory)]
         return target.decode([i for i in said[0] if i not in target.eos_ids])
 
-    for number, prompt in enumerate(prompts):
-        answer = all_answer("write", prompt)
-        all_answer("edit", EDIT.format(answer=answer))
-        all_answer("again", prompt + AGAIN)
-        print(f"task {number + 1} of {len(prompts)}", flush=True)
-    return requests
+    answer = all_answer("write", prompt)
+    all_answer("edit", EDIT.format(answer=answer))
+    all_answer("again", prompt + AGAIN)
+    for kind, ids in requests:
+        second.answer(kind, ids, new_tokens)
 
 
-def by_task(runner: Runner, first: int, count: int) -> list[tuple[int, int, float]]:
-    """Tokens, rounds and seconds of the tasks from `first` on."""
+def by_task(runner: Runner) -> list[tuple[int, int, float]]:
+    """Tokens, rounds and seconds of each task."""
     return [
-        (
-            sum(runner.done[kind][task][0] for kind in KINDS),
-            sum(runner.done[kind][task][1] for kind in KINDS),
-            sum(runner.done[kind][task][2] for kind in KINDS),
-        )
-        for task in range(first, first + count)
+        (sum(r[0] for r in rows), sum(r[1] for r in rows), sum(r[2] for r in rows))
+        for rows in zip(*(runner.done[kind] for kind in KINDS), strict=True)
     ]
 
 
-def report(runner: Runner, name: str, plain: Runner, first: int, count: int) -> dict[str, Any]:
-    """Of the tasks from `first` on: tau and speed with their errors, whole and by kind."""
-    found: dict[str, Any] = {"name": name}
-    for kind in KINDS:
-        found[kind] = jackknife(runner.done[kind][first : first + count], tau)
-    whole, against = by_task(runner, first, count), by_task(plain, 0, count)
-    found["tau"] = jackknife(whole, tau)
-    found["speedup"] = jackknife(list(zip(whole, against, strict=True)), speedup)
-    found["tokens per second"] = sum(row[0] for row in whole) / sum(row[2] for row in whole)
-    texts = runner.texts[3 * first : 3 * (first + count)]
-    found["same texts"] = sum(a == b for a, b in zip(texts, plain.texts, strict=True))
-    return found
+def report(runner: Runner, plain: Runner) -> str:
+    """Tau by kind of request, tau and speed of all with their errors, and texts like plain's."""
+    whole, against = by_task(runner), by_task(plain)
+    cells = [jackknife(runner.done[kind], tau) for kind in KINDS]
+    cells += [jackknife(whole, tau), jackknife(list(zip(whole, against, strict=True)), speedup)]
+    same = sum(a == b for a, b in zip(runner.texts, plain.texts, strict=True))
+    shown = " | ".join(f"{value:.2f} ± {error:.2f}" for value, error in cells)
+    pace = sum(row[0] for row in whole) / sum(row[2] for row in whole)
+    return f"| {runner.name} | {shown} | {pace:.0f} | {same} of {len(plain.texts)} |"
 
 
 def main() -> None:
@@ -167,18 +162,12 @@ def main() -> None:
     step = max(1, len(lines) // words.tasks)
     prompts = [json.loads(line)["messages"][0]["content"] for line in lines[::step]][: words.tasks]
     found = runners(target, 1024)
-    requests = trace(target, found, prompts, words.tokens)
-    plain, memory, count = found[0], found[-1], len(prompts)
-    rows = [report(runner, runner.name, plain, 0, count) for runner in found]
-    for kind, ids in requests:
-        memory.answer(kind, ids, words.tokens)
-    rows.append(report(memory, "suffix-decoding, second pass", plain, count, count))
-    print("| drafter | tau, write | tau, edit | tau, again | tau, all | speed | same texts |")
-    for row in rows:
-        cells = [f"{row[kind][0]:.2f} ± {row[kind][1]:.2f}" for kind in (*KINDS, "tau", "speedup")]
-        same = f"{row['same texts']} of {3 * count}"
-        print(f"| {row['name']} | {' | '.join(cells)} | {same} |", flush=True)
-        print(json.dumps(row), flush=True)
+    for number, prompt in enumerate(prompts):
+        task(target, found, prompt, words.tokens)
+        print(f"{number + 1} of {len(prompts)} tasks")
+        print("| drafter | write | edit | again | tau | speed | tokens/s | same texts |")
+        for runner in found:
+            print(report(runner, found[0]), flush=True)
 
 
 if __name__ == "__main__":

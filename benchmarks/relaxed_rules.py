@@ -36,8 +36,8 @@ from specctl.runtime.target.target import Target
 from specctl.runtime.verify.relaxed import relaxation
 
 RULES = (
-    "fly:2", "fly:0.8", "fly:0.3", "fly:0", "fly:0.3:3", "fly:0.3:1",
-    "typical:2:1e6", "typical:0.5:1", "typical:0.3:0.55", "typical:0.09:0.3", "typical:0.02:0.14",
+    "fly:2", "fly:0.8", "fly:0.3", "fly:0.3:3", "fly:0.3:1",
+    "typical:2:1e6", "typical:0.5:1", "typical:0.3:0.55", "typical:0.09:0.3",
 )  # fmt: skip
 TOYS, TOKENS, DRAFTED = 24, 5, 4
 
