@@ -24,7 +24,7 @@ from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
 from specctl.recipes.built_in import as_path_word, is_built_in
 from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.recipes.published import path_named
-from specctl.recipes.serve import POLICY_FIELDS
+from specctl.recipes.serve import POLICY_FIELDS, is_relaxed
 from specctl.runtime.cross_vocab.translate import check_method
 from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.measure.cost_table import CostTable
@@ -58,10 +58,12 @@ class LoadedDraft:
             return
         if self.drafter.note:
             reporter.say(self.drafter.note)
-        if not self.drafter.lossless:
-            reporter.warn(
-                f"{self.drafter.family} is approximate: it changes the target's answers by design"
-            )
+        for name, is_approximate in (
+            (self.drafter.family, not self.drafter.lossless),
+            (f"rule {self.rule}", is_relaxed(self.rule)),
+        ):
+            if is_approximate:
+                reporter.warn(f"{name} is approximate: it changes the target's answers by design")
 
     def costs(
         self,

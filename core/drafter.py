@@ -169,6 +169,16 @@ class DraftState(ABC):
         """Called before `start`: the row belongs to that conversation, if it belongs to any."""
         del slot, conversation
 
+    def belong(self, slot: int, tenant: str | None) -> None:
+        """Called before `start`: what the row leaves behind may help rows of that tenant alone;
+        None: no other row at all."""
+        del slot, tenant
+
+    def finish(self, slot: int, answer: Sequence[int]) -> None:
+        """Called before `end` of a row that came to its own end (not of a cancelled one), with all
+        that it emitted."""
+        del slot, answer
+
     def prefill(
         self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor], first: int, last: int
     ) -> None:
@@ -304,6 +314,11 @@ class Drafter(ABC):
         """Memory of one slot in a state of that size. Unless a family knows better it is measured
         on small states, so the borrowed pieces must be bound."""
         return slot_bytes(self.open, space, self)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most that is remembered beside slots, for all rows together."""
+        return 0
 
     def bind(self, borrowed: Borrowed) -> None:
         """Take the frozen pieces named by `needs().borrow`; they are not parameters of `module`."""

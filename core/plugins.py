@@ -37,6 +37,7 @@ PLACES: Mapping[str, str] = {
     "specctl.server.tools": "TOOL_FORMAT",
     "specctl.runtime.stops": "STOP",
     "specctl.runtime.verify": "RULE",
+    "specctl.runtime.verify.relaxed": "RELAXED",
     "specctl.train.vocab.selectors": "SELECTOR",
 }
 

@@ -88,6 +88,10 @@ class Team(Drafter):
             copied=tuple(sorted(_copied(all_needs))),
         )
 
+    @property
+    def shared_bytes(self) -> int:
+        return sum(member.shared_bytes for member in self.members)
+
     def bind(self, borrowed: Borrowed) -> None:
         for member in self.members:
             if member.needs().borrow:
@@ -129,6 +133,14 @@ class TeamState(DraftState):
     def join(self, slot: int, conversation: str | None) -> None:
         for member in self.members:
             member.join(slot, conversation)
+
+    def belong(self, slot: int, tenant: str | None) -> None:
+        for member in self.members:
+            member.belong(slot, tenant)
+
+    def finish(self, slot: int, answer: Sequence[int]) -> None:
+        for member in self.members:
+            member.finish(slot, answer)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         for member in self.members:

@@ -34,7 +34,11 @@ Levels = Annotated[tuple[T, ...], Field(max_length=MOST_LEVELS)]
 PolicyName = Annotated[str, NameOf("specctl.runtime.policies", "POLICY")]
 StopName = Annotated[str, NameOf("specctl.runtime.stops", "STOP")]
 ControllerName = Annotated[str, NameOf("specctl.runtime.controllers", "CONTROLLER")]
-RuleName = Annotated[str, NameOf("specctl.runtime.verify", "RULE", ("auto",))]
+_RELAXED = declared("specctl.runtime.verify.relaxed", "RELAXED")
+RuleName = (
+    Annotated[str, NameOf("specctl.runtime.verify", "RULE", ("auto",))]
+    | Annotated[str, Field(pattern=rf"^(?:{'|'.join(_RELAXED)})(?::[0-9.e+]{{1,12}}){{0,2}}$")]
+)
 
 _PLAIN = {kind.__name__: kind for kind in (bool, float, int, str, tuple)}
 
@@ -145,6 +149,11 @@ _OWN: dict[str, Any] = {
 if not TYPE_CHECKING:
     about = {"__module__": __name__, "__doc__": ServePart.__doc__}
     ServePart = create_model("ServePart", __base__=ServePart, **about, **_OWN)
+
+
+def is_relaxed(rule: object) -> bool:
+    """Whether a rule of that name is approximate (runtime/verify/relaxed)."""
+    return str(rule).partition(":")[0] in _RELAXED
 
 
 def check_serve(serve: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.text_stream import TokenDecoder, whole_text
 from specctl.runtime.verify.choice import verification_of
+from specctl.runtime.verify.relaxed import relaxation
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
 OnRound = Callable[[int, tuple[int, ...], int], None]  # prompt, new ids, how many were drafted
@@ -55,6 +56,18 @@ class Generated:
 
     def to_json(self) -> dict[str, Any]:
         return {"outputs": [o.to_json() for o in self.outputs], "stats": self.stats.to_json()}
+
+
+def refuse_relaxed(rule: str) -> None:
+    """Drafting in parallel knows no relaxed rule."""
+    if relaxation(rule) is not None:
+        raise SpecctlError(
+            "drafting in parallel is lossless: it relaxes nothing",
+            where="--rule",
+            found=rule,
+            expected="rule auto",
+            do="leave --parallel out, or the rule",
+        )
 
 
 def check_greedy(rule: str, sampling: Sampling) -> None:
@@ -107,6 +120,7 @@ def generate(
     slots = max(1, min(batch, len(requests)))
     engine: Engine | Pearl
     if parallel and drafter is not None:
+        refuse_relaxed(rule)
         engine = Pearl(target, drafter, policy)
     else:
         engine = Engine(target, drafter, policy, rule, num_slots=slots, chooser=chooser)

@@ -222,8 +222,8 @@ def schema(
 def rules(console: Console) -> None:
     """List the verification rules and the trees for which each one is lossless.
 
-    A pair that is not in the table is refused when it is configured. Relaxed acceptance is
-    not a rule but a family of its own, marked approximate in every output.
+    A pair that is not in the table is refused when it is configured. Relaxed rules come last:
+    they are approximate, which every output says, and take numbers (fly:0.5).
 
     Example:
 
@@ -231,6 +231,7 @@ def rules(console: Console) -> None:
     """
     from specctl.core.tree import NodeKind
     from specctl.runtime.verify import RULES, default_rule
+    from specctl.runtime.verify.relaxed import RELAXED
 
     rows, found = [], []
     for rule in RULES.working().values():
@@ -239,6 +240,15 @@ def rules(console: Console) -> None:
         rows.append((rule.name, "chain" if rule.chains_only else "tree", shown, rule.summary))
         fields = {"name": rule.name, "summary": rule.summary, "paper": rule.paper, "kinds": kinds}
         found.append({**fields, "chains_only": rule.chains_only, "lossless": True})
+    for relaxed in RELAXED.working().values():
+        shape = "chain" if relaxed.chains_only else "tree"
+        numbers = ":".join(f"{knob.default:g}" for knob in relaxed.knobs)
+        name = f"{relaxed.name}:{numbers}"
+        rows.append((name, shape, "any", f"approximate: {relaxed.summary}"))
+        fields = {"name": relaxed.name, "summary": relaxed.summary, "paper": relaxed.paper}
+        kinds = [kind.value for kind in NodeKind]
+        more = {"kinds": kinds, "chains_only": relaxed.chains_only, "lossless": False}
+        found.append({**fields, **more, "numbers": {k.name: k.default for k in relaxed.knobs}})
     console.table(("rule", "shape", "drafts", "what"), rows)
     auto = {
         kind.value: {shape: default_rule(kind, shape == "chain") for shape in ("chain", "tree")}

@@ -364,6 +364,8 @@ def _serving_line(service: Service, draft: LoadedDraft) -> str:
     if draft.drafter is not None and draft.policy is not None:
         drafts = f"{draft.name} drafts up to {draft.policy.depth} tokens ahead"
     size = f"{_reserved(service) / (1 << 20):,.0f} MiB of caches"
+    if (shared := service.room.shared_bytes) > 0:
+        size += f" (and up to {shared / (1 << 20):,.0f} MiB for what the drafter remembers)"
     return f"{drafts}; {now.slots} rows of {now.context:,} tokens at once, {size} reserved"
 
 

@@ -88,7 +88,8 @@ RuleFlag = Annotated[
     str | None,
     drafting_option(
         "--rule",
-        help="Verification rule: auto, or one that fits the policy (specctl recipes rules).",
+        help="Verification rule: auto, one that fits the policy, or a relaxed one, which is "
+        "approximate, such as fly:0.5 (specctl recipes rules).",
     ),
 ]
 TranslateFlag = Annotated[

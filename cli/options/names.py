@@ -20,8 +20,10 @@ def check_drafting(
 ) -> None:
     """Refuse a word that no policy, rule, controller or stop rule has as its name."""
     _check("tree policy", policy, declared("specctl.runtime.policies", "POLICY"), "--policy")
-    rules = [AUTO, *declared("specctl.runtime.verify", "RULE")]
-    _check("verification rule", rule, rules, "--rule")
+    relaxed = declared("specctl.runtime.verify.relaxed", "RELAXED")
+    rules = [AUTO, *declared("specctl.runtime.verify", "RULE"), *relaxed]
+    name = rule if rule is None else rule.partition(":")[0]
+    _check("verification rule", name if name in relaxed else rule, rules, "--rule")
     controllers = declared("specctl.runtime.controllers", "CONTROLLER")
     _check("controller", controller, controllers, "--controller")
     if stop_rule is not None and not re.search(r"[/\\.]", stop_rule):  # else a file

@@ -172,6 +172,10 @@ KINDS = {  # package: title, and how one is set
     "specctl.runtime.stops": ("Stop rules of chains", "`serve.stop`, `--stop-rule`"),
     "specctl.runtime.controllers": ("Controllers of a team", "`serve.controller`, `--controller`"),
     "specctl.runtime.verify": ("Verification rules", "`serve.rule`, `--rule`"),
+    "specctl.runtime.verify.relaxed": (
+        "Relaxed rules (approximate)",
+        "`serve.rule`, `--rule`, with numbers as in `fly:0.5:4`",
+    ),
     "specctl.runtime.batching": ("Batch policies", "`specctl serve --batching`"),
     "specctl.drafters.losses": ("Losses of a draft head", "`drafter.options.loss`"),
     "specctl.train.vocab.selectors": ("Vocabulary selectors", "`vocab.selector`"),

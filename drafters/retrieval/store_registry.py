@@ -59,10 +59,17 @@ S = TypeVar("S", bound=Store)
 
 
 class StoreRegistry(Guarded, Generic[S]):
-    """The stores of one Drafter, for all engines that it serves; `new` makes an empty one."""
+    """The stores of one Drafter, for all engines that it serves; `new` makes an empty one. At most
+    `most` conversations are kept."""
 
-    def __init__(self, scope: Scope, new: Callable[[], S], disk: S | None = None) -> None:
-        self.scope, self.disk, self._new = Scope(scope), disk, new
+    def __init__(
+        self,
+        scope: Scope,
+        new: Callable[[], S],
+        disk: S | None = None,
+        most: int = MAX_CONVERSATIONS,
+    ) -> None:
+        self.scope, self.disk, self._new, self.most = Scope(scope), disk, new, most
         self._shared: OrderedDict[tuple[Identity | None, str | None], S] = OrderedDict()
         super().__init__()
 
@@ -89,7 +96,7 @@ class StoreRegistry(Guarded, Generic[S]):
         with self._lock:
             store = self._shared.setdefault(key, self._new())
             self._shared.move_to_end(key)
-            while len(self._shared) > MAX_CONVERSATIONS:
+            while len(self._shared) > self.most:
                 self._shared.popitem(last=False)
         return store
 

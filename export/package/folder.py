@@ -56,6 +56,7 @@ from specctl.export.package.tensors import (
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.drafter_names import drafter_names
 from specctl.recipes.ollama_store import PREFIX
+from specctl.recipes.serve import is_relaxed
 from specctl.recipes.targets import aliases, resolve
 from specctl.runtime.target.adapter import AppliedAdapter
 from specctl.runtime.target.target import Target
@@ -80,6 +81,8 @@ def save_package(
     left_out = rows_left_out(drafter, target, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     about = describe(drafter, target, tensors)
+    if is_relaxed(serve.get("rule")):
+        about["verification"] = "approximate"
     about |= {
         "target_rows": list(left_out),
         "serve": dict(serve),

@@ -41,7 +41,7 @@ from specctl.export.package.files import (
     read_bounded,
     reading,
 )
-from specctl.recipes.serve import check_serve
+from specctl.recipes.serve import check_serve, is_relaxed
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -201,6 +201,12 @@ class Manifest(Record):
         if serve.get("stop_file") is not None:
             raise ValueError("stop_file is no part of a package; give it with --stop-rule")
         return serve
+
+    @model_validator(mode="after")
+    def _a_relaxed_rule_is_marked(self) -> Self:
+        if self.verification == "lossless" and is_relaxed(self.serve.get("rule")):
+            raise ValueError(f"rule {self.serve['rule']} is approximate, not lossless")
+        return self
 
     @property
     def is_loadable(self) -> bool:

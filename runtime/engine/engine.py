@@ -34,17 +34,20 @@ from specctl.runtime.engine.target_reader import TargetReader, shares_kv
 from specctl.runtime.policies.base import Learner, Policy, fresh
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
+from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import Verdict, run_rule
-from specctl.runtime.verify.choice import check_rule, rule_for, sampling_rule
+from specctl.runtime.verify.choice import check_rule, native, rule_for, sampling_rule
 from specctl.runtime.verify.forced import with_forced
+from specctl.runtime.verify.relaxed import Relaxation, relaxation
 
 
 class Engine:
     """Generates for many rows at once. Single-threaded.
 
     `rule` is a verification rule by name or "auto": greedy rows are verified greedily, sampled
-    rows by the rule that fits the policy's node kind. `chooser` picks the draft length of each
+    rows by the rule that fits the policy's node kind; or a relaxed rule, which is approximate
+    (verify/relaxed). `chooser` picks the draft length of each
     round from measured costs (None = always the policy's own length), `batching` that of every row.
     With a `prefill_chunk` no round reads more than so many prompt tokens of joining rows.
     `wrap_drafter` is put around what drafts, such as a `Guard`. `assumed_seconds` is given to those
@@ -72,6 +75,7 @@ class Engine:
         self.context, self.num_slots, self.max_len = target.spec.max_positions, num_slots, max_len
         self.policy: Policy = fresh(policy) if policy is not None else Direct()
         self._usual_rule = sampling_rule(rule, drafter, self.policy)
+        self._relaxed = None if drafter is None else relaxation(rule)
         self.needs, self._shares_kv = Needs(), False
         if drafter is not None:
             needs, self._shares_kv = drafter.needs(), shares_kv(drafter, self.policy)
@@ -83,11 +87,12 @@ class Engine:
         self.drafting = RoundDrafter()
         if drafter is not None:
             learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
-            inner: RoundDrafter = PolicyDrafter(drafter, self.policy, learners, rule)
+            inner: RoundDrafter = PolicyDrafter(drafter, self.policy, learners, native(rule))
             inner = wrap_drafter(inner) if wrap_drafter is not None else inner
             self.drafting = LazyDrafter(inner, self.policy.nodes + 1, self.needs)
         who = (self.policy, chooser, batching, self.drafting)
-        planner = RoundPlanner(self.context, *who, self._usual_rule != "target-only")
+        follows = self._usual_rule != "target-only", self._relaxed is not None
+        planner = RoundPlanner(self.context, *who, *follows)
         self.scheduler = Scheduler(self.reader, planner, num_slots, prefill_chunk)
         self.draft_seconds = self.verify_seconds = self.catch_up_seconds = 0.0
         self._numbers: NumbersError | None = None  # why the target's logits were none, once known
@@ -221,9 +226,27 @@ class Engine:
     def _verify(self, round: Round, tree: DraftTree, logits_BTV: Tensor) -> Verdict:
         """Which drafted tokens are accepted, and the token behind them."""
         scores_BTV = with_forced(round.sampling.distribution(logits_BTV), tree)
+        if self._relaxed is not None and tree.num_nodes:
+            return self._relaxed_verdict(self._relaxed, round, tree, logits_BTV, scores_BTV)
         rule = rule_for(self.rule, tree, round.sampling.all_greedy, self._usual_rule)
         noise = round.noise if tree.is_chain else round.noise.counted_over(tree.valid_BN)
         return run_rule(rule, tree, scores_BTV, noise)
+
+    def _relaxed_verdict(
+        self,
+        relaxed: Relaxation,
+        round: Round,
+        tree: DraftTree,
+        logits_BTV: Tensor,
+        scores_BTV: Tensor,
+    ) -> Verdict:
+        """What the lossless rule would choose, and what may stand beside it."""
+        if round.sampling.all_greedy:
+            choice_BT = best_token(scores_BTV)
+        else:
+            depth_BT = None if tree.is_chain else tree.depth_BT()
+            choice_BT = round.noise.target_draw_BT(scores_BTV, depth_BT)
+        return relaxed.verdict(tree, choice_BT, round.sampling.softened(logits_BTV))
 
     def _learn(
         self, outcome: Outcome, logits_BTV: Tensor, spent: RoundSeconds, began: float

@@ -17,13 +17,16 @@ class Request:
     """A prompt as token ids, and how to continue it. Requests of one `conversation` (a name that
     nobody else can guess) may share what a drafter remembers of them, and what a slot has cached of
     their common beginning; None shares nothing. `logprobs`: None for none, k for the drawn token
-    and the k best. `drafts`: False decodes it plainly, whoever drafts for others."""
+    and the k best. `drafts`: False decodes it plainly, whoever drafts for others. `tenant`: whose
+    it is, where drafters remember answers (a name that nobody else can guess); None: its answer is
+    not remembered."""
 
     tokens: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     conversation: str | None = None
     logprobs: int | None = None
     drafts: bool = True
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,7 @@ class PolicyDrafter(RoundDrafter):
     def start(self, row: Row, taps: Mapping[int, Tensor]) -> None:
         self._started.add(row.slot)
         self.state.join(row.slot, row.request.conversation)
+        self.state.belong(row.slot, row.request.tenant)
         self.state.start(row.slot, row.request.tokens, taps)
 
     def catch_up(self, missed: Outcome) -> None:
@@ -195,4 +196,6 @@ class PolicyDrafter(RoundDrafter):
     def end(self, row: Row) -> None:
         if row.slot in self._started:
             self._started.remove(row.slot)
+            if row.finished is not None:
+                self.state.finish(row.slot, row.tokens[row.prompt_len :])
             self.state.end(row.slot)

@@ -61,7 +61,8 @@ class CachedPrefix:
 @dataclass(frozen=True, slots=True)
 class RoundPlanner:
     """Asks who may shorten drafts: the length chooser for the round, the batch policy by row.
-    `follows_drafts`: what sampled rows emit depends on what was drafted for them."""
+    `follows_drafts`: what sampled rows emit depends on what was drafted for them; what greedy ones
+    do, too, if the rule `is_relaxed`."""
 
     context: int
     policy: Policy
@@ -69,6 +70,7 @@ class RoundPlanner:
     batching: Batching | None
     drafting: RoundDrafter
     follows_drafts: bool
+    is_relaxed: bool = False
 
     def plan(self, rows: Sequence[Row], view: RoundView) -> RoundPlan:
         """No row drafts what it has no room for: its last token is the bonus."""
@@ -112,6 +114,8 @@ class RoundPlanner:
 
     def _is_cut(self, rows: Sequence[Row]) -> bool:
         """Whether every row is cut to its own room."""
+        if self.is_relaxed:
+            return True
         return self.follows_drafts and not all(row.request.sampling.greedy for row in rows)
 
     def _has_plain(self, rows: Sequence[Row]) -> bool:

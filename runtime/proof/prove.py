@@ -41,6 +41,7 @@ from specctl.runtime.proof.sample_size import ALARM, visible
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify import RULES, default_rule, legal, legal_rules
+from specctl.runtime.verify.relaxed import relaxation
 
 TEXTS = (
     "def main():\n    ",
@@ -135,12 +136,15 @@ def verify(
     """
     if level not in LEVELS:
         raise RecipeError("unknown level of proof", found=level, expected=", ".join(LEVELS))
-    if not drafter.lossless and not approximate:
+    is_relaxed = relaxation(rule) is not None
+    is_lossless = drafter.lossless and not is_relaxed
+    if not is_lossless and not approximate:
+        cause = f"rule {rule}" if is_relaxed else f"family {drafter.family}"
         raise RecipeError(
-            f"family {drafter.family} is approximate: it changes the target's answers by design",
+            f"{cause} is approximate: it changes the target's answers by design",
             where="--allow",
             found="verification: approximate",
-            expected="a lossless family",
+            expected="a lossless family and rule",
             do="specctl verify ... --allow approximate   (measures by how much)",
         )
     battery = _Battery(
@@ -161,7 +165,7 @@ def verify(
     warnings = tuple(battery.warnings())
     for text in warnings:
         reporter.warn(text)
-    mark = "lossless" if drafter.lossless else "approximate"
+    mark = "lossless" if is_lossless else "approximate"
     dtype = target.dtype_name
     return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark, dtype)
 
@@ -240,7 +244,9 @@ class _Battery:
         found = []
         for name, policy in self._policies().items():
             sampling = Sampling(max_new_tokens=self._tokens(), ignore_eos=True)
-            replay, done = Replay(), self._run(policy, "auto", [sampling] * len(self.prompts), 3)
+            is_served = policy is self.policy and relaxation(self.rule) is not None
+            rule = self.rule if is_served else "auto"
+            replay, done = Replay(), self._run(policy, rule, [sampling] * len(self.prompts), 3)
             for completion in done:
                 replay.read(self.target, completion.request.tokens, completion.tokens, sampling)
             self._count(done)

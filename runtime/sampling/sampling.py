@@ -229,6 +229,16 @@ class SamplingBatch:
         argmax, -inf elsewhere)."""
         return processed_BTV if self.all_greedy else self._warp(processed_BTV)
 
+    def softened(self, processed_BTV: Tensor) -> Tensor:
+        """The same, but of greedy rows the processed logits whatever stands beside them: how sure
+        the target is."""
+        if self.all_greedy:
+            return processed_BTV
+        scores_BTV = self._tempered_and_cut(processed_BTV)
+        if self._greedy_B11 is None:
+            return scores_BTV
+        return torch.where(self._greedy_B11, processed_BTV, scores_BTV)
+
     def tempered(self, logits_BXK: Tensor) -> Tensor:
         """float32 logits over the row's temperature; those of greedy rows as they are."""
         wide_BXK = logits_BXK.float()
@@ -250,16 +260,20 @@ class SamplingBatch:
             distribution_BMK = self._warp(scores_BMK).softmax(-1)
         return distribution_BMK.masked_fill_(scores_BMK.amax(-1, keepdim=True) == -math.inf, 0.0)
 
-    def _warp(self, scores_BXV: Tensor) -> Tensor:
-        raw_BXV = scores_BXV
+    def _warp(self, raw_BXV: Tensor) -> Tensor:
+        scores_BXV = self._tempered_and_cut(raw_BXV)
+        if self._greedy_B11 is None:
+            return scores_BXV
+        hard_BXV = _one_hot(raw_BXV, -math.inf, 0.0)
+        return torch.where(self._greedy_B11, hard_BXV, scores_BXV)
+
+    def _tempered_and_cut(self, raw_BXV: Tensor) -> Tensor:
+        scores_BXV = raw_BXV
         if self._temperature_B11 is not None:
             scores_BXV = scores_BXV / self._temperature_B11
         if self._truncations is not None:
             own_BXV = scores_BXV.clone() if scores_BXV is raw_BXV else scores_BXV
             scores_BXV = self._truncations.apply_(own_BXV)
-        if self._greedy_B11 is not None:
-            hard_BXV = _one_hot(raw_BXV, -math.inf, 0.0)
-            scores_BXV = torch.where(self._greedy_B11, hard_BXV, scores_BXV)
         return scores_BXV
 
 

@@ -6,14 +6,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specctl.core.drafter import Drafter
+from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.runtime.policies.base import Policy
+from specctl.runtime.policies.direct import Direct
 from specctl.runtime.verify import check_legal, default_rule
+from specctl.runtime.verify.relaxed import relaxation
+
+
+def native(rule: str) -> str:
+    """The rule that a relaxed one keeps all drafts of; any other rule itself."""
+    return rule if relaxation(rule) is None else "target-only"
 
 
 def check_rule(rule: str, drafter: Drafter | None, policy: Policy) -> None:
     """Refuse an illegal pair of rule and node kind before anything is drafted."""
     if rule in ("auto", "greedy") or drafter is None:
+        return
+    if (relaxed := relaxation(rule)) is not None:
+        if relaxed.rule.chains_only and not (policy.is_chain or isinstance(policy, Direct)):
+            raise RecipeError(
+                f"rule {relaxed.rule.name} relaxes chains only",
+                where="serve.rule",
+                found=f"policy {type(policy).__name__}, which grows trees",
+                expected="policy chain, or direct (trees among its drafts are not relaxed)",
+                do="--policy chain, or rule typical",
+            )
         return
     check_legal(rule, policy.kind(sampled=rule != "target-only"), policy.is_chain)
 
@@ -23,6 +41,7 @@ def sampling_rule(rule: str, drafter: Drafter | None, policy: Policy) -> str:
     target-only does."""
     if drafter is None:
         return "target-only"
+    rule = native(rule)
     if rule not in ("auto", "greedy"):
         return rule
     return default_rule(policy.kind(sampled=True), policy.is_chain)
@@ -42,9 +61,13 @@ def verification_of(
     rule: str, drafter: Drafter | None, policy: Policy, sampled: bool
 ) -> Mapping[str, str]:
     """Class and rule of what an engine with this configuration emits."""
-    lossless = "lossless" if drafter is None or drafter.lossless else "approximate"
+    relaxed = None if drafter is None else relaxation(rule)
+    is_lossless = drafter is None or (drafter.lossless and relaxed is None)
+    lossless = "lossless" if is_lossless else "approximate"
     if drafter is None:
         name = "plain"
+    elif relaxed is not None:
+        name = str(relaxed)
     else:
         name = sampling_rule(rule, drafter, policy) if sampled else "greedy"
     return {"class": lossless, "rule": name}

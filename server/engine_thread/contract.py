@@ -25,6 +25,7 @@ class GenerateRequest:
     what was read of them before. `logprobs`: None for none, k for the drawn token and the k best.
     `shown`: control tokens that are spelled in the text. `drafts`: False decodes it plainly.
     `keeps_stop`: the text ends with what ended it, a stop string or a token, not in front of it.
+    `tenant`: who may be drafted for from this answer (`Request.tenant`).
     """
 
     tokens: tuple[int, ...]
@@ -34,6 +35,7 @@ class GenerateRequest:
     shown: frozenset[int] = frozenset()
     drafts: bool = True
     keeps_stop: bool = False
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

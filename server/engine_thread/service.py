@@ -56,19 +56,21 @@ WARM_UP = 128  # tokens read before the first ask: more than forwards for few to
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """`slots` rows of `context` tokens (prompt and answer), `slot_bytes` of memory for each, of
-    which the drafter takes `drafter_bytes`."""
+    which the drafter takes `drafter_bytes`; and what it may take beside them, `shared_bytes`."""
 
     slots: int
     context: int
     slot_bytes: int
     drafter_bytes: int = 0
+    shared_bytes: int = 0
 
 
 def room_for(
     target: Target, policy: Policy, limits: Limits, drafter: Drafter | None = None
 ) -> Capacity:
     """At most `max_batch` slots, as many as the memory holds: the target's cache and what the
-    drafter keeps of a row. ResourceError names both where not even one fits."""
+    drafter keeps of a row, beside what it keeps for all of them. ResourceError names both where
+    not even one fits."""
     spec = target.spec
     context = min(spec.max_positions, limits.max_len or USUAL)
     length = context + policy.nodes + 2
@@ -87,19 +89,20 @@ def room_for(
         memory = free // 2
     slot = cache + kept
     chunk = waiting * min(PENDING, limits.prefill_chunk)
+    shared = 0 if drafter is None else drafter.shared_bytes
     slots = limits.max_batch
     if memory is not None:
-        slots = min(slots, max(0, memory - chunk) // slot)
+        slots = min(slots, max(0, memory - chunk - shared) // slot)
     if slots < 1:
         own = "serve a shorter context (max_len), or give it more memory"
         raise ResourceError(
             "the cache of one row does not fit in memory",
             found=f"{_size(memory or 0)} for caches",
-            expected=f"{_size(slot + chunk)} for one row of {context:,} tokens: "
-            f"{_size(cache + chunk)} for the target and {_size(kept)} for the drafter",
-            do=own + (", or serve without the drafter" if kept else ""),
+            expected=f"{_size(slot + chunk + shared)} for one row of {context:,} tokens: "
+            f"{_size(cache + chunk)} for the target and {_size(kept + shared)} for the drafter",
+            do=own + (", or serve without the drafter" if kept + shared else ""),
         )
-    return Capacity(int(slots), context, slot, kept)
+    return Capacity(int(slots), context, slot, kept, shared)
 
 
 def drafter_bytes(target: Target, drafter: Drafter, policy: Policy, length: int) -> int:

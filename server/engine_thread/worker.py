@@ -40,8 +40,9 @@ class ServerJob:
 
     @property
     def request(self) -> Request:
-        ask = self.ticket.ask
-        return Request(ask.tokens, ask.sampling, ask.conversation, ask.logprobs, ask.drafts)
+        given = self.ticket.ask
+        shown = given.logprobs, given.drafts, given.tenant
+        return Request(given.tokens, given.sampling, given.conversation, *shown)
 
     def seat(self, row: Row) -> None:
         """It has got a slot."""

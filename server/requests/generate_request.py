@@ -101,6 +101,7 @@ class RequestReader:
     ) -> GeneratePlan:
         name = body.prompt_cache_key
         conversation = None if name is None else hashlib.sha256(f"{owner}:{name}".encode())
+        tenant = hashlib.sha256(f"tenant of {owner}:{body.tenant or ''}".encode()).hexdigest()
         asks: list[GenerateRequest] = []
         shown = self._shown(body)
         for tokens in prompts.tokens:
@@ -121,6 +122,7 @@ class RequestReader:
                         shown,
                         body.draft is not False,
                         bool(body.include_stop_str_in_output),
+                        tenant,
                     )
                 )
         ignored: list[str] = []

@@ -122,6 +122,11 @@ class Common(FormFields):
         None, description="Say with every piece of text which tokens were drafted and accepted."
     )
     draft: bool | None = Field(None, description="false: decode plainly, without the drafter.")
+    tenant: Word | None = Field(
+        None,
+        description="Whose request it is, among those of one API key: what a drafter remembers of "
+        "answers is kept apart by it. Else all of a key's requests are of one tenant.",
+    )
     user: Unused = None
     safety_identifier: Unused = None
     prompt_cache_retention: Unused = None

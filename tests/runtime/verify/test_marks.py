@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specctl.core.errors import RecipeError
 from specctl.core.tree import NodeKind
@@ -19,6 +21,7 @@ from specctl.runtime.proof.sample_size import critical, noncentrality, samples_f
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.verify import RULES, check_legal, default_rule, legal, legal_rules
 from specctl.runtime.verify.choice import verification_of
+from specctl.runtime.verify.relaxed import RELAXED
 from specctl_testing.runtime.pairs import disturbed
 
 SERVES: dict[NodeKind, dict[str, Any]] = {
@@ -66,7 +69,12 @@ def test_an_illegal_rule_is_refused_when_it_is_configured(
 
 
 def test_a_recipe_may_name_every_rule_and_no_other() -> None:
-    assert ServePart.model_json_schema()["properties"]["rule"]["enum"] == ["auto", *RULES]
+    names, relaxed = ServePart.model_json_schema()["properties"]["rule"]["anyOf"]
+    assert names["enum"] == ["auto", *RULES]
+    assert all(re.search(relaxed["pattern"], f"{name}:0.5") for name in RELAXED)
+    for wrong in ("flyer", "fly:", "fly:x", "block:0.5", "fly:1:2:3"):
+        with pytest.raises(ValidationError):
+            ServePart(rule=wrong)
 
 
 def test_every_rule_names_its_paper_and_no_kind_is_without_a_rule() -> None:
