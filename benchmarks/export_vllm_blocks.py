@@ -237,7 +237,8 @@ def loaded(folder: Path, source: ExportSource, config: Any) -> Any:
     model = getattr(importlib.import_module(f"{MODELS}.{file}"), name)(vllm_config=config).double()
     torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
+        if parameter.is_floating_point():  # others are tables of ids
+            parameter.data.fill_(torch.nan)
     model.load_weights(iter(load_file(folder / "model.safetensors").items()))
     shared = {"model.embed_tokens.weight": embedding_of(source)}
     if source.drafter.vocab is None:
