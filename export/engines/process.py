@@ -92,12 +92,14 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise failed(process, log)
 
 
-def failed(process: subprocess.Popen[bytes], log: Path) -> ResourceError:
+def failed(
+    process: subprocess.Popen[bytes], log: Path, found: str = "no answer in time"
+) -> ResourceError:
     text = log.read_text(encoding="utf-8", errors="replace")[-_KEPT:]
     code = process.poll()
     return ResourceError(
         "the engine did not serve",
-        found=f"exit status {code}" if code is not None else "no answer in time",
+        found=f"exit status {code}" if code is not None else found,
         expected="answers",
         do=f"read the end of its log: {text}",
     )

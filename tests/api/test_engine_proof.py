@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from email.message import Message
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
@@ -146,6 +150,46 @@ def test_vllm_is_started_with_the_words_of_the_card(job: EngineJob) -> None:
     assert (serve, flag) == (["vllm", "serve", "T"], "--speculative-config")
     assert f'"model": "{job.folder}"' in how
     assert '"method": "eagle3"' in how
+
+
+def fake_python(folder: Path, does: str) -> str:
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\n{does}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_blocks_with_a_correction_run_in_vllms_second_runner(
+    job: EngineJob, tmp_path: Path
+) -> None:
+    assert vllm_._second_runner(job) == {}
+    manifest = job.manifest.model_copy(update={"family": "dflash2"})
+    job = replace(job, manifest=manifest, python=fake_python(tmp_path, "echo 3.8.0"))
+    found = vllm_._second_runner(job)
+    assert (found["VLLM_USE_V2_MODEL_RUNNER"], found["TRITON_INTERPRET"]) == ("1", "1")
+    (package,) = distributions(path=[found["PYTHONPATH"]])
+    assert [point.name for point in package.entry_points.select(group="triton.backends")] == ["cpu"]
+    compiled = replace(job, python=fake_python(tmp_path, "exit 1"))
+    assert vllm_._second_runner(compiled) == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    broken = replace(job, python=fake_python(tmp_path, "echo 3.9.0"))
+    with pytest.raises(ResourceError, match=r"triton==3\.8\.0"):
+        vllm_._second_runner(broken)
+
+
+def test_a_server_that_answers_500_shows_its_log(
+    job: EngineJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> Any:
+        raise HTTPError("http://there", 500, "Internal Server Error", Message(), None)
+
+    (job.scratch / "vllm-plain.log").write_text("EngineDeadError: of a kernel")
+    running = nullcontext(SimpleNamespace(poll=lambda: None))
+    monkeypatch.setattr(vllm_, "started", lambda *_: running)
+    monkeypatch.setattr(vllm_, "wait_for", lambda *_: None)
+    monkeypatch.setattr(vllm_, "post", refuses)
+    with pytest.raises(ResourceError, match="Error 500") as said:
+        vllm_.answer(job, drafts=False)
+    assert "EngineDeadError: of a kernel" in str(said.value)
 
 
 @pytest.mark.parametrize("drafts", [True, False])
