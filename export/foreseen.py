@@ -1,5 +1,6 @@
 """Which engines will read a drafter that is not trained yet: the formats' own checks decide, over a
 drafter and a target whose tensors have a shape and no content, so that nothing is said twice.
+Letters: D hidden width, V target vocabulary.
 """
 
 from __future__ import annotations
