@@ -7,6 +7,7 @@ others in a whole one. They are matrix products; attention is left out, which is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import Recipe
+from specctl.train.assemble import family_options, trainable_family
 from specctl.train.features.capture import training_needs
+from specctl.train.init.initial import completed
 from specctl.train.planning.live_bytes import traced
 from specctl.train.planning.step_bytes import (
     DATA_DEPENDENT,
@@ -71,14 +75,15 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def loss_flops(recipe: Recipe, shape: TargetShape) -> LossFlops | None:
-    """None where they depend on what tensors contain."""
-    options = recipe.drafter.options
-    family_places = int(options.get("anchors", 0)) + int(options.get("num_heads", 0)) + 1
-    length = recipe.train.seq_len
+    """None where they depend on what tensors contain, and for a target whose embedding and head
+    cannot stand alone."""
+    drafter = completed(recipe, shape.spec).drafter
+    options = family_options(trainable_family(recipe), drafter)
+    anchored, length = options.anchors + options.num_heads + 1, recipe.train.seq_len
     try:
-        few = _traced(recipe, shape, min(length, family_places)).few
+        few = _traced(recipe, shape, min(length, anchored)).few
         return LossFlops(_traced(recipe, shape, length).others, few / FEW)
-    except DATA_DEPENDENT:
+    except (SpecctlError, *DATA_DEPENDENT):
         return None
 
 
@@ -86,7 +91,7 @@ def _traced(recipe: Recipe, shape: TargetShape, length: int) -> _Products:
     """Of one row of so many tokens."""
     products = _Products(shape.spec.vocab_size)
     with traced() as live:
-        target = served_target(shape.config, shape.spec, torch.float32)
+        target = served_target(copy.deepcopy(shape.config), shape.spec, torch.float32)
         drafter = fake_drafter(recipe, shape.spec, FEW, is_gpu=False)
         if drafter.needs().borrow:
             drafter.bind(target.borrowed())
