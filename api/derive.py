@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
 from specctl.api.progress import Progress, as_reporter
 from specctl.api.recipe import RecipeLike, recipe_of
-from specctl.core.errors import FileError, RecipeError
+from specctl.core.errors import FileError, RecipeError, SpecctlError
 from specctl.core.files import digest_of, sha256_file, write_json
 from specctl.recipes.load import with_fields
 from specctl.recipes.made_for import DEMONSTRATION, is_same, made_for, target_of
@@ -26,6 +26,7 @@ from specctl.train.saving.run_file import recorded
 
 if TYPE_CHECKING:
     from specctl.train.planning.derive import Derived
+    from specctl.train.planning.for_engines import BesideTarget
     from specctl.train.planning.work import Part
 
 DERIVED = "derived"  # the origin of a value that was found here
@@ -53,7 +54,29 @@ def derive_recipe(
     from specctl.train.planning.derive import derive
 
     made = recipe_of(recipe, target, settings)
-    return derive(made, seconds_of(time), as_reporter(progress), processes, before)
+    reporter = as_reporter(progress)
+    return derive(made, seconds_of(time), reporter, processes, before, engines_of)
+
+
+def engines_of(recipe: Recipe, beside: BesideTarget) -> Mapping[str, SpecctlError | None]:
+    """What each engine that has a format for the recipe's family will say of its drafter beside
+    such a target: None where it reads it, else why it does not."""
+    from specctl.export.foreseen import Foreseen, refusals
+    from specctl.train.assemble import family_options, trainable_family
+    from specctl.train.init.initial import completed
+
+    drafter, size = completed(recipe, beside.spec).drafter, recipe.vocab.size
+    seen = Foreseen(
+        family=drafter.family,
+        options=family_options(trainable_family(recipe), drafter),
+        spec=beside.spec,
+        kept=size if isinstance(size, int) else None,
+        serve=recipe.serve.model_dump(mode="json"),
+        config=beside.config,
+        tokenizer=beside.tokenizer,
+        ends=beside.ends,
+    )
+    return refusals(seen)
 
 
 def seconds_of(time: str | float) -> float:
@@ -184,6 +207,15 @@ def time_of(out: Path) -> float | None:
     """The seconds for which the run in a folder was derived; None without choices there."""
     found = _record(out)
     return None if found is None else float(found["seconds"])
+
+
+def read_by(out: Path) -> tuple[str, ...]:
+    """The engines that read the drafter of a run, as its plan said; none of a run that was not
+    derived, or of a family whose engines the plan does not name."""
+    try:
+        return tuple(json.loads((out / RECORD).read_text("utf-8"))["engines"]["reads"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
 
 
 def _theirs(recipe: Recipe, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class Served:
     without: tuple[str, ...]
     heat: str = "greedy"
     trained: str | None = None
-    without_sets: tuple[str, ...] = ()  # with which the second arm's drafter was trained
+    whole_sets: tuple[str, ...] = ()  # with which the first arm's drafter was trained
+    without_sets: tuple[str, ...] = ()  # the second one's
     price: float = 0.0  # of a drafted token, where a forward pass of the target costs 1
     counts_layers: bool = False  # a drafted token costs PRICE by the layers that it goes through
     fits: bool = False  # the first arm's tree is sized by these costs
@@ -108,6 +109,11 @@ STATIC_ALONE = (*STATIC, "serve.nodes=null", "serve.acceptance=null")  # of a re
 SELECTED = ("train.select=highest", "train.select_share=0.4")
 SIZED = ("medusa", "serve.policy=hardware-tree", "serve.nodes=64")
 UNTRAINED = ("train.learning_rate=1e-9",)
+GATED, RNN = _option("correction", "gated"), _option("correction", "rnn")
+OWN_DRAFTS, LAYERS = _option("free_rounds", "0"), _option("lattice_layers", "0")
+MARGIN = (*_option("choice_weight", "0.125"), *_option("margin_weight", "0.125"))
+CAUSAL = (*_option("causal", "true"), *_option("loss", "kl"), *_option("decay", "1.0"),
+          *_option("d_pace", "null"))  # fmt: skip
 TRAINED = (
     Trained("EAGLE", "the next token is read beside the state: acceptance collapses without it",
             "eagle", _option("read_tokens", "false")),
@@ -167,6 +173,20 @@ TRAINED = (
             _option("layer_attention", "false")),
     Trained("DSpark", "a block corrected for the token before", "dspark", "dflash"),
     Trained("DSpark", "the same, sampled", "dspark", "dflash", heat="T = 1"),
+    Trained("DSpark", "a gate of slot and token, not the token alone", "dspark", (), whole=GATED),
+    Trained("DSpark", "the same, sampled", "dspark", (), whole=GATED, heat="T = 1"),
+    Trained("DSpark", "a memory of the draft, not the last token alone", "dspark", (), whole=RNN),
+    Trained("DSpark", "the same, sampled", "dspark", (), whole=RNN, heat="T = 1"),
+    Trained("XPress", "ahead of DFlash", "xpress", "dflash"),
+    Trained("XPress", "the same, sampled", "xpress", "dflash", heat="T = 1"),
+    Trained("XPress", "trained on its own drafts, too (3 rounds, not 0)", "xpress", OWN_DRAFTS),
+    Trained("XPress", "the same, sampled", "xpress", OWN_DRAFTS, heat="T = 1"),
+    Trained("LiLiCorr", "ahead of DFlash", "lilicorr", "dflash"),
+    Trained("LiLiCorr", "the same, sampled", "lilicorr", "dflash", heat="T = 1"),
+    Trained("LiLiCorr", "candidates attend to each other (2 layers, not 0)", "lilicorr", LAYERS),
+    Trained("LiLiCorr", "the same, sampled", "lilicorr", LAYERS, heat="T = 1"),
+    Trained("LiLiCorr", "its margin term", "lilicorr", (), whole=MARGIN),
+    Trained("LiLiCorr", "the same, sampled", "lilicorr", (), whole=MARGIN, heat="T = 1"),
     Trained("DFlash", "ahead of EAGLE-3 (Qwen3-8B tau 6.54 against 3.71)", "dflash", "eagle3"),
     Trained("Hidden Transfer", "ahead of Medusa's heads", "hidden-transfer", "medusa"),
     Trained("Superposed decoding", "several drafts for the forwards of one", "superposed", (),
@@ -298,6 +318,13 @@ SERVED = (
     Served("Trees sized for the device", "the same where it costs .001",
            SIZED, ("medusa", "serve.policy=hardware-tree", "serve.nodes=24"), trained="medusa",
            price=0.001, fits=True),
+    *(
+        Served("JetSpec", f"a causal block under KL, not DFlash's, in trees of {nodes} nodes",
+               ("jetspec", f"serve.nodes={nodes}"),
+               ("dflash", "serve.policy=marginal-tree", f"serve.nodes={nodes}"), heat, "dflash",
+               whole_sets=CAUSAL)
+        for nodes in (16, 32) for heat in ("greedy", "T = 1")
+    ),
 )  # fmt: skip
 STOPPED = (
     Stopped("SVIP", "stops by entropy: up to 20 % faster than a fixed length", "svip",

@@ -164,7 +164,7 @@ def trained_cases(line: Trained, seeds: int, steps: int, prompts: int) -> list[t
 def served_arms(line: Served, seed: int) -> tuple[Arm, Arm]:
     cost = {"price": line.price, "counts_layers": line.counts_layers}
     at = (line.heat, line.trained, seed)
-    whole = Arm(line.whole, *at, **cost, fits=line.fits)
+    whole = Arm(line.whole, *at, **cost, sets=line.whole_sets, fits=line.fits)
     return whole, Arm(line.without, *at, **cost, sets=line.without_sets)
 
 

@@ -112,6 +112,8 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     shapes = {"served": (own, recipe.serve.rule)}
     if "chain" in (drafter.policies or policies_of(family(case.family))):
         shapes["chain"] = make_policy({"policy": "chain", "length": 5}), "auto"
+    if shapes["served"] == shapes.get("chain"):
+        del shapes["served"]  # the same figures: not counted twice
     held = heldout_prompts(target, args.prompts)
     found: dict[str, Any] = {**asdict(case), "seconds": json.loads(spent.read_text())}
     found["numbers"] = sum(weight.numel() for weight in drafter.trainable().values())
@@ -127,6 +129,8 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
                 "tau": [row.stats.tokens / row.stats.rounds for row in done],
                 "alpha": shares(add_counts(row.stats.accepted_at for row in done), tested),
             }
+    if "served" not in shapes:
+        found |= {f"served {word}": found[f"chain {word}"] for word in HEATS}
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import SpecctlError
+from specctl.core.only_shapes import has_only_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class VocabMap:
                 expected="int64 of shape [K]",
                 do="rebuild it with `specctl vocab-trim`",
             )
-        if ids.is_meta:
+        if ids.is_meta or has_only_shapes():
             return
         if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= self.target_size:
             raise SpecctlError(
@@ -49,7 +50,9 @@ class VocabMap:
     @property
     def is_prefix(self) -> bool:
         """Whether the kept ids are the first ones, all of them: only padding was cut."""
-        return not self.ids_K.is_meta and int(self.ids_K[-1]) == self.size - 1
+        if self.ids_K.is_meta or has_only_shapes():
+            return False
+        return int(self.ids_K[-1]) == self.size - 1
 
     def d2t(self) -> Tensor:
         """int64 [K] offsets: target id = i + d2t[i]."""

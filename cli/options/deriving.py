@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specctl.train.planning.work import Part
 
 USUAL = "40m"
+ENGINES = "read by"  # the line that says which engines will read the drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,17 @@ class Deriving:
 
 def show(console: Console, derived: Derived) -> None:
     """Every choice with its reason, and what the parts of the run will take."""
+    engines = derived.engines
     console.table(
         ("chosen", "value", "why"),
-        [(choice.field, _text(choice.value), choice.reason) for choice in derived.choices],
+        [
+            *((choice.field, _text(choice.value), choice.reason) for choice in derived.choices),
+            *(
+                ()
+                if engines is None
+                else [(ENGINES, ", ".join(engines.reads) or "none", engines.text())]
+            ),
+        ],
     )
     low, high = (sum(part.seconds_range[i] for part in derived.parts) for i in (0, 1))
     console.out(f"expected: {duration(low)} to {duration(high)}, of {duration(derived.seconds)}")

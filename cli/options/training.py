@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.api.derive import is_derived
+from specctl.api.derive import is_derived, read_by
 from specctl.api.measurement import ESTIMATED
 from specctl.api.preflight import (
     BEFORE,
@@ -149,4 +149,7 @@ def finish(console: Console, result: TrainResult, more: Mapping[str, Any] | None
         command_line("verify", package, *target.words(but=("dtype",)), "--level", "lossless"),
         with_text("generate", *target.words(), "--draft", package, "--compare"),
     ]
+    if readers := read_by(result.out):
+        to = readers[0]
+        following.append(command_line("export", package, "--to", to, "--out", f"{result.out}-{to}"))
     console.done({**answer, "peak_bytes": peak_memory(), **(more or {})}, next=following)

@@ -63,7 +63,10 @@ class Format:
     the target's folder or repository belongs; `notes(source)` is what a user must know of it;
     `fields(source)` are those of the manifest that are not as in the source's;
     `fits(source)` raises for a drafter of these families that the format has no place for, and
-    `ready(engine_python)` where what writes it is not installed, which is called second."""
+    `ready(engine_python)` where what writes it is not installed, which is called second.
+    `layout(source)` makes in memory what `write` puts into files and raises what `write` refuses,
+    also of tensors without content (`specctl.export.foreseen`); of formats whose `fits` says all
+    there is, nothing."""
 
     name: str
     summary: str
@@ -74,6 +77,7 @@ class Format:
     notes: Callable[[ExportSource], tuple[str, ...]] = _no_notes
     fields: Callable[[ExportSource], dict[str, Any]] = _whole
     fits: Callable[[ExportSource], object] = lambda source: None
+    layout: Callable[[ExportSource], object] = lambda source: None
     ready: Callable[[str | None], object] = lambda engine_python: None
 
     def holds(self, family: str) -> bool:

@@ -79,6 +79,14 @@ def fits(source: ExportSource) -> None:
         blocks.refuse(source)
 
 
+def layout(source: ExportSource) -> object:
+    """Of a block: tensors and tokenizer; of the others `fits` says all."""
+    if source.manifest.family not in BLOCKS:
+        return None
+    vocabulary = vocabulary_of(source.target.tokenizer, source.manifest.model_spec)
+    return blocks.tensors_of(source), vocabulary
+
+
 def check(source: ExportSource, folder: Path) -> None:
     """Read the file by llama.cpp's rules: the same logits, the same drafts, the same tokenizer."""
     check_files(folder)
@@ -204,5 +212,6 @@ FORMAT = Format(
     serve=serve,
     notes=notes,
     fits=fits,
+    layout=layout,
     ready=lambda engine_python: library(),
 )

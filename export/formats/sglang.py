@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import check_vocab, dump_json, refuse_scaled_embedding
 from specctl.export.layouts.sglang import blocks, dflash2, domino, eagle, eagle3, lilicorr
-from specctl.export.layouts.sglang.layout import Flat
+from specctl.export.layouts.sglang.layout import Flat, FlatFolder
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
 
@@ -32,9 +32,13 @@ LAYOUTS: dict[str, Flat] = {
 }
 
 
-def write(source: ExportSource, folder: Path) -> None:
+def layout(source: ExportSource) -> FlatFolder:
     refuse_scaled_embedding(source, "SGLang")
-    written = LAYOUTS[source.manifest.family].write(source)
+    return LAYOUTS[source.manifest.family].write(source)
+
+
+def write(source: ExportSource, folder: Path) -> None:
+    written = layout(source)
     refuse_not_finite(written.tensors)
     write_tensors(written.tensors, folder / WEIGHTS)
     dump_json(written.config, folder / "config.json")
@@ -43,16 +47,16 @@ def write(source: ExportSource, folder: Path) -> None:
 def check(source: ExportSource, folder: Path) -> None:
     """What lies there is whole, drafts what the drafter drafts, and has sound vocabulary tables."""
     check_files(folder)
-    layout, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
+    kind, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
     vocabulary = source.manifest.vocabulary
-    layout.check(source, folder)
+    kind.check(source, folder)
     check_vocab(tensors, vocabulary.draft_size, vocabulary.target_size)
-    compare_tensors(layout.write(source).tensors, tensors)
+    compare_tensors(kind.write(source).tensors, tensors)
 
 
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
-    layout = LAYOUTS[source.manifest.family]
-    return layout.serve(source, folder, layout.algorithm)
+    kind = LAYOUTS[source.manifest.family]
+    return kind.serve(source, folder, kind.algorithm)
 
 
 def notes(source: ExportSource) -> tuple[str, ...]:
@@ -67,4 +71,5 @@ FORMAT = Format(
     check=check,
     serve=serve,
     notes=notes,
+    layout=layout,
 )

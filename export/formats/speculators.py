@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import check_vocab, dump_json, vllm_command
 from specctl.export.layouts.speculators import dflash, dflash2, dspark, eagle3, p_eagle
-from specctl.export.layouts.speculators.layout import SpeculatorsLayout, config_of
+from specctl.export.layouts.speculators.layout import (
+    SpeculatorsFolder,
+    SpeculatorsLayout,
+    config_of,
+)
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
 
@@ -27,8 +31,12 @@ LAYOUTS: dict[str, SpeculatorsLayout] = {
 }
 
 
+def layout(source: ExportSource) -> SpeculatorsFolder:
+    return LAYOUTS[source.manifest.family].write(source)
+
+
 def write(source: ExportSource, folder: Path) -> None:
-    written = LAYOUTS[source.manifest.family].write(source)
+    written = layout(source)
     refuse_not_finite(written.tensors)
     write_tensors(written.tensors, folder / WEIGHTS)
     dump_json(config_of(written, source), folder / "config.json")
@@ -37,17 +45,17 @@ def write(source: ExportSource, folder: Path) -> None:
 def check(source: ExportSource, folder: Path) -> None:
     """What lies there is whole, has sound vocabulary tables, and drafts what the drafter drafts."""
     check_files(folder)
-    layout, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
+    kind, tensors = LAYOUTS[source.manifest.family], load_file(folder / WEIGHTS)
     vocabulary = source.manifest.vocabulary
     check_vocab(tensors, vocabulary.draft_size, vocabulary.target_size)
-    layout.check(source, folder)
-    compare_tensors(layout.write(source).tensors, tensors)
+    kind.check(source, folder)
+    compare_tensors(kind.write(source).tensors, tensors)
 
 
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     """The folder alone where its target has a repository; and with the target named."""
-    layout = LAYOUTS[source.manifest.family]
-    named = vllm_command(layout.method, layout.length(source), folder, **layout.how)
+    kind = LAYOUTS[source.manifest.family]
+    named = vllm_command(kind.method, kind.length(source), folder, **kind.how)
     alone = shlex.join(["vllm", "serve", folder])
     return (alone, named) if source.manifest.target.repo else (named,)
 
@@ -59,4 +67,5 @@ FORMAT = Format(
     write=write,
     check=check,
     serve=serve,
+    layout=layout,
 )

@@ -101,4 +101,5 @@ FORMAT = Format(
     check=check,
     serve=serve,
     notes=notes,
+    layout=folder_of,
 )

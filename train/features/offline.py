@@ -170,21 +170,36 @@ def _features(
     disk: Disk | None,
 ) -> FeatureSource:
     form = Form.of(part, target, needs)
+    parts: list[FeaturePart] = []
+    places = [(0, 0)] * data.num_rows
+    for number, (digest, rows) in enumerate(data.parts()):
+        layout = ShardLayout.of(len(rows), data.seq_len * form.bytes_per_token)
+        key = features_key(part, target, form, digest, layout)
+        parts.append(FeaturePart(rows, _shards(part, key, layout, out, disk)))
+        for inside, row in enumerate(rows):
+            places[row] = (number, inside)
+    return FeatureSource(target, data, needs, form, parts, places, source)
+
+
+def features_key(
+    part: DataPart, target: Target, form: Form, digest: str, layout: ShardLayout
+) -> str:
+    """The folder's name of the features of the rows of that digest."""
     about = {
         "target": target.fingerprint,
         "dtype": str(target.dtype),
         "source": "inprocess" if part.target_source == "inprocess" else "engine",
         "form": asdict(form),
+        "data": digest,
+        "rows": [layout.num_rows, layout.each],
     }
-    parts: list[FeaturePart] = []
-    places = [(0, 0)] * data.num_rows
-    for number, (digest, rows) in enumerate(data.parts()):
-        layout = ShardLayout.of(len(rows), data.seq_len * form.bytes_per_token)
-        key = digest_of({**about, "data": digest, "rows": [layout.num_rows, layout.each]})
-        parts.append(FeaturePart(rows, _shards(part, key[:12], layout, out, disk)))
-        for inside, row in enumerate(rows):
-            places[row] = (number, inside)
-    return FeatureSource(target, data, needs, form, parts, places, source)
+    return digest_of(about)[:12]
+
+
+def local_folder(part: DataPart) -> Path | None:
+    """The shared folder of a recipe's features; None without one, and at a URL."""
+    at = part.features_at
+    return None if at is None or is_url(at) else Path(at.partition("://")[2] or at)
 
 
 def _shards(part: DataPart, key: str, layout: ShardLayout, out: Path, disk: Disk | None) -> Shards:
@@ -193,8 +208,7 @@ def _shards(part: DataPart, key: str, layout: ShardLayout, out: Path, disk: Disk
     if at is not None and is_url(at):
         cap = None if part.features_gb is None else int(part.features_gb * 1e9)
         return RemoteShards(ObjectStore(at), out / "features" / key, layout, disk, cap)
-    root = out / "features" if at is None else Path(at.partition("://")[2] or at)
-    return Shards(root / key, layout, disk)
+    return Shards((local_folder(part) or out / "features") / key, layout, disk)
 
 
 def _todo(

@@ -42,7 +42,7 @@ class AmountCosts:
         data, train = recipe.data, recipe.train
         saves = max(1, round(seconds / SAVE_SECONDS))
         writing = pace.answer if data.regenerate and data.endpoint is None else 0.0
-        read = pace.read * facts.document_tokens if data.features == "offline" else 0.0
+        read = pace.read_once * facts.document_tokens if data.features == "offline" else 0.0
         questions = QUESTION_TOKENS / facts.answer_tokens if uses_self(data.source) else 0.0
         tokens = FILL * train.rows * train.accumulate * train.seq_len
         return cls(

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from specctl.core.batch import TrainBatch
-from specctl.core.drafter import Drafter
+from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import SpecctlError
 from specctl.core.files import Disk
 from specctl.recipes.schema import Recipe
@@ -37,6 +37,7 @@ from specctl.train.distributed.run_device import run_device
 from specctl.train.features.capture import to_device, training_needs
 from specctl.train.features.kept import Form, Tensors, decode, encode, read_target, with_features
 from specctl.train.features.reading import reading_target
+from specctl.train.features.stored_rows import StoredRows, stored_rows
 from specctl.train.job import RunInputs, make_job
 from specctl.train.loop import Job, TrainProgress, save, take_step
 from specctl.train.planning.pace import Pace
@@ -51,6 +52,7 @@ from specctl.train.planning.stand_in import (
     token_stream,
 )
 from specctl.train.planning.target_shape import TargetShape
+from specctl.train.planning.weighing import data_tokens
 from specctl.train.products import faster_products
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.state import untouched_random_state
@@ -64,6 +66,7 @@ STEP_SECONDS = 6.0  # an optimizer step of more is measured in pieces
 SLOW_START = 30.0  # seconds of a first step that is not yet taken for the pace of all
 ROUNDS = 8  # of the engine that are timed
 TAU = 1.7  # tokens of a round of a trained drafter's slowest rows, while tau is measured
+SPARE_ROWS, MOST_ROWS_TIMES = 64, 3  # more than there are by a guess of the data's tokens
 GATE = (4, 32)  # prompts and tokens that a package is tried with, twice
 MOST_SAVED = 500_000_000  # bytes of a checkpoint that is written to see how long that takes
 
@@ -128,8 +131,9 @@ class _Pieces:
         rows = rows_of(few, target, self.text.samples, self.folder / "data", 4 + 2 * train.rows)
         job = self._job(few, rows)
         progress = TrainProgress()
-        write, read = self._written(job, progress), 0.0
+        write, read, stored = self._written(job, progress), 0.0, None
         if data.features == "offline":
+            stored = self._stored(training_needs(job.drafter))
             features = self._features(job, rows)
             job.batch(list(range(train.rows)))
             read = self._timed(lambda: features.kept(train.rows)) / (train.rows * train.seq_len)
@@ -140,13 +144,14 @@ class _Pieces:
             progress.step = round(alone * train.steps)
             step = alone * step + (1.0 - alone) * self._step(job, progress)
         self.advance(1, "a step")
-        self.so_far(Pace(once=0.0, answer=0.0, step=step, tau=0.0, save=0.0, read=read))
+        known = Pace(once=0.0, answer=0.0, step=step, tau=0.0, save=0.0, read=read, stored=stored)
+        self.so_far(known)
         saved = self._saved(job, progress)
         self.advance(1, "a checkpoint")
         with job.drafter.whole() as drafter:
             tau, gate = self._decoding(drafter, rows, step)
         self.advance(1, "tau")
-        self.so_far(Pace(once=gate, answer=0.0, step=step, tau=tau, save=saved, read=read))
+        self.so_far(replace(known, once=gate, tau=tau, save=saved))
         tokens = data.text_tokens if data.regenerate else data.limit_tokens or 10**7
         encoding = encoding_seconds(target, self.text.samples, tokens, self.clock)
         answer = self._answer()
@@ -159,7 +164,13 @@ class _Pieces:
             save=saved,
             write=write,
             read=read,
+            stored=stored,
         )
+
+    def _stored(self, needs: Needs) -> StoredRows | None:
+        """Of the run's own rows, in the folder of features that it shares."""
+        most = SPARE_ROWS + MOST_ROWS_TIMES * data_tokens(self.recipe) // self.recipe.train.seq_len
+        return stored_rows(self.recipe, self.target, needs, self.folder / "no run", most)
 
     @property
     def is_elsewhere(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from specctl.core.errors import RecipeError
 from specctl.core.files import Disk
 from specctl.core.printable import counted
+from specctl.drafters.dflash import DFlashOptions
 from specctl.recipes.load import with_fields
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
@@ -41,6 +42,15 @@ from specctl.train.planning.amounts import (
 from specctl.train.planning.calibration import calibrate
 from specctl.train.planning.capacity import lacking_memory
 from specctl.train.planning.data_facts import DataFacts, look_at_data, some_prompts
+from specctl.train.planning.for_engines import (
+    MASK,
+    VOCABULARY,
+    BesideTarget,
+    EngineReading,
+    Foresee,
+    engine_reading,
+    whole_vocabulary,
+)
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.pace import Pace
 from specctl.train.planning.plan import CALIBRATED, build_shape, feature_bytes
@@ -73,17 +83,20 @@ class DerivedChoice:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The recipe, what was chosen for it, the parts of its run, the pace that was measured, and the
-    seconds that there are."""
+    """The recipe, what was chosen for it, the parts of its run, the pace that was measured, the
+    seconds that there are, and which engines will read the drafter, of a block drafter."""
 
     recipe: Recipe
     choices: tuple[DerivedChoice, ...]
     parts: tuple[Part, ...]
     pace: Pace
     seconds: float
+    engines: EngineReading | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "choices": [asdict(choice) for choice in self.choices]}
+        engines = {} if self.engines is None else {"engines": asdict(self.engines)}
+        choices = [asdict(choice) for choice in self.choices]
+        return {"seconds": self.seconds, "choices": choices, **engines}
 
 
 def derive(
@@ -92,9 +105,11 @@ def derive(
     reporter: Reporter,
     processes: int = 1,
     before: Sequence[Part] = (),
+    foresee: Foresee | None = None,
 ) -> Derived:
     """The recipe for its own target, data and this machine, to be done within `seconds`, of which
-    the deriving itself is a part, and what is done `before` the run."""
+    the deriving itself is a part, and what is done `before` the run. `foresee` says which engines
+    will read a drafter; without it none is considered."""
     check_derivable(recipe)
     clock = TimeLeft(seconds, now(), sum(sum(part.seconds_range) / 2 for part in before))
     cluster, shape = Cluster.here(processes), target_shape(recipe.target)
@@ -109,10 +124,11 @@ def derive(
     deriving.own_answers(target, some.samples)
     deriving.can_fill = deriving.may_fill(target)
     deriving.check_enough(some.count)
+    beside = BesideTarget.of(shape, target)
     facts = look_at_data(deriving.recipe, target, some, COVERAGE, reporter, clock.check)
     del target
     deriving.lengths(facts)
-    deriving.vocabulary(facts)
+    engines = deriving.engines(facts, beside, foresee)
     deriving.rows()
     deriving.features(facts)
     deriving.precision()
@@ -138,7 +154,8 @@ def derive(
     if busy := clock.others.note():
         reporter.warn(f"the pace here is that of a busy machine: {busy}")
     parts = [*before, *pace.parts(deriving.recipe, deriving.row_tokens(facts), CALIBRATED)]
-    return Derived(deriving.recipe, tuple(deriving.choices), tuple(parts), pace, seconds)
+    choices = tuple(deriving.choices)
+    return Derived(deriving.recipe, choices, tuple(parts), pace, seconds, engines)
 
 
 def check_derivable(recipe: Recipe) -> None:
@@ -261,6 +278,31 @@ class _Deriving:
             f"{self.recipe.data.new_tokens:,}, both {facts.document_tokens:.0f} on average: "
             f"{TOGETHER} of them fit",
         )
+
+    def engines(
+        self, facts: DataFacts, beside: BesideTarget, foresee: Foresee | None
+    ) -> EngineReading | None:
+        """The vocabulary; of a block drafter also a token as its mask, and which engines will read
+        it then."""
+        options = trainable_family(self.recipe).options
+        if foresee is None or not issubclass(options, DFlashOptions):
+            self.vocabulary(facts)
+            return None
+        mask = beside.mask()
+        if mask is not None:
+            reason = f"{mask[1]}, in no text: engines take a mask from the target's embedding"
+            self.choose(MASK, mask[0], reason)
+        whole = None
+        if self.recipe.vocab.size is not None and self.is_free(VOCABULARY):
+            whole = whole_vocabulary(self.recipe, facts.ids, self.shape, beside, foresee)
+        if whole is not None and whole.is_worth_it:
+            names = ", ".join(whole.gained)
+            self.choose(VOCABULARY, None, f"{names} read it over all ids alone; {whole.cost}")
+            return engine_reading(whole.whole)
+        self.vocabulary(facts)
+        if whole is not None:
+            return engine_reading(whole.trimmed, whole)
+        return engine_reading(foresee(self.recipe, beside))
 
     def vocabulary(self, facts: DataFacts) -> None:
         """A draft vocabulary by coverage, where the method trims it."""

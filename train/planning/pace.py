@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 from specctl.core.printable import counted
 from specctl.recipes.schema import Recipe
+from specctl.train.features.stored_rows import StoredRows
 from specctl.train.planning.work import (
     ANSWERS,
     QUESTION_TOKENS,
     QUESTIONS,
+    READING,
     Part,
     num_measures,
     num_questions,
@@ -26,7 +28,8 @@ from specctl.train.selective import reference_stage
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Seconds: `once` whatever the size, `answer` a prompt, `step`, `tau` a measurement, `save` a
-    checkpoint, `write` a time that the drafter writes, `read` a token of features kept on disk."""
+    checkpoint, `write` a time that the drafter writes, `read` a token of features kept on disk.
+    `stored`: the rows whose features lie there already; None: none."""
 
     once: float
     answer: float
@@ -35,6 +38,7 @@ class Pace:
     save: float
     write: float = field(default=0.0, kw_only=True)
     read: float = field(default=0.0, kw_only=True)
+    stored: StoredRows | None = field(default=None, kw_only=True)
 
     def seconds(self, recipe: Recipe, row_tokens: int = 0) -> float:
         """Of the whole run over `row_tokens` tokens of text."""
@@ -46,7 +50,7 @@ class Pace:
         return [
             Part(name, amount, (low * seconds, high * seconds))
             for name, amount, seconds in self._spent(recipe, row_tokens)
-            if seconds
+            if seconds or (self.stored is not None and name == READING)
         ]
 
     def _spent(self, recipe: Recipe, row_tokens: int) -> Iterator[tuple[str, str, float]]:
@@ -58,13 +62,23 @@ class Pace:
         yield QUESTIONS, counted(questions, "question"), questions * each
         yield ANSWERS, counted(prompts, "prompt"), prompts * self.answer
         if data.features == "offline":
-            read = self.read * row_tokens
-            yield "the target reads the rows once", f"{row_tokens:,} tokens", read
+            yield READING, self._rows(row_tokens), self.read_once * row_tokens
         first = reference_stage(recipe)
         if first is not None:
             for name, amount, seconds in self._training(first):
                 yield f"reference: {name}", amount, seconds
         yield from self._training(recipe)
+
+    @property
+    def read_once(self) -> float:
+        """Seconds of a token on average, those whose features are there included."""
+        return self.read * (1.0 if self.stored is None else self.stored.missing)
+
+    def _rows(self, tokens: int) -> str:
+        if self.stored is None:
+            return f"{tokens:,} tokens"
+        left = round(self.stored.missing * tokens)
+        return self.stored.text() + (f", {left:,} tokens to read" if left else "")
 
     def _training(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
         train, writes = recipe.train, 0

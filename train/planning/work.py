@@ -80,6 +80,7 @@ GPU_DECODE_EFFICIENCY = (0.6, 0.1)  # of its memory's speed while text is writte
 WRITTEN_AT_ONCE = 64  # rows
 ANSWERS = "the target writes answers"
 QUESTIONS = "the target writes questions"  # of the data source `self`
+READING = "the target reads the rows once"  # where features are kept
 # Of a question, with the prompt before it and the attempts that are dropped: 24 and 47 were
 # measured on SmolLM2-135M.
 QUESTION_TOKENS = 71
@@ -175,7 +176,7 @@ def work_of(
         )
     if data.features == "offline" and sizes.reads_target and data.target_source == "inprocess":
         reading = 2.0 * sizes.target * row_tokens
-        found.append(Work("the target reads the rows once", f"{row_tokens:,} tokens", reading))
+        found.append(Work(READING, f"{row_tokens:,} tokens", reading))
     found += more
     first = reference_stage(recipe)
     if first is not None:

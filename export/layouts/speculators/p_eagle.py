@@ -9,7 +9,6 @@ Letters: D hidden width, V target vocabulary.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from torch import Tensor
@@ -28,9 +27,7 @@ from specctl.export.layouts.speculators.eagle3 import (
 from specctl.export.layouts.speculators.layout import SpeculatorsFolder, SpeculatorsLayout
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.export.readers.vllm_eagle3 import EMBEDDING, ENGINE, MASK, VllmEagle3
-
-# <|reserved_special_token_7|>, <unused7>, [unused7], [control_7], <SPECIAL_7>
-_SPARE = re.compile(r"[<\[]\|?(reserved|unused|control_|special_)\w*\d\|?[>\]]", re.IGNORECASE)
+from specctl.runtime.target.spare_token import spare_token
 
 
 def write(source: ExportSource) -> SpeculatorsFolder:
@@ -62,17 +59,11 @@ def _tensors(source: ExportSource, drafter: PEagle) -> dict[str, Tensor]:
 
 
 def mask_token(source: ExportSource) -> int:
-    """A token that no text contains: a row of the embedding without a token, else a token that the
-    tokenizer keeps in reserve, else the padding, where it ends nothing."""
-    spec, tokenizer = source.manifest.model_spec, source.target.tokenizer
-    ids: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
-    if ids and max(ids.values()) < spec.vocab_size - 1:
-        return spec.vocab_size - 1
-    spare = [number for word, number in ids.items() if _SPARE.fullmatch(word)]
-    if spare:
-        return max(spare)
-    if spec.pad_id is not None and spec.pad_id not in (spec.bos_id, *source.target.eos_ids):
-        return spec.pad_id
+    """A token that no text contains (`specctl.runtime.target.spare_token`)."""
+    target = source.target
+    found = spare_token(target.tokenizer, source.manifest.model_spec, target.eos_ids)
+    if found is not None:
+        return found
     raise IncompatibleError(
         "no token can stand for what is not known yet",
         found="a vocabulary without unused ids, and no padding of its own",
