@@ -35,7 +35,7 @@ from specctl.runtime.target.target import Target
 SIZE = 24
 # Five layers are the published default; the contract is the same with two.
 SMALL: dict[str, dict[str, Any]] = {
-    name: {"layers": 2, "taps": (0, 2)} for name in ("dflash", "dspark", "domino", "xpress")
+    name: {"layers": 2, "taps": (0, 2)} for name in ("dflash", "dfly", "dspark", "domino", "xpress")
 }
 SMALL["domino"]["base_weight"] = 0.5  # at the first step the correction learns nothing, else
 # As many candidates as tokens: what is outside them has no score to compare.
@@ -55,9 +55,9 @@ TYPICAL = [
 ]
 # Whose 1,500 texts take more than two seconds.
 SLOW = (
-    "aded", "chimera", "clover", "dflash", "dflash2", "domino", "dspark", "easyspec", "falcon",
-    "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr", "moa", "mtp", "p-eagle",
-    "pass", "ppd", "s3d", "sorted", "superposed", "swift", "xpress",
+    "aded", "chimera", "clover", "dflash", "dflash2", "dfly", "domino", "dspark", "easyspec",
+    "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr", "moa", "mtp",
+    "p-eagle", "pass", "ppd", "s3d", "sorted", "superposed", "swift", "xpress",
 )  # fmt: skip
 SAMPLED = [
     pytest.param(name, policy, {}, marks=pytest.mark.proof) if name in SLOW else (name, policy, {})

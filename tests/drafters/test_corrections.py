@@ -33,9 +33,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash2", {"rank": 8, "candidates": 3}),
     ("dflash2", {"rank": 8, "candidates": 0}),
     ("xpress", {"rank": 8}),
+    ("dfly", {"inner": 16, "fusion": False}),
+    ("dfly", {"inner": 16}),
     ("lilicorr", {"width": 16, "factor": 16, "candidates": 8}),
 ]
-BEGINS_AS_DFLASH = [case for case in CASES if case[0] != "lilicorr"]  # U is a feature only there
+BEGINS_AS_DFLASH = CASES[:-2]  # but for other features, and for U as a feature only
 DOMINO = next(case for case in CASES if case[0] == "domino")
 IDS = [
     "-".join([name, *(f"{k}={v}" for k, v in how.items() if k != "rank")]) for name, how in CASES
