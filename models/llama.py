@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from specctl.core.row_additions import RowAdditions
 from specctl.models.int4 import in_int4
 from specctl.models.kernels import Weight, can_pack, pack
 from specctl.models.native.packed import PackedWeights
 from specctl.models.native.step import Bits, NativeStep, Stack, native_step, packed_step
 from specctl.models.released import Released
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PACK_SHARE = 0.25  # of the host's memory that copies of the weights may take
 
 
@@ -112,6 +114,28 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: tuple[Weight, ...]
     down: Weight
+    added: LayerAdditions | None = None  # of one forward
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdditions:
+    """What is added on some rows to what the projections of a layer put out."""
+
+    additions: RowAdditions
+    layer: int
+    sizes: dict[str, int]
+
+    @classmethod
+    def of(cls, additions: RowAdditions, layer: int, shape: LlamaShape) -> LayerAdditions:
+        width, kv = shape.hidden_size, shape.num_kv_heads * shape.head_dim
+        query, inner = shape.num_heads * shape.head_dim, shape.intermediate_size
+        sizes = (query, kv, kv, width, inner, inner, width)
+        return cls(additions, layer, dict(zip(PROJECTIONS, sizes, strict=True)))
+
+    def onto(self, names: tuple[str, ...], x: Tensor, out: Tensor) -> Tensor:
+        """`out` of these projections of x, with what is added."""
+        sizes = [self.sizes[name] for name in names]
+        return self.additions.onto(self.layer, names, sizes, x, out)
 
 
 @dataclass(slots=True)
