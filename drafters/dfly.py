@@ -83,8 +83,8 @@ class FlyNet(InjectedNet):
 def nearest(num_layers: int, num_taps: int) -> Tensor:
     """[layers, taps]: mixtures that begin at the depth as far up as the layer is, as DFlare's do
     (arXiv 2606.02091): -2 |t - t*|."""
-    own_L = torch.linspace(0, num_taps - 1, num_layers)
-    return -NEAR * (torch.arange(num_taps) - own_L[:, None]).abs()
+    own = torch.linspace(0, num_taps - 1, num_layers)
+    return -NEAR * (torch.arange(num_taps) - own[:, None]).abs()
 
 
 class StateCorrection(Correction):

@@ -13,8 +13,8 @@ itself reads it, and their own block causally. Each learns what the target says 
 the true text: the sum of |q - p| over the vocabulary (twice the loss `tv`). Noise is uniform over
 the ids 1 .. `mask_id` - 1 and drawn anew in every step; a draft's is fixed by its position, so that
 it is the same whichever rows share a round. `stages` lets blocks grow as training goes on.
-Letters: A anchors, B rows, D hidden width, I inputs, K draft vocabulary, M new nodes, O outputs, R
-rank, T fed tokens, X any axes.
+Letters: A anchors, B rows, D hidden width, K draft vocabulary, M new nodes, T fed tokens, X any
+axes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, RoundView, Space
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
-from specctl.core.row_additions import Factors, Place, RowAdditions
+from specctl.core.row_additions import (
+    ATTENTION,
+    MLP,
+    Factors,
+    Place,
+    RowAdditions,
+    linear_sizes,
+)
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.options import SERVED
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
@@ -37,8 +44,6 @@ from specctl.drafters.option_checks import Count, OneOf, Within
 from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind
 from specctl.models.kernels import linear, prepared
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
 PERIOD = 4096  # positions behind which a draft's noise repeats
 
 
@@ -81,7 +86,7 @@ class UnoOptions(PlacesOptions):
 
 
 class LowRankPair(nn.Module):
-    """A [R, I] and B [O, R] of one matrix; B begins as zero."""
+    """A [rank, inputs] and B [outputs, rank] of one matrix; B begins as zero."""
 
     def __init__(self, outputs: int, inputs: int, rank: int) -> None:
         super().__init__()
@@ -99,15 +104,6 @@ class UnoNet(nn.Module):
             nn.ModuleDict({n: LowRankPair(*sizes[n], options.rank) for n in options.targets})
             for _ in range(spec.num_layers)
         )
-
-
-def linear_sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the linear layers that may have additions."""
-    width, inner = spec.hidden_size, spec.intermediate_size
-    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sizes = [(query, width), (kv, width), (kv, width), (width, query)]
-    sizes += [(inner, width), (inner, width), (width, inner)]
-    return dict(zip(ATTENTION + MLP, sizes, strict=True))
 
 
 def fixed_noise(size: int, device: torch.device) -> Tensor:
@@ -135,7 +131,7 @@ class Uno(PlacesDrafter):
     def bind(self, borrowed: Borrowed) -> None:
         super().bind(borrowed)
         for (layer, name), one in self.factors().items():
-            shape = one.up_OR.shape[0], one.down_RI.shape[1]
+            shape = one.up.shape[0], one.down.shape[1]
             found = self.lm.linear_at(layer, name)
             if found != shape:
                 raise IncompatibleError(

@@ -30,6 +30,7 @@ from specctl.core.language_model import (
     Masks,
     WholeChain,
 )
+from specctl.core.row_additions import linear_sizes
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.models.as_published import GivenModel, change_of, is_about
@@ -219,7 +220,7 @@ class FastLlama(LanguageModel):
             if index in taps:
                 found[index] = x
             if added is not None:
-                layer = replace(layer, added=LayerAdditions.of(added, index, shape))
+                layer = replace(layer, added=LayerAdditions(added, index, linear_sizes(shape)))
             if parts is None or index in parts.attention:
                 x = self._attention(x, layer, index, rope, scores, kv)
             if parts is None or index in parts.mlp:

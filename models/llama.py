@@ -8,7 +8,7 @@ Letters: B rows, E head width, H query heads, T fed tokens, X any axes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -26,7 +26,6 @@ from specctl.models.native.packed import PackedWeights
 from specctl.models.native.step import Bits, NativeStep, Stack, native_step, packed_step
 from specctl.models.released import Released
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PACK_SHARE = 0.25  # of the host's memory that copies of the weights may take
 
 
@@ -123,18 +122,11 @@ class LayerAdditions:
 
     additions: RowAdditions
     layer: int
-    sizes: dict[str, int]
-
-    @classmethod
-    def of(cls, additions: RowAdditions, layer: int, shape: LlamaShape) -> LayerAdditions:
-        width, kv = shape.hidden_size, shape.num_kv_heads * shape.head_dim
-        query, inner = shape.num_heads * shape.head_dim, shape.intermediate_size
-        sizes = (query, kv, kv, width, inner, inner, width)
-        return cls(additions, layer, dict(zip(PROJECTIONS, sizes, strict=True)))
+    sizes: Mapping[str, tuple[int, int]]
 
     def onto(self, names: tuple[str, ...], x: Tensor, out: Tensor) -> Tensor:
         """`out` of these projections of x, with what is added."""
-        sizes = [self.sizes[name] for name in names]
+        sizes = [self.sizes[name][0] for name in names]
         return self.additions.onto(self.layer, names, sizes, x, out)
 
 

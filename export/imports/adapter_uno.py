@@ -3,7 +3,6 @@
 Nothing in such a folder says what it was trained for, so that only an import that is asked for this
 family reads one. What it adds must be plain LoRA of one rank and one alpha, on the same linear
 layers of every layer. The rename is proved bit for bit, and its scale by peft's rules.
-Letters: I inputs, R rank.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from specctl.core.errors import GateError
-from specctl.drafters.uno import ATTENTION, MLP, Uno, UnoOptions
+from specctl.core.row_additions import ATTENTION, MLP
+from specctl.drafters.uno import Uno, UnoOptions
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import ELSEWHERE, refused
@@ -39,7 +39,9 @@ def read(folder: Published, target: Target) -> Imported:
     (adapter,) = read_adapters((str(folder.folder),))
     rank, tensors = int(body["r"]), own(folder.tensors)
     targets = tuple(name for name in ATTENTION + MLP if f"layers.0.{name}.down" in tensors)
-    options = UnoOptions(ROWS, rank=rank, alpha=float(body["lora_alpha"]), targets=targets)
+    options = UnoOptions(
+        num_heads=ROWS, rank=rank, alpha=float(body["lora_alpha"]), targets=targets
+    )
     drafter = Uno(options, target.spec)
     _check(drafter, folder)
     drafter.module.to(next(iter(tensors.values())).dtype)

@@ -1,5 +1,5 @@
 """UNO's factors as peft's tensors, and back: a rename. peft names a linear layer as transformers
-does, behind a prefix of its own; A is [R, I] and B [O, R] in both.
+does, behind a prefix of its own; A is [rank, inputs] and B [outputs, rank] in both.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from specctl.drafters.uno import MLP
+from specctl.core.row_additions import MLP
 
 _OURS = re.compile(r"layers\.(\d+)\.(\w+)\.(down|up)")
 _THEIRS = re.compile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Feed
 from specctl.core.row_additions import RowAdditions
+from specctl.core.tree import NodeKind
 from specctl.drafters.uno import Uno, UnoOptions
 from specctl.models.hf_lm import HfLM
+from specctl.runtime.proof.enumerate import Case, enumerate_case
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode
 
@@ -75,8 +78,8 @@ def test_with_all_rows_open_it_is_what_peft_makes_of_the_factors(make_model: Any
         for (layer, name), one in drafter.factors().items():
             part = wrapped.base_model.model.model.layers[layer]
             owner = part.mlp if name == "down_proj" else part.self_attn
-            getattr(owner, name).lora_A["default"].weight.copy_(one.down_RI)
-            getattr(owner, name).lora_B["default"].weight.copy_(one.up_OR)
+            getattr(owner, name).lora_A["default"].weight.copy_(one.down)
+            getattr(owner, name).lora_B["default"].weight.copy_(one.up)
         theirs = wrapped(torch.tensor([TEXT])).logits[0]
     wrapped.unload()
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -95,6 +98,30 @@ def test_two_passes_emit_two_tokens_at_least_whatever_the_additions(
     counts = [n for outcome in ran.outcomes[:-1] for n in outcome.num_accepted]
     assert min(counts) >= 1
     assert max(outcome.tree.num_nodes for outcome in ran.outcomes) >= 4
+
+
+SHAPES = [("chain", NodeKind.IID, (-1, 0)), ("target-only", NodeKind.POINT, (-1, -1, 0))]
+
+
+@pytest.mark.parametrize(("rule", "kind", "shape"), SHAPES, ids=["chain", "tree"])
+@torch.no_grad()
+def test_what_is_drafted_leaves_the_targets_distribution(
+    make_target: Any, drive: Any, rule: str, kind: NodeKind, shape: tuple[int, ...]
+) -> None:
+    """Every draft and every coin, enumerated; q of the first token is p itself."""
+    target, heat, prompt = make_target("llama", num_layers=2, vocab=4), 1.3, [1, 2, 3, 1]
+    drafter, p, q = made(target, moved=0.5, num_heads=3), dict[Any, Any](), dict[Any, Any]()
+    for path in (path for depth in range(3) for path in product(range(4), repeat=depth)):
+        text = torch.tensor([[*prompt, *path]])
+        masks, at = target.lm.document_masks(text * 0), torch.arange(text.shape[1])[None]
+        row_V = target.lm.dense(text, at, masks).logits_BTV[0, -1]
+        walked_NK = drive(target, drafter).chain_logits([*prompt, *path], len(prompt))
+        p[path], q[path] = (
+            (each.double() / heat).softmax(-1).numpy() for each in (row_V, walked_NK[-1])
+        )
+    assert abs(p[()] - q[()]).max() < 1e-6
+    assert abs(p[1,] - q[1,]).max() > 1e-2
+    assert enumerate_case(Case("uno", rule, kind, shape, p, q, 4)).error < 1e-12
 
 
 def test_training_reads_noise_as_drafting_does_and_only_factors_learn(

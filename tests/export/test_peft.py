@@ -104,7 +104,7 @@ FIRST = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 MISTAKES = [
     ({"use_rslora": True}, None, "use_rslora: True"),
     ({"use_dora": True}, None, "use_dora: True"),
-    ({"bias": "all"}, None, "bias: all"),
+    ({"bias": "all"}, None, "bias: 'all'"),
     ({"modules_to_save": ["lm_head"]}, None, "modules_to_save"),
     ({"rank_pattern": {"q_proj": 4}}, None, "rank_pattern"),
     ({"alpha_pattern": {"q_proj": 8}}, None, "alpha_pattern"),
