@@ -13,8 +13,8 @@ itself reads it, and their own block causally. Each learns what the target says 
 the true text: the sum of |q - p| over the vocabulary (twice the loss `tv`). Noise is uniform over
 the ids 1 .. `mask_id` - 1 and drawn anew in every step; a draft's is fixed by its position, so that
 it is the same whichever rows share a round. `stages` lets blocks grow as training goes on.
-Letters: A anchors, B rows, D hidden width, K draft vocabulary, M new nodes, T fed tokens, X any
-axes.
+Letters: A anchors, B rows, D hidden width, K draft vocabulary, M new nodes, S sequence, T fed
+tokens, X any axes.
 """
 
 from __future__ import annotations
