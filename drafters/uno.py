@@ -6,7 +6,8 @@ of the target. The newest token's row is the target's own: what it says is exact
 noise W + alpha / r B A stands for every matrix W of the `targets`; such a row stands where a token
 to come will, and says the one behind it. All rows are read at once, so no draft depends on the one
 before it: a chain of independent draws, or a tree of the rows' best. A second forward, the target
-alone, verifies. The first draft is always accepted, so that two passes emit two tokens at least.
+alone, verifies. The first draft of a chain is always accepted, so that two passes emit two tokens
+at least; a tree at T > 0 holds the likeliest tokens, among which the one that is drawn need not be.
 
 Trained behind anchors of a text: the rows of a block see the text up to the anchor as the target
 itself reads it, and their own block causally. Each learns what the target says at the same place of
@@ -246,7 +247,7 @@ FAMILY = Family(
     summary=(
         "The target drafts itself: behind the newest token it reads noise, through low-rank "
         "additions to its matrices that only those rows see, and says several tokens in one "
-        "forward; a second one, of the target alone, verifies. Every round emits two tokens at "
+        "forward; a second one, of the target alone, verifies. Every chain emits two tokens at "
         "least. Costs two forwards a round, so it pays at few requests at a time."
     ),
     paper="https://github.com/ifm-ai/uno",
