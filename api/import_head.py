@@ -75,12 +75,13 @@ def import_head(
     target: TargetLike = "tiny",
     prompts: int = 8,
     new_tokens: int = 48,
+    family: str | None = None,
     progress: Progress = None,
     command: Sequence[str] = (),
 ) -> ImportResult:
     """Make a package of the published drafter in `folder`, which drafts what its own engine makes
     of the folder, or raise. tau is measured greedily on `prompts` held-out prompts and written into
-    the package; 0 measures nothing."""
+    the package; 0 measures nothing. `family="uno"` reads an adapter of peft as UNO's."""
     out = Path(out)
     check_folder(out)
     model, reporter = target_or_own(target), as_reporter(progress)
@@ -97,7 +98,9 @@ def import_head(
         return Measured(own.tau, own.record(model), {n: one.tau for n, one in taus.items()})
 
     can = prompts > 0 and model.can_run and model.tokenizer is not None
-    report = import_published(folder, model, out, command=command, measure=measure if can else None)
+    report = import_published(
+        folder, model, out, command=command, measure=measure if can else None, family=family
+    )
     return ImportResult(out, report)
 
 

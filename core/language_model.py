@@ -22,6 +22,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.exit_states import ExitStates
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.masks import chain_mask, document_mask, tree_mask
+from specctl.core.row_additions import RowAdditions
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree
@@ -104,7 +105,9 @@ class Feed:
     Borrowed layers: `parts` are the sub-layers that run (None: all; see `SubLayers`), and
     `residual_BTD` is what stands in front of the first of them instead of the embeddings of
     `ids_BT`, which then say no more than how many rows and tokens there are. A tap k is the
-    residual in front of layer k, whatever ran before it."""
+    residual in front of layer k, whatever ran before it.
+
+    `added`: low-rank additions on some of the rows, by places that `linear_at` knows."""
 
     ids_BT: Tensor
     position_BT: Tensor
@@ -114,6 +117,7 @@ class Feed:
     only: tuple[int, ...] | None = None
     parts: SubLayers | None = None
     residual_BTD: Tensor | None = None
+    added: RowAdditions | None = None
 
     def asked(self, rows_BTX: Tensor, first: int = 0) -> Tensor:
         """The rows whose logits are wanted; `rows_BTX` begins at fed index `first`."""
@@ -322,6 +326,11 @@ class LanguageModel(ABC):
     def check_lending(self) -> None:
         """Raise IncompatibleError where layers cannot be run apart from each other."""
         return
+
+    def linear_at(self, layer: int, name: str) -> tuple[int, int] | None:
+        """Outputs and inputs of that linear layer, where `Feed.added` may add to what it puts out;
+        None where nothing may be added."""
+        return None
 
     def key_value(
         self, state: Mapping[int, Tensor], position_BT: Tensor

@@ -30,6 +30,7 @@ from specctl.core.language_model import (
     Masks,
     WholeChain,
 )
+from specctl.core.row_additions import linear_sizes
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.models.as_published import GivenModel, change_of, is_about
@@ -45,7 +46,7 @@ from specctl.models.kernels import (
     rms_norm,
     small_kernels,
 )
-from specctl.models.llama import LayerWeights, LlamaModel, LlamaShape, Weights
+from specctl.models.llama import LayerAdditions, LayerWeights, LlamaModel, LlamaShape, Weights
 from specctl.models.native.bits import GROUP
 from specctl.models.native.chain import NextToken, whole_chain
 from specctl.models.native.library import no_int8
@@ -61,6 +62,10 @@ def _project(x: Tensor, weights: tuple[Weight, ...], biases: tuple[Tensor | None
         return linear(x, weights[0], biases[0])
     parts = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return torch.cat(parts, dim=-1)
+
+
+def _with_added(layer: LayerWeights, names: tuple[str, ...], x: Tensor, out: Tensor) -> Tensor:
+    return out if layer.added is None else layer.added.onto(names, x, out)
 
 
 class FastLlama(LanguageModel):
@@ -101,7 +106,7 @@ class FastLlama(LanguageModel):
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         feed = self._filled(feed)
         may_step = self.bits is not None if kv is None else kv.is_as_read
-        step = self._native(feed.ids_BT) if may_step else None
+        step = self._native(feed.ids_BT) if may_step and feed.added is None else None
         if step is None and may_choose(feed, kv):
             with forward_threads(feed, self.spec.num_layers):
                 return self._eager(feed, kv)
@@ -201,7 +206,9 @@ class FastLlama(LanguageModel):
 
     def _eager(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         module, shape, taps, parts = self.module, self.module.shape, feed.taps, feed.parts
-        weights = self._weights(feed.residual_BTD is None or not feed.residual_BTD.requires_grad)
+        added = feed.added
+        learns = feed.residual_BTD is not None and feed.residual_BTD.requires_grad
+        weights = self._weights(not learns and (added is None or not added.learns))
         if feed.residual_BTD is None:
             x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
         else:
@@ -212,6 +219,8 @@ class FastLlama(LanguageModel):
         for index, layer in enumerate(weights.layers):
             if index in taps:
                 found[index] = x
+            if added is not None:
+                layer = replace(layer, added=LayerAdditions(added, index, linear_sizes(shape)))
             if parts is None or index in parts.attention:
                 x = self._attention(x, layer, index, rope, scores, kv)
             if parts is None or index in parts.mlp:
@@ -269,7 +278,8 @@ class FastLlama(LanguageModel):
 
     def _joined(self, x: Tensor, out: Tensor, layer: LayerWeights, index: int) -> Tensor:
         """The residual, and what that layer's heads put out [B, T, H * head width]."""
-        return x + linear(out, layer.output, layer.output_bias)
+        put_out = linear(out, layer.output, layer.output_bias)
+        return x + _with_added(layer, ("o_proj",), out, put_out)
 
     def _stores(self, x: Tensor, layer: LayerWeights, kv: SlotKV) -> Any:
         """The kernels of CUDA that rotate and write at once; None where each is done by itself."""
@@ -285,6 +295,7 @@ class FastLlama(LanguageModel):
         shape = self.module.shape
         flat = rms_norm(x, layer.attention_norm, shape.norm_eps)
         both = _project(flat, layer.qkv, layer.qkv_bias)
+        both = _with_added(layer, ("q_proj", "k_proj", "v_proj"), flat, both)
         return both.view(*x.shape[:2], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
 
     def _query_key_value(
@@ -332,13 +343,15 @@ class FastLlama(LanguageModel):
             self.run(feed, kv)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        return x + linear(self._neurons(x, layer), layer.down)
+        neurons = self._neurons(x, layer)
+        return x + _with_added(layer, ("down_proj",), neurons, linear(neurons, layer.down))
 
     def _neurons(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """[B, T, O]: what the neurons of the MLP put out."""
         shape = self.module.shape
         flat = rms_norm(x, layer.mlp_norm, shape.norm_eps)
         both = _project(flat, layer.gate_up, (None,) * len(layer.gate_up))
+        both = _with_added(layer, ("gate_proj", "up_proj"), flat, both)
         if (own := small_kernels(both)) is not None:
             found: Tensor = own.silu_mul(both)
             return found
@@ -372,6 +385,14 @@ class FastLlama(LanguageModel):
         lm = copy(self)
         lm.bits = bits
         return lm
+
+    def linear_at(self, layer: int, name: str) -> tuple[int, int] | None:
+        """None in few bits, which the compiled step alone reads."""
+        own: Any = self.module.model.layers[layer]
+        part = getattr(own.self_attn, name, None) or getattr(own.mlp, name, None)
+        if not isinstance(part, nn.Linear) or self.bits is not None:
+            return None
+        return part.out_features, part.in_features
 
     def borrowed(self) -> Borrowed:
         embedding_VD = self.module.model.embed_tokens.weight.detach()

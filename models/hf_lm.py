@@ -309,6 +309,7 @@ class HfLM(LanguageModel):
         with (
             running(feed.ids_BT.shape[1]) if reads_latents else nullcontext(),
             nullcontext() if is_whole else self._parts().only(feed.parts, given),
+            nullcontext() if feed.added is None else self._parts().adding(feed.added),
         ):
             out = model(
                 input_ids=feed.ids_BT,
@@ -341,6 +342,10 @@ class HfLM(LanguageModel):
         if self._decoder is None:
             self._decoder = DecoderParts.of(self.module, self.spec.num_layers)
         return self._decoder
+
+    def linear_at(self, layer: int, name: str) -> tuple[int, int] | None:
+        part = self._parts().linear(layer, name)
+        return None if part is None else (part.out_features, part.in_features)
 
     def check_lending(self) -> None:
         if self._lends:

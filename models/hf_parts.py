@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.row_additions import RowAdditions
 from specctl.core.sub_layers import SubLayers
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
@@ -61,6 +62,32 @@ class DecoderParts:
                     if layer not in parts.mlp:
                         held.enter_context(_silent(self.mlps[layer], _no_mlp))
             yield
+
+    def linear(self, layer: int, name: str) -> nn.Linear | None:
+        """That linear layer of a layer's attention or MLP, if there is one."""
+        for part in (self.attentions[layer], self.mlps[layer]):
+            found = getattr(part, name, None)
+            if isinstance(found, nn.Linear):
+                return found
+        return None
+
+    @contextmanager
+    def adding(self, additions: RowAdditions) -> Iterator[None]:
+        """For the while of one forward, linear layers put out what is added on some rows, too."""
+        with ExitStack() as held:
+            for layer, name in additions.factors:
+                part = self.linear(layer, name)
+                assert part is not None, f"layer {layer} has no {name}"
+                hook = _adding(additions, layer, name)
+                held.callback(part.register_forward_hook(hook).remove)
+            yield
+
+
+def _adding(additions: RowAdditions, layer: int, name: str) -> Callable[..., Tensor]:
+    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return additions.onto(layer, (name,), (out.shape[-1],), args[0], out)
+
+    return add
 
 
 def _part(model: Any, layer: nn.Module, names: tuple[str, ...]) -> nn.Module:

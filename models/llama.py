@@ -8,7 +8,7 @@ Letters: B rows, E head width, H query heads, T fed tokens, X any axes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from specctl.core.row_additions import RowAdditions
 from specctl.models.int4 import in_int4
 from specctl.models.kernels import Weight, can_pack, pack
 from specctl.models.native.packed import PackedWeights
@@ -112,6 +113,21 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: tuple[Weight, ...]
     down: Weight
+    added: LayerAdditions | None = None  # of one forward
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdditions:
+    """What is added on some rows to what the projections of a layer put out."""
+
+    additions: RowAdditions
+    layer: int
+    sizes: Mapping[str, tuple[int, int]]
+
+    def onto(self, names: tuple[str, ...], x: Tensor, out: Tensor) -> Tensor:
+        """`out` of these projections of x, with what is added."""
+        sizes = [self.sizes[name][0] for name in names]
+        return self.additions.onto(self.layer, names, sizes, x, out)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.recipes.low_rank import LoraPart
-from specctl.runtime.target.adapter import CONFIG, TENSORS
+from specctl.runtime.target.adapter import CONFIG, TENSORS, plain_config
 from specctl.train.optim import is_hidden_matrix
 
 ADAPTER = "adapter"  # folder of a run
@@ -143,22 +143,7 @@ def save_adapter(module: nn.Module, folder: Path, part: LowRankPart, base: str |
         up_OR = F.pad(addition.up_OR.detach(), (0, more))
         tensors[f"{_PREFIX}{names[-1]}.lora_A.weight"] = down_RI.cpu().contiguous()
         tensors[f"{_PREFIX}{names[-1]}.lora_B.weight"] = up_OR.cpu().contiguous()
-    config = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "r": part.rank,
-        "lora_alpha": part.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "target_modules": _endings(module, names),
-    }
+    config = plain_config(part.rank, part.alpha, base, _endings(module, names))
     folder.mkdir(exist_ok=True)
     partial = folder / (TENSORS + ".partial")
     save_file(tensors, partial, metadata={"format": "pt"})

@@ -28,6 +28,9 @@ def import_(
         int, typer.Option(min=0, help="Held-out prompts that tau is measured on; 0 for none.")
     ] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 48,
+    family: Annotated[
+        str | None, typer.Option(help="What a LoRA adapter of peft is: uno. Others say it.")
+    ] = None,
     target: TargetChoice = TINY,
 ) -> None:
     """Make a package from a published drafter.
@@ -35,8 +38,8 @@ def import_(
     The package can be verified, measured, served, adapted, trimmed and exported. What can be read:
     EAGLE-3 (speculators, SafeAILab, SpecForge, ModelOpt), EAGLE-1 and -2, HASS, P-EAGLE, DFlash,
     DFlash2, DSpark, Domino, XPress and LiLiCorr (z-lab, DeepSpec, SpecForge, ModelOpt,
-    speculators), Medusa, MLP speculators (IBM), and the MTP module of a whole checkpoint
-    (DeepSeek-V3, GLM-4.5, Qwen3-Next).
+    speculators), Medusa, MLP speculators (IBM), the MTP module of a whole checkpoint
+    (DeepSeek-V3, GLM-4.5, Qwen3-Next), and UNO's adapters (peft, with --family uno).
 
     The package is written only if it drafts what the head's own engine would draft; then tau is
     measured on a few prompts of your target and shown beside what the head's README says. Pickles
@@ -66,6 +69,7 @@ def import_(
         target=target.load(console),
         prompts=num_prompts,
         new_tokens=max_new_tokens,
+        family=family,
         progress=console,
         command=["specctl", *sys.argv[1:]],
     )

@@ -108,8 +108,15 @@ class BlockNet(PrefixNet):
         rope_BT2E = rotary(position_BT, self.shape.head_dim, self.shape.rope_theta)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            kv.update(index, *layer.self_attn.key_value(x_BTD, rope_BT2E))
-        return x_BTD
+            own_BTD = self.features_of(index, x_BTD)
+            kv.update(index, *layer.self_attn.key_value(own_BTD, rope_BT2E))
+        return self.features_of(0, x_BTD)
+
+    def features_of(self, index: int, x: Tensor) -> Tensor:
+        """[..., D]: what layer `index` reads of injected features: its own, where those of all
+        layers stand one after another."""
+        width = self.shape.hidden_size
+        return x if x.shape[-1] == width else x[..., index * width : (index + 1) * width]
 
     def spread(
         self, x_BSD: Tensor, z_BMD: Tensor, batch: TrainBatch, block: Block
@@ -138,8 +145,8 @@ class BlockNet(PrefixNet):
             return out_BMD
 
         again = self.is_large(z_BMD)
-        for layer in self.layers:
-            z_BMD = run(again, one, layer, x_BSD, z_BMD)
+        for index, layer in enumerate(self.layers):
+            z_BMD = run(again, one, layer, self.features_of(index, x_BSD), z_BMD)
         return z_BMD
 
 

@@ -74,6 +74,10 @@ class PlacesDrafter(SelfDrafter):
         """[B, A T, D]: what stands at the places, made of the residuals of the tokens they stand
         behind, in front of the same layer."""
 
+    def num_places(self, progress: float) -> int:
+        """The places that learn after this share of the training: the first ones."""
+        return int(self.options.num_heads)
+
     # -- the frame ------------------------------------------------------------------------------
 
     @property
@@ -117,7 +121,7 @@ class PlacesDrafter(SelfDrafter):
             teacher_logits(batch, how, self.vocab),
             LinearHead(self.head_weight().float()),
         )
-        for i in range(options.num_heads):
+        for i in range(self.num_places(batch.progress)):
             rows, ready_RD = self._aimed(batch, anchor_BA, i), ready_BATD[:, :, i].flatten(0, 1)
             places.append((ready_RD.float(), head, rows))
         if options.d_pace is not None:
@@ -133,7 +137,7 @@ class PlacesDrafter(SelfDrafter):
         """[B, A]: positions in random order, those behind which all places have something to say
         first."""
         wanted_BS = torch.zeros(batch.ids_BS.shape, device=batch.ids_BS.device)
-        for i in range(self.options.num_heads):
+        for i in range(self.num_places(batch.progress)):
             wanted_BS += ahead_mask(batch, self.reach + i)
         chance_BS = wanted_BS + torch.rand(batch.ids_BS.shape, device=batch.ids_BS.device)
         most = min(self.options.anchors, chance_BS.shape[1])

@@ -45,10 +45,14 @@ class CorrectedState(HeadState):
     def _pack_heads(self) -> list[Weight]:
         return [prepared(self.drafter.base_head())]
 
+    @property
+    def correction(self) -> Correction:
+        return self.drafter.correction
+
     @torch.no_grad()
     def root(self, view: RoundView) -> Tensor:
         self._block = self.filled(view)
-        self._shared, carry_B1Y = self.drafter.correction.start(self._block)
+        self._shared, carry_B1Y = self.correction.start(self._block)
         self._carries, self._depths = [], []
         root_B1 = view.root_B[:, None]
         return self._read(torch.zeros_like(root_B1), carry_B1Y, root_B1)[:, 0]
@@ -69,7 +73,7 @@ class CorrectedState(HeadState):
 
     def _read(self, depth_BM: Tensor, before_BMY: Tensor, token_BM: Tensor) -> Tensor:
         """[B, M, K]; past the last slot, nodes are scored by it."""
-        correction, slot_BM = self.drafter.correction, self._slots(depth_BM)
+        correction, slot_BM = self.correction, self._slots(depth_BM)
         carry_BMY = correction.read(self._shared, slot_BM, before_BMY, token_BM)
         self._carries.append(carry_BMY)
         self._depths.append(depth_BM)
@@ -88,7 +92,7 @@ class CorrectedState(HeadState):
         """[B, D + O]: of the newest node its slot's state, and what the correction makes of it."""
         depth_B1, carry_B1Y = self.newest()
         state_B1D = at_depth(self.block.states_XPD, depth_B1)
-        shown_B1O = self.drafter.correction.shown(self._shared, depth_B1, carry_B1Y)
+        shown_B1O = self.correction.shown(self._shared, depth_B1, carry_B1Y)
         parts = [state_B1D] if shown_B1O is None else [state_B1D, shown_B1O]
         return torch.cat(parts, dim=-1)[:, 0]
 

@@ -94,7 +94,7 @@ def formats() -> Plugins[Format]:
 # TensorRT-LLM is given what its loaders name: EAGLE-3's flat checkpoint and plain draft models.
 ENGINES: dict[str, tuple[str, ...]] = {
     "vllm": ("speculators", "hf", "vllm-medusa", "vllm-xpress", "mlp-speculator", "sglang"),
-    "sglang": ("sglang", "hf"),
+    "sglang": ("sglang", "hf", "peft"),
     "llama.cpp": ("gguf",),
     "trtllm": ("sglang", "hf"),
     "openvino": ("openvino",),
@@ -103,7 +103,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 # Of the flat checkpoints the families that an engine is given; SGLang reads them all.
 GIVEN_FLAT: dict[str, tuple[str, ...]] = {"trtllm": ("eagle3",), "vllm": ("lilicorr",)}
-PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "vllm-xpress", "mlp-speculator")
+PREFERRED = ("speculators", "sglang", "hf", "vllm-medusa", "vllm-xpress", "mlp-speculator", "peft")
 
 
 def format_for(name: str, family: str) -> str:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl.core.errors import GateError, IncompatibleError
+from specctl.core.errors import GateError, IncompatibleError, RecipeError
 from specctl.core.plugins import Plugins, plugins
 
 if TYPE_CHECKING:
@@ -111,18 +111,28 @@ def import_published(
     *,
     command: Sequence[str],
     measure: Callable[[Imported, Mapping[str, Any]], Measured] | None = None,
+    family: str | None = None,
 ) -> Report:
     """Write the published drafter at `path` as a package for `target` at `out`. `measure` is given
-    the drafter and how it is to draft (`serve`), once it is proved."""
+    the drafter and how it is to draft (`serve`), once it is proved. `family` says what an adapter
+    of peft is; every other folder says so itself."""
     from specctl.drafters import families
     from specctl.export.formats import ExportSource
-    from specctl.export.imports.published import read_published
+    from specctl.export.imports.published import OF_ADAPTERS, read_published
     from specctl.export.package.files import reading
     from specctl.export.package.folder import describe, package_tensors, save_package
     from specctl.export.package.manifest import Manifest
 
+    if family not in (None, OF_ADAPTERS):
+        raise RecipeError(
+            "a family is named for adapters of peft alone, which say no family of their own",
+            where="--family",
+            found=family,
+            expected=OF_ADAPTERS,
+            do="leave --family out",
+        )
     with reading(path):
-        published = read_published(Path(path))
+        published = read_published(Path(path), is_adapter=family is not None)
     importer = find_importer(published.config, published.tensors.keys())
     with _refusing(importer.name):
         found = importer.read(published, target)

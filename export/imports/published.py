@@ -28,11 +28,14 @@ from specctl.export.package.files import (
 from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, read_manifest
 from specctl.export.package.tensors import read_tensors, write_tensors
 from specctl.models.mtp_layout import KINDS
+from specctl.runtime.target import adapter
+from specctl.runtime.target.adapter import read_adapters
 from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
 from specctl.runtime.target.mtp_checkpoint import read_layout, stored_module
 from specctl.runtime.target.stored_names import check_unwrapped, plain_name, wrapper_note
 
 CONFIG = "config.json"
+OF_ADAPTERS = "uno"  # the family whose drafters are published as adapters of the target
 OF_A_RUN = ("training_args", "optimizer", "scheduler", "rng_state", "trainer_state", "scaler")
 MOST_CLAIMS, MOST_SHOWN = 3, 160
 _CLAIM = re.compile(
@@ -75,9 +78,11 @@ class Published:
             yield folder
 
 
-def read_published(path: Path) -> Published:
-    """The folder, or why it cannot be read."""
+def read_published(path: Path, is_adapter: bool = False) -> Published:
+    """The folder, or why it cannot be read; `is_adapter`: it is to be an adapter of peft."""
     folder = open_folder(path)
+    if is_adapter:
+        return _adapter(folder)
     if (module := _carried(folder)) is not None:
         return module
     if is_adapter_alone(folder):
@@ -86,7 +91,7 @@ def read_published(path: Path) -> Published:
             found=ADAPTER,
             expected=f"{CONFIG} and weights in safetensors",
             do=f"of a draft model it drafts as it is: --draft {folder}; of a target: "
-            f"--target {folder}",
+            f"--target {folder}; UNO's: --family {OF_ADAPTERS}",
             where=str(path),
         )
     files = model_files(folder)
@@ -116,6 +121,14 @@ def read_published(path: Path) -> Published:
     config, note = read_json(files[CONFIG]), wrapper_note(stored)
     notes = (note,) if note else ()
     return Published(folder, config, tensors, paths, claims, notes, is_renamed=bool(note))
+
+
+def _adapter(folder: Path) -> Published:
+    """Its settings and tensors, checked as those of a target's adapter are."""
+    (checked,) = read_adapters((str(folder),))
+    path = checked.folder / adapter.TENSORS
+    tensors = read_tensors(path.resolve() if path.is_symlink() else path)
+    return Published(folder, read_json(folder / ADAPTER), tensors, (path,))
 
 
 def _refuse_pickles(folder: Path) -> None:

@@ -76,6 +76,28 @@ class Adapter:
     shapes: Mapping[str, tuple[int, int]]  # [O, I]
 
 
+def plain_config(
+    rank: int, alpha: float, base: str | None, modules: Sequence[str]
+) -> dict[str, Any]:
+    """adapter_config.json of plain LoRA on those linear layers."""
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "target_modules": list(modules),
+    }
+
+
 def combined_fingerprint(base: str, adapters: Sequence[Any]) -> str:
     """The fingerprint of a base with adapters (anything with `digest` and `weight`), in order."""
     if not adapters:

@@ -34,6 +34,7 @@ from specctl.core.language_model import (
     LmOut,
     WholeChain,
 )
+from specctl.core.row_additions import RowAdditions, linear_sizes
 from specctl.core.sub_layers import SubLayers
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.device import check_memory
@@ -101,6 +102,7 @@ class InflatedLM(FastLlama):
             taps=tuple(self.tap_map[k] for k in feed.taps),
             parts=parts and self._large_parts(parts),
             residual_BTD=None if given is None else self._widened(given),
+            added=None if feed.added is None else self._placed(feed.added),
         )
         out = self.large.run(large, kv)
         width = self.spec.hidden_size
@@ -123,6 +125,19 @@ class InflatedLM(FastLlama):
     def _held(self, layers: Iterable[int]) -> tuple[int, ...]:
         """The large layers that these of the base stand for."""
         return tuple(i for k in layers for i in range(self.tap_map[k], self.tap_map[k + 1]))
+
+    def linear_at(self, layer: int, name: str) -> tuple[int, int] | None:
+        found = super().linear_at(self.real_layers[layer], name)
+        return None if found is None else linear_sizes(self.spec)[name]
+
+    def _placed(self, added: RowAdditions) -> RowAdditions:
+        """Onto the base's rows and columns, which are the first ones of the large matrices."""
+        sizes = linear_sizes(self._large_spec)
+        large = {
+            (self.real_layers[layer], name): one.within(*sizes[name])
+            for (layer, name), one in added.factors.items()
+        }
+        return RowAdditions(large, added.gate_BT)
 
     def _widened(self, residual_BTD: Tensor) -> Tensor:
         """Zeros in the channels of the padding."""

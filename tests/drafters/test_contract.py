@@ -35,8 +35,11 @@ from specctl.runtime.target.target import Target
 SIZE = 24
 # Five layers are the published default; the contract is the same with two.
 SMALL: dict[str, dict[str, Any]] = {
-    name: {"layers": 2, "taps": (0, 2)} for name in ("dflash", "dspark", "domino", "xpress")
+    name: {"layers": 2, "taps": (0, 2)} for name in ("dflash", "dfly", "dspark", "domino", "xpress")
 }
+SMALL["uno"] = {
+    "loss": "kl"
+}  # a random target's tokens to come are hardly to be told: tv stays high
 SMALL["domino"]["base_weight"] = 0.5  # at the first step the correction learns nothing, else
 # As many candidates as tokens: what is outside them has no score to compare.
 SMALL["dflash2"] = {"layers": 2, "taps": (0, 2), "candidates": SIZE}
@@ -55,9 +58,10 @@ TYPICAL = [
 ]
 # Whose 1,500 texts take more than two seconds.
 SLOW = (
-    "aded", "chimera", "clover", "dflash", "dflash2", "domino", "dspark", "easyspec", "falcon",
-    "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr", "moa", "mtp", "p-eagle",
-    "pass", "ppd", "s3d", "sorted", "superposed", "swift", "xpress",
+    "aded", "chimera", "clover", "dflash", "dflash2", "dfly", "domino", "dspark", "easyspec",
+    "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr", "moa", "mtp",
+    "p-eagle", "pass", "ppd", "s3d", "sorted", "superposed", "swift", "uno",
+    "xpress",
 )  # fmt: skip
 SAMPLED = [
     pytest.param(name, policy, {}, marks=pytest.mark.proof) if name in SLOW else (name, policy, {})
@@ -74,6 +78,7 @@ AS_SERVED = {
     "feature_weight": 0.0, "hidden_weight": 0.0, "noise": 0.0, "dropout": 0.0, "glance": 0.0,
     "passes": 1, "head_weight": None, "early_weight": 0.0, "base_weight": 0.0,
     "free_weight": 0.0, "choice_weight": 1.0, "penalty_weight": 0.0, "whole_blocks": False,
+    "fresh_noise": False,
 }  # fmt: skip
 
 

@@ -33,9 +33,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash2", {"rank": 8, "candidates": 3}),
     ("dflash2", {"rank": 8, "candidates": 0}),
     ("xpress", {"rank": 8}),
+    ("dfly", {"inner": 16, "fusion": False}),
+    ("dfly", {"inner": 16}),
     ("lilicorr", {"width": 16, "factor": 16, "candidates": 8}),
 ]
-BEGINS_AS_DFLASH = [case for case in CASES if case[0] != "lilicorr"]  # U is a feature only there
+BEGINS_AS_DFLASH = CASES[:-2]  # but for other features, and for U as a feature only
 DOMINO = next(case for case in CASES if case[0] == "domino")
 IDS = [
     "-".join([name, *(f"{k}={v}" for k, v in how.items() if k != "rank")]) for name, how in CASES
@@ -160,7 +162,9 @@ def test_a_fresh_correction_leaves_the_block_as_it_was(
 
 SMALL, TEMPERATURE, COUNT = 5, 1.3, 2
 ENUMERATED = [
-    (name, {**how, "candidates": COUNT} if how.get("candidates") else how) for name, how in CASES
+    (name, {**how, "candidates": COUNT} if how.get("candidates") else how)
+    for name, how in CASES
+    if how.get("fusion", True)
 ]
 SHAPES = [
     ("chain", NodeKind.IID, (-1, 0)),
@@ -194,7 +198,7 @@ def tables(target: Any, drafter: Any, drive: Any) -> tuple[Distributions, Distri
 
 
 @pytest.mark.parametrize(("rule", "kind", "shape"), SHAPES, ids=["chain", "tree"])
-@pytest.mark.parametrize(("name", "how"), ENUMERATED, ids=IDS)
+@pytest.mark.parametrize(("name", "how"), ENUMERATED, ids=[case[0] for case in ENUMERATED])
 def test_what_is_drawn_from_its_scores_leaves_the_targets_distribution(
     small_target: Any, make_batch: Any, drive: Any,
     name: str, how: dict[str, Any], rule: str, kind: NodeKind, shape: tuple[int, ...],
@@ -346,6 +350,19 @@ def test_rounds_of_its_own_drafts_are_part_of_the_loss(
         assert len(names) == (rounds if weight else 0)
     drafter.options = options
     assert found[0, 0.3] == found[3, 0.0] < found[1, 0.3] != found[3, 0.3]
+
+
+# -- DFly -----------------------------------------------------------------------------------------
+
+
+def test_every_layer_of_dfly_reads_a_mixture_of_its_own(
+    target: Any, made: Any, make_batch: Any
+) -> None:
+    drafter = made("dfly", {"inner": 16})
+    out = drafter.loss(make_batch(target, drafter))
+    (grad,) = torch.autograd.grad(out.sum, [drafter.module.fusion])
+    assert grad.shape == (2, len(drafter.own_taps))
+    assert (grad.abs().amax(1) > 1e-6).all()
 
 
 # -- LiLiCorr -------------------------------------------------------------------------------------

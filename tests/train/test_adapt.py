@@ -25,9 +25,11 @@ from specctl.train.planning.plan import plan
 
 # What no module of its own holds, so that an adapter has no name for it.
 NAMELESS = {
+    "dfly": {"fusion"},
     "domino": {"memory"},
     "falcon": {"lstm"},
     "lilicorr": {"lattice"},
+    "uno": {"layers"},
     **{name: {"tokens"} for name in ("k-forcing", "lexical-unit", "pass", "ppd", "s3d")},
 }
 # A random target is sure of nothing; a correction learns beside the block from the first step on.
