@@ -7,6 +7,9 @@ of a draft step differ from the drafter's.
     pip download --no-deps sglang==0.5.23 -d engines
     python -m zipfile -e engines/sglang-*.whl engines/sglang
     python benchmarks/export_sglang.py --sglang engines/sglang runs/NAME/package ...
+    python benchmarks/export_sglang.py --sglang engines/sglang --random runs/random
+
+With --random it writes packages of random drafters of `tiny` there, one a family, and reads them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import importlib
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +43,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from specctl import load_target
+from specctl.drafters import families
 from specctl.export.formats import ExportSource, export
 from specctl.export.layouts.blocks import check_confidence
+from specctl.export.package.folder import save_package
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import read_manifest
 from specctl.export.readers.sglang_eagle import captured
@@ -176,6 +182,43 @@ FILES = {
     "Qwen3DSparkModel": "dspark",
     "LiLiCorrDraftModel": "lilicorr",
 }
+
+
+RANDOM: dict[str, dict[str, Any]] = {  # options of each family
+    "eagle3": {},
+    "eagle": {},
+    "dflash": {},
+    "dflash2": {},
+    "lilicorr": {},
+    "dspark": {},
+    "dspark-gated": {"correction": "gated"},
+    "dspark-rnn": {"correction": "rnn"},
+    "xpress": {},
+}
+
+
+def random_packages(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Packages of drafters of `tiny` in which no weight is zero and no norm the identity."""
+    target, made = load_target("tiny", dtype="float32"), []
+    for name in names:
+        found, options = families()[name.partition("-")[0]], dict(RANDOM[name])
+        if not name.startswith("eagle"):
+            options["mask_id"] = 2
+        torch.manual_seed(0)
+        drafter = found.build(found.options(**options), target.spec, None)
+        drafter.bind(target.borrowed())
+        assert drafter.module is not None
+        with torch.no_grad():
+            for key, weight in drafter.module.named_parameters():
+                if key.endswith("norm.weight"):
+                    weight.uniform_(0.5, 1.5)
+                else:
+                    weight.normal_(std=0.05)
+        serve = {"policy": "chain", "length": 3}
+        words: dict[str, Any] = {"recipe_digest": "0" * 64, "command": sys.argv}
+        save_package(drafter, target, folder / name, serve=serve, acceptance=None, **words)
+        made.append(folder / name)
+    return made
 
 
 def loaded(folder: Path) -> Any:
@@ -347,8 +390,12 @@ def fed_apart(model: Any, step: Any, trial: Trial, taken_TI: Tensor) -> Tensor:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sglang", type=Path, required=True, help="the unpacked wheel")
-    parser.add_argument("packages", type=Path, nargs="+")
+    parser.add_argument("--random", type=Path, metavar="FOLDER")
+    parser.add_argument("packages", type=Path, nargs="*")
     wanted = parser.parse_args()
+    if wanted.random:
+        names = [name for name in RANDOM if name != "xpress"]
+        wanted.packages += random_packages(wanted.random, names)
     worst = 0.0
     print("| package | class | parameters | largest error of a logit |\n|---|---|---|---|")
     for package in wanted.packages:

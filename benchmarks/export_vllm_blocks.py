@@ -10,6 +10,7 @@ compared, among them the first and the last, which show a wrong layout of the sl
     pip download --no-deps vllm==0.33.0 -d engines
     python -m zipfile -e engines/vllm-*.whl engines/vllm
     python benchmarks/export_vllm_blocks.py --vllm engines/vllm runs/NAME/package ...
+    python benchmarks/export_vllm_blocks.py --vllm engines/vllm --random runs/random
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from engine_standins import Attention, Merged, Norm, Qkv, Rope, Rows, SiluAndMul, Single, engine
 from engine_standins import copied as copied_into
-from export_sglang import candidates_of, chosen
+from export_sglang import candidates_of, chosen, random_packages
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -336,8 +337,11 @@ def trial_of(source: ExportSource, folder: Path) -> Trial:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", type=Path, required=True, help="the unpacked wheel")
-    parser.add_argument("packages", type=Path, nargs="+")
+    parser.add_argument("--random", type=Path, metavar="FOLDER", help="as export_sglang.py has it")
+    parser.add_argument("packages", type=Path, nargs="*")
     wanted = parser.parse_args()
+    if wanted.random:
+        wanted.packages += random_packages(wanted.random, list(CLASSES))
     print("| package | class | largest error of a logit |\n|---|---|---|")
     for package in wanted.packages:
         manifest = read_manifest(package)
