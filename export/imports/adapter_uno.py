@@ -1,7 +1,7 @@
 """A LoRA adapter of peft read as UNO's: the target drafts with it at rows of noise.
 
-Nothing in such a folder says what it was trained for, so that only an import that is asked for this
-family reads one. What it adds must be plain LoRA of one rank and one alpha, on the same linear
+Nothing in such a folder says what it was trained for, so that one is read only where the command
+names this family. What it adds must be plain LoRA of one rank and one alpha, on the same linear
 layers of every layer. The rename is proved bit for bit, and its scale by peft's rules.
 """
 

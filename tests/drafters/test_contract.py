@@ -37,9 +37,7 @@ SIZE = 24
 SMALL: dict[str, dict[str, Any]] = {
     name: {"layers": 2, "taps": (0, 2)} for name in ("dflash", "dfly", "dspark", "domino", "xpress")
 }
-SMALL["uno"] = {
-    "loss": "kl"
-}  # a random target's tokens to come are hardly to be told: tv stays high
+SMALL["uno"] = {"loss": "kl"}  # a random target's next tokens cannot be foreseen: tv stays high
 SMALL["domino"]["base_weight"] = 0.5  # at the first step the correction learns nothing, else
 # As many candidates as tokens: what is outside them has no score to compare.
 SMALL["dflash2"] = {"layers": 2, "taps": (0, 2), "candidates": SIZE}

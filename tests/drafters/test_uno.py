@@ -1,4 +1,4 @@
-"""UNO: what its rows see and add, what a round is worth, and peft's opinion of its factors."""
+"""UNO: what its rows see and add, what a round is worth, and what peft makes of its factors."""
 
 from __future__ import annotations
 

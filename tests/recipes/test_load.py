@@ -138,7 +138,7 @@ def test_one_wrong_value_is_told_once(tmp_path: Path) -> None:
         ("data.format=xlsx", "one of auto, text, jsonl"),
         ("target.inflate=big", "one of 100m, 300m"),
         ("target.dtype=fp8", "float32, bfloat16"),
-        ("export.formats=[gguff]", "one of gguf, hf"),
+        ("export.formats=[gguff]", "schema --field export"),
         ("drafter=3", "dictionary"),
     ],
 )
