@@ -19,6 +19,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, did_you_mean
 from specctl.drafters import family
 from specctl.drafters.nets.options import served_anew
+from specctl.drafters.nets.shortlist import check_shortlist, how_head_is_read
 from specctl.export.package import folder as packages
 from specctl.export.package.manifest import MANIFEST, package_in, read_manifest
 from specctl.recipes.built_in import as_path_word, is_built_in
@@ -58,6 +59,8 @@ class LoadedDraft:
             return
         if self.drafter.note:
             reporter.say(self.drafter.note)
+        if (how := how_head_is_read(self.drafter)) is not None:
+            reporter.say(how)
         for name, is_approximate in (
             (self.drafter.family, not self.drafter.lossless),
             (f"rule {self.rule}", is_relaxed(self.rule)),
@@ -193,6 +196,7 @@ def load_draft(
     if options:
         loaded, source = copy.copy(loaded), source and f"{source} with {options}"
         loaded.options = served_anew(getattr(loaded, "options", None), options)
+        check_shortlist(loaded)
     if not (policy is None or isinstance(policy, str)):
         if not hasattr(policy, "grow"):
             raise RecipeError(

@@ -357,6 +357,11 @@ class Drafter(ABC):
         """The drafter as a model over the target's ids, if it can write text without the target."""
         return None
 
+    @property
+    def head_width(self) -> int | None:
+        """How wide its LM head is, if it can be read in two steps (`nets/shortlist.py`)."""
+        return None
+
     def trimmed(self, vocab: VocabMap) -> Drafter:
         """The same drafter over `vocab` only; families without an LM head raise."""
         raise AssertionError(f"{self.family} has no LM head to trim")

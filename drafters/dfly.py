@@ -32,9 +32,9 @@ from specctl.drafters.corrected_blocks import CorrectedBlocks
 from specctl.drafters.dflash import STD, DFlashOptions, InjectedNet
 from specctl.drafters.nets.blocks import RmsNorm
 from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
+from specctl.drafters.nets.routed import ServedHead, read_head
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.corrected_state import CorrectedState
-from specctl.models.kernels import Weight, linear
 
 NEAR = 2.0  # how fast a layer's first mixture falls off around the depth that is its own
 
@@ -93,7 +93,7 @@ class StateCorrection(Correction):
     first_order = True
 
     def __init__(
-        self, net: SlotCorrection, embed: Callable[[Tensor], Tensor], head: Weight
+        self, net: SlotCorrection, embed: Callable[[Tensor], Tensor], head: ServedHead
     ) -> None:
         self.net, self.embed, self.head = net, embed, head
 
@@ -106,7 +106,7 @@ class StateCorrection(Correction):
         return self.embed(ids_XM)
 
     def scores(self, shared: FilledBlock, depth_XM: Tensor, carry_XMY: Tensor) -> Tensor:
-        return linear(self.corrected(shared, depth_XM, carry_XMY), self.head)
+        return read_head(self.corrected(shared, depth_XM, carry_XMY), self.head)
 
     def corrected(self, block: FilledBlock, depth_XM: Tensor, carry_XMY: Tensor) -> Tensor:
         """[X, M, D]: h'."""
@@ -137,7 +137,7 @@ class DFly(CorrectedBlocks):
     def correction(self) -> StateCorrection:
         return self.corrected_by(self.base_head())
 
-    def corrected_by(self, head: Weight) -> StateCorrection:
+    def corrected_by(self, head: ServedHead) -> StateCorrection:
         """With that form of the LM head."""
         return StateCorrection(self.module.correction, self.embed, head)
 

@@ -54,6 +54,7 @@ from specctl.drafters.nets.routed import (
     with_router,
 )
 from specctl.drafters.nets.seen import AttentionWindow, seen_ahead
+from specctl.drafters.nets.shortlist import ShortlistHead
 from specctl.drafters.nets.taps import taps_of
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
@@ -266,11 +267,12 @@ class Eagle3State(FeatureState):
 
     def __init__(self, drafter: Eagle3, space: Space) -> None:
         self.net, self.embed, self.borrowed = drafter.module, drafter.embed, drafter.borrowed
+        self._options = drafter.options
         super().__init__(drafter, self.net.shape, 1, space, drafter.options.seen)
 
     def fuse_weights(self) -> None:
         self._fused = FUSED.of(self.net)
-        self._head = served_head(self.net.lm_head.weight, self.net.router)
+        self._head = served_head(self.net.lm_head.weight, self._options, self.net.router)
 
     @property
     def is_recordable(self) -> bool:
@@ -297,7 +299,7 @@ class Eagle3State(FeatureState):
 
     def _compiled(self, ids_BT: Tensor, state_BTD: Tensor, at: Fed | Place) -> Tensor | None:
         """Logits by the compiled step, the states remembered; None where PyTorch does it."""
-        is_plain = not isinstance(self._head, RoutedHead)
+        is_plain = not isinstance(self._head, RoutedHead | ShortlistHead)
         fed_back = 1 if self.net.norm_output else RESIDUAL
         taps = (fed_back,) if is_plain else (1, fed_back)
         out = self.compiled(ids_BT, state_BTD, at, tuple(set(taps)), logits=is_plain)

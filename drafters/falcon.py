@@ -47,12 +47,12 @@ from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.recompute import is_large, run
+from specctl.drafters.nets.routed import read_head
 from specctl.drafters.nets.seen import Seen
 from specctl.drafters.nets.stride_net import StrideNet, pick
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.tree_layout import Place
-from specctl.models.kernels import linear, prepared
 
 AT_ONCE = 256  # rows of logits alive while the first pass is judged
 
@@ -230,7 +230,7 @@ class StrideState(FeatureState):
         super().__init__(drafter, net.shape, 1, space)
 
     def fuse_weights(self) -> None:
-        self._head = prepared(self.drafter.head_weight())
+        self._head = self.drafter.served_head()
 
     def features(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.drafter.tap].to(self.dtype)
@@ -334,7 +334,7 @@ class StrideState(FeatureState):
 
     def _head_logits(self, block_BMO: Tensor, depth_BM: Tensor) -> Tensor:
         self._states.append(self._taken(block_BMO, depth_BM))
-        return linear(self._states[-1], self._head)
+        return read_head(self._states[-1], self._head)
 
 
 FAMILY = Family(

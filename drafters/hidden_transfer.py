@@ -27,11 +27,11 @@ from specctl.core.language_model import Feed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.nets.self_drafter import check_layer
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.borrowed_state import KnownTokensState
 from specctl.drafters.states.head_state import LastState
-from specctl.models.kernels import linear, prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class HiddenTransferState(KnownTokensState):
         super().__init__(lm, drafter.attention, space, extra=drafter.options.num_heads)
         like = torch.empty(0, dtype=lm.dtype, device=space.device)
         self.newest = LastState(drafter.first, space.num_slots, spec.hidden_size, like)
-        self.drafter, self._head = drafter, prepared(drafter.head_weight())
+        self.drafter, self._head = drafter, served_head(drafter.head_weight(), drafter.options)
         self._ready_BTD = self._logits_BTK = torch.empty(0)
         self._depths: list[Tensor] = []
 
@@ -119,7 +119,7 @@ class HiddenTransferState(KnownTokensState):
             residual_BTD=self.drafter.behind(self.newest.at(view)[:, None]),
         )
         self._ready_BTD = lm.run(feed, self.kv).taps[last]
-        self._logits_BTK = linear(self._ready_BTD, self._head)
+        self._logits_BTK = read_head(self._ready_BTD, self._head)
         self._depths = [torch.zeros_like(view.slot_B[:, None])]
         return self._logits_BTK[:, 0]
 

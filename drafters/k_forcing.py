@@ -46,9 +46,10 @@ from specctl.drafters.losses.align import AlignedRows, ahead_mask, teacher_of
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, weighted_sum
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind
-from specctl.models.kernels import linear, prepared
+from specctl.models.kernels import linear
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
 FREQUENCIES = 16  # of each number's sinusoidal features
@@ -325,7 +326,7 @@ class KForcingState(KnownTokensState):
         super().__init__(drafter.lm, drafter.attention, space, extra=drafter.options.num_heads)
         self.drafter, self._depth = drafter, 0
         self._ready_BMD = torch.empty(0)
-        self._head = prepared(drafter.head_weight())
+        self._head = served_head(drafter.head_weight(), drafter.options)
 
     @torch.no_grad()
     def root(self, view: RoundView) -> Tensor:
@@ -346,14 +347,14 @@ class KForcingState(KnownTokensState):
         code_BNI = drafter.codes(uniform_BN, heat_B)
         self._ready_BMD = drafter.behind_tokens(feed, token_B1D, code_BNI, self.kv, self.lm)
         self._depth = 0
-        return linear(self._ready_BMD[:, 0], self._head)
+        return read_head(self._ready_BMD[:, 0], self._head)
 
     @torch.no_grad()
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         """Of a chain: what the next slot says, whatever the token."""
         self._depth += 1
         if self._depth < self.drafter.options.num_heads:
-            return linear(self._ready_BMD[:, self._depth], self._head)[:, None]
+            return read_head(self._ready_BMD[:, self._depth], self._head)[:, None]
         shape = (*token_BM.shape, self.drafter.head_weight().shape[0])
         return torch.full(shape, -torch.inf, device=token_BM.device)
 
@@ -364,7 +365,7 @@ class KForcingState(KnownTokensState):
         if depth <= 0:
             return empty_tree(len(view.slots), view.slot_B.device)
         first_BK = self.root(view)
-        rest_BNK = linear(self._ready_BMD[:, 1:depth], self._head)
+        rest_BNK = read_head(self._ready_BMD[:, 1:depth], self._head)
         logits_BNK = view.shown(torch.cat([first_BK[:, None], rest_BNK], dim=1))
         row_BN = logits_BNK.argmax(-1)
         if view.shared is not None:

@@ -32,11 +32,11 @@ from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows, teacher_of
 from specctl.drafters.losses.teacher import TeacherLogits
+from specctl.drafters.nets.routed import read_head
 from specctl.drafters.option_checks import Within
 from specctl.drafters.ppd import Ppd, PpdOptions, PpdState
 from specctl.drafters.states.probes import with_probes
 from specctl.drafters.states.prompt_tree import Chances
-from specctl.models.kernels import linear
 
 CHUNK = 1024  # rows whose distributions are made at once, while units are looked for
 
@@ -134,7 +134,7 @@ class UnconfirmedState(PpdState):
     def _spans(self, view: RoundView) -> tuple[Tensor, Tensor]:
         """[B, W] twice: what the pads say, and with which probability."""
         ready_BWD = self.ready_ZWD[view.slot_B] + 0 * self.tokens_MD.sum()
-        logits_BWK = view.shown(linear(ready_BWD, self._head))
+        logits_BWK = view.shown(read_head(ready_BWD, self._head))
         p_BW, best_BW = logits_BWK.float().softmax(-1).max(-1)
         return (best_BW if self.vocab is None else self.vocab.ids_K[best_BW]), p_BW
 

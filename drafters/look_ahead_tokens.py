@@ -21,9 +21,9 @@ from specctl.core.drafter import Family, RoundView, Space
 from specctl.core.language_model import Feed
 from specctl.core.sub_layers import NOTHING
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Within
 from specctl.drafters.states.borrowed_state import KnownTokensState
-from specctl.models.kernels import linear, prepared
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
 
@@ -78,7 +78,7 @@ class LookAheadState(KnownTokensState):
         super().__init__(drafter.lm, drafter.attention, space, extra=drafter.options.num_heads)
         self.drafter, self._depth = drafter, 0
         self._ready_BMD = torch.empty(0)
-        self._head = prepared(drafter.head_weight())
+        self._head = served_head(drafter.head_weight(), drafter.options)
 
     @torch.no_grad()
     def root(self, view: RoundView) -> Tensor:
@@ -97,13 +97,13 @@ class LookAheadState(KnownTokensState):
         none_BT = torch.zeros_like(position_BT)
         feed = Feed(none_BT, position_BT, masks, logits=False, residual_BTD=x_BTD)
         self._ready_BMD, self._depth = self.drafter.through(feed, self.kv, lm), 0
-        return linear(self._ready_BMD[:, 0], self._head)
+        return read_head(self._ready_BMD[:, 0], self._head)
 
     @torch.no_grad()
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
         self._depth += 1
         if self._depth < self.drafter.options.num_heads:
-            return linear(self._ready_BMD[:, self._depth], self._head)[:, None]
+            return read_head(self._ready_BMD[:, self._depth], self._head)[:, None]
         size = self.drafter.head_weight().shape[0]
         shape = (*token_BM.shape, size)
         return torch.full(shape, -torch.inf, device=token_BM.device)

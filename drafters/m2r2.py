@@ -35,9 +35,9 @@ from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import feature_loss, joined
 from specctl.drafters.nets.blocks import LayerShape, RmsNorm, attending, rotate
 from specctl.drafters.nets.exit_drafter import ExitDrafter, ExitNet, ExitOptions, LowerLayersState
+from specctl.drafters.nets.routed import read_head
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count, Within
-from specctl.models.kernels import linear
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -197,7 +197,7 @@ class M2R2State(LowerLayersState):
         seen = [(key.to(drafter.dtype), value.to(drafter.dtype)) for key, value in seen]
         rope = drafter.cache.rope(feed.position_BT)
         self._ready_BMD = drafter.module(slow, drafter.exit, rope, seen, feed.masks.full)
-        return linear(self._ready_BMD, self._head)
+        return read_head(self._ready_BMD, self._head)
 
 
 FAMILY = Family(

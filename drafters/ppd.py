@@ -34,6 +34,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.borrowed_state import groups_behind
 from specctl.drafters.states.probes import with_probes
@@ -44,7 +45,6 @@ from specctl.drafters.states.prompt_tree import (
     plan_trees,
     typical_chances,
 )
-from specctl.models.kernels import linear, prepared
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
 
@@ -174,6 +174,8 @@ class PpdState(DraftState):
     def __init__(self, drafter: Ppd, space: Space) -> None:
         options, spec, vocab = drafter.options, drafter.spec, drafter.vocab
         size = spec.vocab_size if vocab is None else vocab.size
+        shortlist = options.shortlist(size)
+        size = size if shortlist is None else min(size, shortlist.candidates)
         self.chances = tuple(level[:size] for level in options.levels())
         self.copies, self.device, self.vocab = options.copies, space.device, vocab
         self.behind_each = options.behind_each
@@ -184,7 +186,7 @@ class PpdState(DraftState):
         self.last = spec.num_layers
         with torch.no_grad():
             self.tokens_MD = drafter.module().detach().flatten(0, 1).to(space.device, space.dtype)
-        self._head = prepared(drafter.head_weight())
+        self._head = served_head(drafter.head_weight(), drafter.options)
         self._tables: dict[int, PromptTables] = {}
         self._shown: PromptTables | None = None
 
@@ -219,7 +221,7 @@ class PpdState(DraftState):
     def _guesses(self, view: RoundView) -> Tensor:
         """[B, W, C]: the best ids of each place; broken embeddings show in the logits."""
         ready_BWD = self.ready_ZWD[view.slot_B] + 0 * self.tokens_MD.sum()
-        logits_BWK = view.shown(linear(ready_BWD, self._head))
+        logits_BWK = view.shown(read_head(ready_BWD, self._head))
         best_BWC = logits_BWK.topk(self.num_ranks, dim=-1).indices
         return best_BWC if self.vocab is None else self.vocab.ids_K[best_BWC]
 

@@ -211,6 +211,10 @@ class SmallLm(Drafter):
             vocab = VocabMap(torch.arange(lm.spec.vocab_size, device=lm.device), spec.vocab_size)
         return cls(SmallLmOptions(), spec, vocab, lm)
 
+    @property
+    def head_width(self) -> int | None:
+        return self.module.shape.hidden_size if isinstance(self.module, LlamaModel) else None
+
     def needs(self) -> Needs:
         routed = self.router is not None  # groups are of the target's LM-head rows
         return Needs(teacher=self.options.loss != "ce", teacher_rows=True, borrow=routed)

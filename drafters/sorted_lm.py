@@ -107,6 +107,10 @@ class SortedLm(SmallLm):
         super().__init__(resolved(options, spec), spec, vocab, lm)
 
     @property
+    def head_width(self) -> int | None:
+        return None
+
+    @property
     def exits(self) -> tuple[int, ...]:
         exits: tuple[int, ...] = self.options.exits
         return exits

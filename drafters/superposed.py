@@ -76,6 +76,10 @@ class Superposed(SmallLm):
     family = "superposed"
     splits_rows = False
 
+    @property
+    def head_width(self) -> int | None:
+        return None
+
     def needs(self) -> Needs:
         topk = min(TOPK, self.spec.vocab_size)
         return replace(SmallLm.needs(self), topk=topk, topk_logp=True)

@@ -41,9 +41,9 @@ from specctl.core.row_additions import (
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.options import SERVED
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Count, OneOf, Within
 from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind
-from specctl.models.kernels import linear, prepared
 
 PERIOD = 4096  # positions behind which a draft's noise repeats
 
@@ -198,7 +198,7 @@ class UnoState(KnownTokensState):
 
     def __init__(self, drafter: Uno, space: Space) -> None:
         super().__init__(drafter.lm, drafter.attention, space, extra=drafter.options.num_heads)
-        self.drafter, self._head = drafter, prepared(drafter.head_weight())
+        self.drafter, self._head = drafter, served_head(drafter.head_weight(), drafter.options)
         self._ready_BTD = self._logits_BTK = torch.empty(0)
         self._depths: list[Tensor] = []
 
@@ -216,7 +216,7 @@ class UnoState(KnownTokensState):
         ids_BT[:, 0] = view.root_B
         feed = Feed(ids_BT, position_BT, lm.chain_masks(view.kept_len_B, T, max(kept) + T))
         self._ready_BTD = self.drafter.read_rows(feed, T, self.kv, lm)
-        return linear(self._ready_BTD, self._head)
+        return read_head(self._ready_BTD, self._head)
 
     @torch.no_grad()
     def root(self, view: RoundView) -> Tensor:

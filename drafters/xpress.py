@@ -43,9 +43,9 @@ from specctl.drafters.losses.head_losses import (
 from specctl.drafters.nets.correction import FilledBlock, LowRankBias, at_depth
 from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.options import SERVED
+from specctl.drafters.nets.routed import read_head
 from specctl.drafters.option_checks import Count, CountOrZero, Within
 from specctl.drafters.states.corrected_state import CorrectedState
-from specctl.models.kernels import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class XPressState(CorrectedState):
         before = [text[first:][0] for text in view.tokens]
         return FilledBlock(
             every_BPD[:, 1:],
-            linear(every_BPD[:, 1:], self._packed[0]),
+            read_head(every_BPD[:, 1:], self._packed[0]),
             before_X=torch.tensor(before, device=every_BPD.device),
             root_XD=every_BPD[:, 0],
         )

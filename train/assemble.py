@@ -18,6 +18,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_named
 from specctl.drafters.nets.options import read_options
+from specctl.drafters.nets.shortlist import check_shortlist
 from specctl.models.hf_spec import refuse_with_states
 from specctl.recipes.schema import DataPart, DrafterPart, Recipe
 from specctl.runtime.generate import generate
@@ -117,7 +118,9 @@ def build_drafter(recipe: Recipe, spec: ModelSpec, vocab: VocabMap | None) -> Dr
     family = trainable_family(recipe)
     options = family_options(family, recipe.drafter)
     torch.manual_seed(recipe.train.seed)
-    return family.build(options, spec, vocab)
+    drafter = family.build(options, spec, vocab)
+    check_shortlist(drafter)
+    return drafter
 
 
 def what_trains(drafter: Drafter) -> list[str]:

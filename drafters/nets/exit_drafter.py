@@ -36,9 +36,9 @@ from specctl.drafters.losses.head_losses import LinearHead, head_loss
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
+from specctl.drafters.nets.routed import ServedHead, read_head, served_head
 from specctl.drafters.nets.self_drafter import SelfDrafter, check_layer
 from specctl.drafters.states.borrowed_state import BorrowedState
-from specctl.models.kernels import Weight, linear, prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,10 @@ class ExitDrafter(SelfDrafter):
         super().bind(borrowed)
         self._head_KD = head_rows(borrowed, self.vocab)
 
+    @property
+    def head_width(self) -> int | None:
+        return self.spec.hidden_size
+
     def head_weight(self) -> Tensor:
         """[K, D]: the target's LM head over the draft vocabulary."""
         assert self._head_KD is not None, "bind() the target's LM head first"
@@ -175,8 +179,8 @@ class LowerLayersState(BorrowedState):
         self._exit = drafter
         self._version, self._head = drafter.version(), self._packed()
 
-    def _packed(self) -> Weight:
-        return prepared(self._exit.head_weight())
+    def _packed(self) -> ServedHead:
+        return served_head(self._exit.head_weight(), self._exit.options)
 
     def parts_of(self, slot: int, first: int) -> SubLayers:
         return self._exit.parts
@@ -228,4 +232,4 @@ class ExitAdapterState(LowerLayersState):
         look = attending(feed.masks.full, self._beside(feed.ids_BT.shape[1]), 0)
         rope = drafter.shape.rope(feed.position_BT)
         self._ready_BMD = drafter.module.norm(drafter.module.layer(state_BMD, rope, look))
-        return linear(self._ready_BMD, self._head)
+        return read_head(self._ready_BMD, self._head)

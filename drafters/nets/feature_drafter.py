@@ -46,6 +46,7 @@ from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import (
     RoutedHead,
     Router,
+    ServedHead,
     cut_router,
     read_head,
     served_head,
@@ -150,6 +151,10 @@ class FeatureDrafter(BorrowingDrafter):
         assert self._head_KD is not None, "bind() the target's LM head first"
         return self._head_KD.to(self.dtype)
 
+    def served_head(self) -> ServedHead:
+        """That head as serving reads it."""
+        return served_head(self.head_weight(), self.options, self.router)
+
     def head(self) -> Head:
         """What makes logits of what a step has ready, in training."""
         return LinearHead(self.head_weight())
@@ -241,7 +246,7 @@ class TrunkState(FeatureState):
         super().__init__(drafter, self.net.shape, len(self.net.layers), space)
 
     def fuse_weights(self) -> None:
-        self._head = served_head(self.drafter.head_weight(), self.drafter.router)
+        self._head = self.drafter.served_head()
 
     def stack(self) -> Stack | None:
         net = self.net

@@ -47,6 +47,10 @@ class BorrowingDrafter(Drafter):
     def dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
 
+    @property
+    def head_width(self) -> int | None:
+        return self.spec.hidden_size
+
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         super().load_tensors(tensors)
         self._is_fresh = False

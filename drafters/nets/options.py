@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from specctl.core.errors import RecipeError
 from specctl.drafters.losses.head_losses import LossOptions
+from specctl.drafters.nets.shortlist import CANDIDATES, SMOOTHING, Shortlist
 from specctl.drafters.option_checks import Count, Options, Within
 
 ADDED = {"added": True}  # metadata of an option that older packages lack: they have its default
@@ -50,19 +51,43 @@ def served_anew(options: Any, given: Mapping[str, Any]) -> Any:
 @dataclass(frozen=True, slots=True)
 class CompareOptions(Options):
     """`loss` compares a drafter's distributions with the target's at `temperature`, `chunk` rows at
-    a time (None fits the vocabulary)."""
+    a time (None fits the vocabulary). While drafting, low-rank scores of rank `head_rank` (None:
+    off) choose the `head_candidates` rows of the LM head that are read (None: 256, or all). Row k
+    weighs 1 / (k + `head_smoothing`) in these scores, as frequent tokens have low ids (None: 100;
+    1e9: all rows alike)."""
 
     loss: str = "kl"
     temperature: float = 1.0
     chunk: int | None = None
+    head_rank: Annotated[int, Within(1, 1 << 16)] | None = field(default=None, metadata=SERVED)
+    head_candidates: Annotated[int, Within(1, 1 << 24)] | None = field(
+        default=None, metadata=SERVED
+    )
+    head_smoothing: Annotated[float, Within(1, 1e9)] | None = field(default=None, metadata=SERVED)
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
         self.compared()
+        given = [n for n in ("head_candidates", "head_smoothing") if getattr(self, n) is not None]
+        if given and self.head_rank is None:
+            raise RecipeError(
+                "nothing chooses candidates: rough scores have no rank",
+                where=f"drafter.options.{given[0]}",
+                found=f"{given[0]}: {getattr(self, given[0])}, head_rank: null",
+                expected=f"head_rank beside {given[0]}, or neither",
+                do=f"write head_rank: 64, or leave {given[0]} out",
+            )
 
     def compared(self) -> LossOptions:
         """How a head is compared with the target."""
         return LossOptions(self.loss, self.temperature, self.chunk)
+
+    def shortlist(self, rows: int) -> Shortlist | None:
+        """How an LM head of so many rows is read; None: whole."""
+        if self.head_rank is None:
+            return None
+        count = self.head_candidates or min(CANDIDATES, rows)
+        return Shortlist(self.head_rank, count, self.head_smoothing or SMOOTHING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from specctl.core.tree import DraftTree, empty_tree
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.head_drafter import HeadDrafter
 from specctl.drafters.nets.rescore import Rescoring, extended, last_tokens
+from specctl.drafters.nets.routed import read_head
 from specctl.drafters.states.head_state import HeadState
 from specctl.drafters.states.template import Path, Template, compile_template, greedy_paths
-from specctl.models.kernels import linear
 
 MAX_RANK = 10
 DEFAULT_NODES = 24
@@ -140,9 +140,9 @@ class ParallelState(HeadState):
         carry_BY = self.heads.begin(self.features.at(view))
         states = [self.heads.ready(i, carry_BY) for i in range(num_heads)]
         if len(self._packed) == 1:  # shared (or a single head): one product
-            return linear(torch.stack(states, dim=1), self._packed[0])
+            return read_head(torch.stack(states, dim=1), self._packed[0])
         pairs = zip(states, self._packed[:num_heads], strict=True)
-        return torch.stack([linear(state, head) for state, head in pairs], dim=1)
+        return torch.stack([read_head(state, head) for state, head in pairs], dim=1)
 
     # -- grown by a policy ----------------------------------------------------------------------
 

@@ -96,6 +96,10 @@ class PlacesDrafter(SelfDrafter):
         super().bind(borrowed)
         self._head_KD = head_rows(borrowed, self.vocab)
 
+    @property
+    def head_width(self) -> int | None:
+        return self.spec.hidden_size
+
     def head_weight(self) -> Tensor:
         """[K, D]: the target's LM head over the draft vocabulary."""
         assert self._head_KD is not None, "bind() the target's LM head first"

@@ -32,6 +32,7 @@ from specctl.core.only_shapes import has_only_shapes
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.teacher import TeacherLogits, wide
+from specctl.drafters.nets.shortlist import ShortlistHead
 from specctl.models.kernels import Weight, linear, prepared
 
 PREFIX = "router."
@@ -273,11 +274,18 @@ class RoutedHead:
         return logits_QK.scatter_(1, self.row_GK[group_QC].view(Q, -1), part_QCK.view(Q, -1))
 
 
-def served_head(weight: Tensor, router: Router | None) -> Weight | RoutedHead:
-    """An LM head as serving reads it, with its router where there is one."""
-    return prepared(weight) if router is None else RoutedHead.of(router, weight)
+ServedHead = Weight | RoutedHead | ShortlistHead
 
 
-def read_head(state: Tensor, head: Weight | RoutedHead) -> Tensor:
-    """Logits by a plain or a routed head."""
-    return head(state) if isinstance(head, RoutedHead) else linear(state, head)
+def served_head(weight: Tensor, options: Any, router: Router | None = None) -> ServedHead:
+    """An LM head as serving reads it: by its router, or by the shortlist that a drafter's options
+    name, or whole."""
+    if router is not None:
+        return RoutedHead.of(router, weight)
+    shortlist = options.shortlist(len(weight))
+    return prepared(weight) if shortlist is None else ShortlistHead.of(weight, shortlist)
+
+
+def read_head(state: Tensor, head: ServedHead) -> Tensor:
+    """Logits by a head of any kind."""
+    return head(state) if isinstance(head, RoutedHead | ShortlistHead) else linear(state, head)

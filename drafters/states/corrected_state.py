@@ -14,8 +14,8 @@ from torch import Tensor
 from specctl.core.drafter import RoundView
 from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
 from specctl.drafters.nets.prefix import PrefixState
+from specctl.drafters.nets.routed import ServedHead, read_head, served_head
 from specctl.drafters.states.head_state import Heads, HeadState
-from specctl.models.kernels import Weight, linear, prepared
 
 
 class CorrectedHeads(Heads, Protocol):
@@ -42,8 +42,8 @@ class CorrectedState(HeadState):
         self._block: FilledBlock | None = None
         self._shared: Any = None
 
-    def _pack_heads(self) -> list[Weight]:
-        return [prepared(self.drafter.base_head())]
+    def _pack_heads(self) -> list[ServedHead]:
+        return [served_head(self.drafter.base_head(), self.drafter.options)]
 
     @property
     def correction(self) -> Correction:
@@ -61,7 +61,7 @@ class CorrectedState(HeadState):
         """The block behind each root."""
         states_BPD = self.drafter.slot_states(self.features.at(view))
         row_BD = self.rows.state_ZD[view.slot_B]
-        return FilledBlock(states_BPD, linear(states_BPD, self._packed[0]), before_XD=row_BD)
+        return FilledBlock(states_BPD, read_head(states_BPD, self._packed[0]), before_XD=row_BD)
 
     @torch.no_grad()
     def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ any axes, Y carry, Z slots.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView, StepState
-from specctl.models.kernels import Weight, linear, prepared
+from specctl.drafters.nets.routed import ServedHead, read_head, served_head
 
 
 class DraftFeatures(Protocol):
@@ -59,6 +59,8 @@ class LastState:
 class Heads(Protocol):
     """What the state needs of its drafter (see `head_drafter`)."""
 
+    options: Any
+
     @property
     def num_stages(self) -> int: ...
 
@@ -80,8 +82,9 @@ class HeadState(StepState):
         self.drafter, self.features = drafter, features
         self._version, self._packed = drafter.version(), self._pack_heads()
 
-    def _pack_heads(self) -> list[Weight]:
-        return [prepared(weight) for weight in self.drafter.head_weights()]
+    def _pack_heads(self) -> list[ServedHead]:
+        options = self.drafter.options
+        return [served_head(weight, options) for weight in self.drafter.head_weights()]
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         if self._version != self.drafter.version():
@@ -139,7 +142,7 @@ class GroundedState(HeadState):
     def _head_logits(self, depth: int, carry_BMY: Tensor) -> Tensor:
         ready_BMO = self.drafter.ready(depth, carry_BMY)
         self._ready_BO = ready_BMO[:, -1]
-        return linear(ready_BMO, self._packed[min(depth, len(self._packed) - 1)])
+        return read_head(ready_BMO, self._packed[min(depth, len(self._packed) - 1)])
 
     def hidden(self) -> Tensor:
         assert self._ready_BO is not None, "root() begins a round"

@@ -17,7 +17,8 @@ from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.language_model import ChainDraws, ChainRoot, LanguageModel, Masks, WholeChain
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.routed import RoutedHead, Router
+from specctl.drafters.nets.routed import RoutedHead, Router, served_head
+from specctl.drafters.nets.shortlist import ShortlistHead
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache, expansions
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import FastLlama, LlamaModel
@@ -29,6 +30,8 @@ MOST_AT_ROOT = 32  # tokens behind that a root reads with itself
 
 class SpokenModel(Protocol):
     """What the state needs of its drafter: a model, and the words of both vocabularies."""
+
+    options: Any
 
     @property
     def lm(self) -> LanguageModel: ...
@@ -83,7 +86,7 @@ class LmState(StepState):
         self._growth: TreeLayout | None = None
         self._next_token: NextToken | None = None
         self._kept: list[int] = []
-        self._routed: RoutedHead | None = None
+        self._chosen: RoutedHead | ShortlistHead | None = None  # of a head that is read in part
         self._newest_BTD = torch.empty(0)
         self._version = -1
 
@@ -115,25 +118,36 @@ class LmState(StepState):
         """So many known tokens of each row were just fed, from its first position on."""
 
     def _refresh(self) -> None:
-        """Prepare a routed head again when its weights have changed."""
-        router, module = self.drafter.router, self.drafter.module
-        if router is None or not isinstance(module, LlamaModel):
+        """Prepare a head that is read in part again when its weights have changed."""
+        drafter, module = self.drafter, self.drafter.module
+        router, options = drafter.router, drafter.options
+        if not isinstance(module, LlamaModel) or (router is None and options.head_rank is None):
             return
-        version = module.head_weight._version + router.weight._version
+        weight, size = module.head_weight, self.num_ids
+        version = weight._version + (0 if router is None else router.weight._version)
         if version != self._version:
-            self._version, self._routed = version, RoutedHead.of(router, module.head_weight)
+            weight = weight if len(weight) == size else weight[:size]
+            head, self._version = served_head(weight, options, router), version
+            assert isinstance(head, RoutedHead | ShortlistHead)
+            self._chosen = head
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that may be drafted; a padded draft model has more rows."""
+        vocab = self.drafter.vocab
+        return self.drafter.spec.vocab_size if vocab is None else vocab.size
 
     def _read(self, ids: Tensor, position: Tensor, masks: Masks, logits: bool = True) -> Any:
-        """Logits of one forward; the states in front of a routed head, which
+        """Logits of one forward; the states in front of a head read in part, which
         `_head_logits` applies."""
         ids, position = self.drafter.readable(ids), self._within(position)
-        last, logits = self.lm.spec.num_layers, logits and self._routed is None
+        last, logits = self.lm.spec.num_layers, logits and self._chosen is None
         out = self.lm.forward(ids, position, masks, self.kv, (last,), logits=logits)
         self._newest_BTD = out.taps[last]
-        return out.logits_BTV if self._routed is None else self._newest_BTD
+        return out.logits_BTV if self._chosen is None else self._newest_BTD
 
     def _head_logits(self, read: Tensor) -> Tensor:
-        return self.drafter.draft_logits(read) if self._routed is None else self._routed(read)
+        return self.drafter.draft_logits(read) if self._chosen is None else self._chosen(read)
 
     def _feed(self, ids_BW: Tensor, start_B: Tensor, span: int, logits: bool = True) -> Any:
         """A causal run of tokens per row, each row from its own position on."""
@@ -152,7 +166,7 @@ class LmState(StepState):
     def whole_chain(
         self, view: RoundView, length: int, draws: ChainDraws | None = None
     ) -> WholeChain | None:
-        if type(self) is not LmState or self._routed is not None or self.lm.device.type != "cpu":
+        if type(self) is not LmState or self._chosen is not None or self.lm.device.type != "cpu":
             return None  # logits are read in another way
         drafter, vocab = self.drafter, self.drafter.vocab
         longest = max(map(len, view.tokens)) + length
@@ -164,7 +178,7 @@ class LmState(StepState):
             drafter.readable(missing.ids_BW),
             self._within(missing.start_B[:, None] + at_W),
             tuple(count - 1 for count in missing.counts),
-            drafter.spec.vocab_size if vocab is None else vocab.size,
+            self.num_ids,
             None if vocab is None else vocab.ids_K,
             self.lm.spec.max_positions - 1,
             draws=draws,
@@ -239,7 +253,7 @@ class LmState(StepState):
     def _read_next(self, token_B1: Tensor, place: Place) -> Tensor | None:
         """[B, 1, V]: the logits behind the next token of a chain, by the short call for that."""
         assert self._growth is not None, "root() begins a round"
-        if self._routed is not None or not isinstance(self.lm, FastLlama):
+        if self._chosen is not None or not isinstance(self.lm, FastLlama):
             return None
         if self._next_token is None or not self._next_token.is_of(self.kv):
             self._next_token = self.lm.next_token(self._growth.view.slots, self.kv)

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import KVShape, SlotKV
+from specctl.drafters.nets.routed import ServedHead, read_head, served_head
 from specctl.drafters.states.tree_layout import Place, TreeLayout
-from specctl.models.kernels import Weight, linear, prepared
 
 REACH = 3  # newest tokens of a path that a drafter may look at
 
@@ -42,6 +42,8 @@ class Nodes:
 
 class Pathwise(Protocol):
     """What the state needs of its drafter."""
+
+    options: Any
 
     @property
     def stores(self) -> tuple[KVShape, ...]: ...
@@ -79,8 +81,8 @@ class PathState(StepState):
         width = drafter.num_features
         self.newest_ZI = torch.zeros(space.num_slots, width, dtype=drafter.dtype).to(space.device)
 
-    def _pack_heads(self) -> Weight:
-        return prepared(self.drafter.head_weights()[0])
+    def _pack_heads(self) -> ServedHead:
+        return served_head(self.drafter.head_weights()[0], self.drafter.options)
 
     @torch.no_grad()
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
@@ -146,7 +148,7 @@ class PathState(StepState):
         known_mask = known_BL[:, None, None].expand(-1, -1, path_BMP.shape[1], -1)
         newest_BI = self.newest_ZI[self._growth.view.slot_B]
         self._ready_BMD = self.grown(Nodes(path_BMP, place, known_mask, newest_BI, self._growth))
-        return linear(self._ready_BMD, self._head)
+        return read_head(self._ready_BMD, self._head)
 
     def grown(self, nodes: Nodes) -> Tensor:
         """[B, M, D]: what the LM head reads behind nodes, for which the stores are aimed."""

@@ -104,11 +104,21 @@ def without_router(drafter: Drafter) -> Drafter:
     return whole
 
 
+def with_whole_head(drafter: Drafter) -> Drafter:
+    """The drafter without a shortlist, which no engine has; itself where it has none."""
+    if getattr(drafter.options, "head_rank", None) is None:
+        return drafter
+    whole = copy.copy(drafter)
+    none = dict.fromkeys(("head_rank", "head_candidates", "head_smoothing"))
+    whole.options = replace(drafter.options, **none)
+    return whole
+
+
 def spoken(drafter: Drafter, trial: Trial) -> Iterator[tuple[StepState, Tensor]]:
     """The drafter as it serves, and its logits [K], after the root and after each drafted token."""
     num_nodes = len(trial.drafted) + 1
     space = Space(1, len(trial.ids) + num_nodes, num_nodes, CPU, torch.float64)
-    state = drafter.open(space)
+    state = with_whole_head(drafter).open(space)
     assert isinstance(state, StepState), drafter.family
     state.start(0, trial.ids, {tap: trial.states[tap] for tap in drafter.needs().taps})
     at_1 = torch.tensor([len(trial.ids) - 1])

@@ -20,6 +20,7 @@ from specctl.core.drafter import Drafter, Family
 from specctl.core.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.nets.shortlist import check_shortlist
 from specctl.recipes.schema import Recipe, TrainPart
 from specctl.train.assemble import check_states, family_options, trainable_family
 from specctl.train.data.context import check_context
@@ -227,7 +228,9 @@ def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
     kept = min(size, spec.vocab_size) if isinstance(size, int) else None
     with torch.device("meta"):
         vocab = None if kept is None else VocabMap(torch.arange(kept), spec.vocab_size)
-        return family.build(options, spec, vocab)
+        shape = family.build(options, spec, vocab)
+    check_shortlist(shape)
+    return shape
 
 
 def _states(train: TrainPart, parameter: torch.Tensor, drafter: Drafter) -> int:

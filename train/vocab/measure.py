@@ -117,22 +117,37 @@ def _longest(
 def moved_bytes(drafter: Drafter, target: Target) -> int:
     """Bytes of weights that one draft call reads: its own, a borrowed LM head, but not the input
     embedding, of which only rows are read (unless it serves as the LM head). Of a routed head the
-    picked groups count."""
+    picked groups count, of one with a shortlist the rough scores and the candidates."""
     weights = {n: t for n, t in drafter.tensors().items() if t.is_floating_point()}
     num_rows = target.spec.vocab_size if drafter.vocab is None else drafter.vocab.size
     heads = {n for n, t in weights.items() if t.dim() == 2 and t.shape[0] == num_rows}
     own_heads = {n for n in heads if "embed" not in n}
-    router = getattr(drafter.module, "router", None)
-    share = 1.0 if router is None else router.top / router.num_groups
+
+    def moved(name: str, weight: Tensor) -> int:
+        share = _read_share(drafter, *weight.shape) if name in heads else 1.0
+        return round(weight.numel() * weight.element_size() * share)
+
     own = sum(
-        round(t.numel() * t.element_size() * (share if name in heads else 1.0))
+        moved(name, t)
         for name, t in weights.items()
         if "embed" not in name or (name in heads and not own_heads)
     )
     if heads:
         return own
     head_VD = target.borrowed().head_VD
-    return own + num_rows * head_VD.shape[1] * head_VD.element_size()
+    size, share = num_rows * head_VD.shape[1], _read_share(drafter, num_rows, head_VD.shape[1])
+    return own + round(size * head_VD.element_size() * share)
+
+
+def _read_share(drafter: Drafter, rows: int, width: int) -> float:
+    """Of an LM head of that shape, what one call reads."""
+    if (router := getattr(drafter.module, "router", None)) is not None:
+        return float(router.top / router.num_groups)
+    if getattr(drafter.options, "head_rank", None) is None:
+        return 1.0
+    shortlist = drafter.options.shortlist(rows)
+    rough = shortlist.rank * (rows + width)
+    return float((rough + min(shortlist.candidates, rows) * width) / (rows * width))
 
 
 def target_bytes(target: Target) -> int:
