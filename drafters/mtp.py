@@ -1,5 +1,5 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a module of the checkpoint's
-own that predicts one token further, used again on its own output.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules of the checkpoint's
+own that each predict one token further, the last one used again on its own output.
 
 h'_i = layer(fc(cat(norm(embedding of token i + 1), norm(h_i)))), eq. 21 and 22; the target's own
 LM head reads norm(h'_i) and predicts token i + 2, eq. 23. h is the target's state after its final
@@ -7,36 +7,49 @@ norm; drafting goes on with norm(h') in its place (`norm_output`: transformers a
 feeds h' back in the layout of DeepSeek-V3). The layer is the target's own kind (latent attention,
 experts, gates), built by transformers from `layer`, or a Llama layer where that is None.
 
+Of several modules, module k reads h of module k - 1 at i and token i + 1 + k, and predicts token
+i + 2 + k; gradients go through the whole chain, and every depth weighs the same (eq. 24 and 25:
+`decay` 1). Checkpoints have one `fc` and norms for each module, or one for all (`shared`:
+Qwen3.5).
+
 DeepSeek trains each module one step deep. One module that is used k times draws on what it has
 never seen, so training unrolls it (`ttt_steps`), step j with the weight `decay`^j (FastMTP, arXiv
 2509.18362: 3 steps, 0.6); the rows of later steps attend as a chain does when it is drafted.
-Letters: D hidden width, O output width, X any axes.
+Letters: B rows, D hidden width, E head width, O output width, S sequence, X any axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor, nn
 
+from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Space
+from specctl.core.errors import RecipeError
 from specctl.core.kv_cache import KVShape
-from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, RmsNorm, attend
-from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, TrunkState
-from specctl.drafters.nets.trunk import TrunkNet
-from specctl.drafters.option_checks import Count
-from specctl.models.foreign_layer import ForeignLayer, LayerCache, read_config
-from specctl.models.mtp_layout import KINDS
+from specctl.drafters.losses.align import shifted
+from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm
+from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
+from specctl.drafters.nets.options import ADDED
+from specctl.drafters.nets.recompute import is_large, run
+from specctl.drafters.nets.seen import AttentionWindow, seen_ahead
+from specctl.drafters.nets.trunk import Chains, TrunkNet
+from specctl.drafters.option_checks import Count, Within
+from specctl.drafters.states.mtp_state import ModulesState, MtpState
+from specctl.models.foreign_layer import ForeignLayer, read_config
+from specctl.models.mtp_layout import KINDS, MOST_MODULES
 
 
 @dataclass(frozen=True, slots=True)
 class MtpOptions(FeatureOptions):
     """`layer`: the configuration of the target's layer, which import and drafter.init: target write
     (None: a Llama layer). `norm_output`: what is fed back is normed. `read_states` False hides the
-    target's states (an ablation)."""
+    target's states (an ablation). `modules`: how many there are; `shared`: with one `fc` and norms
+    for all."""
 
     ttt_steps: Count = 3
     decay: float = 0.6
@@ -44,6 +57,20 @@ class MtpOptions(FeatureOptions):
     layer: str | None = None
     norm_output: bool = True
     read_states: bool = True
+    modules: Annotated[int, Within(1, MOST_MODULES)] = field(default=1, metadata=ADDED)
+    shared: bool = field(default=False, metadata=ADDED)
+
+    def __post_init__(self) -> None:
+        FeatureOptions.__post_init__(self)
+        if self.modules > self.ttt_steps:
+            raise RecipeError(
+                "fewer steps are unrolled than there are modules, of which the last ones would "
+                "learn nothing",
+                where="drafter.options.ttt_steps",
+                found=f"ttt_steps: {self.ttt_steps}, modules: {self.modules}",
+                expected="at least one step a module",
+                do=f"--set drafter.options.ttt_steps={self.modules}",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,59 +88,87 @@ class ForeignShape(LayerShape):
         return self.rotations(position)
 
 
-@dataclass(frozen=True, slots=True)
-class Cached:
-    """Attention to all that stands in an aimed cache, which a foreign layer writes itself."""
+class MtpEntry(nn.Module):
+    """What a module has beside its layer, of those behind the first. Fresh, it passes a state
+    through, normed."""
 
-    cache: LayerCache
-    mask: Tensor | None
+    def __init__(self, norms: list[nn.Module], width: int) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.norm = norms
+        self.fc = _fresh_fc(width)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(query, key, value, self.mask)
+
+def _fresh_fc(width: int) -> nn.Linear:
+    fc = nn.Linear(2 * width, width, bias=False)
+    with torch.no_grad():
+        fc.weight.normal_(std=0.1 * fc.in_features**-0.5)
+        fc.weight[:, width:] += torch.eye(width)
+    return fc
 
 
 class MtpNet(TrunkNet):
-    """The module. Fresh, it passes the target's state through, normed."""
+    """The modules: `layers[k]` is that of module k; `enorm`, `hnorm`, `fc` and `norm` are of module
+    0, or of all, and `beside[k - 1]` holds those of module k."""
 
     def __init__(self, shape: LayerShape, options: MtpOptions) -> None:
         self.options = options
         nn.Module.__init__(self)  # the layers follow from `layer`, and say what norm there is
         width = shape.hidden_size
         self.layers = nn.ModuleList()
-        if options.layer is None:
-            self.shape = shape
-            self.layers.append(DecoderLayer(shape))
-            norms: list[nn.Module] = [RmsNorm(width, shape.norm_eps) for _ in range(3)]
-        else:
-            foreign = ForeignLayer(read_config(options.layer, KINDS))
+        for _ in range(options.modules):
+            if options.layer is None:
+                self.layers.append(DecoderLayer(shape))
+            else:
+                self.layers.append(ForeignLayer(read_config(options.layer, KINDS)))
+        self.shape = shape
+        if options.layer is not None:
+            foreign = cast(ForeignLayer, self.layers[0])
             sizes = {each.name: getattr(shape, each.name) for each in fields(LayerShape)}
             kept = foreign.kept(width)
             self.shape = ForeignShape(**sizes, rotations=foreign.rope, kept=kept)
-            self.layers.append(foreign)
-            norms = [foreign.new_norm() for _ in range(3)]
-        self.enorm, self.hnorm, self.norm = norms
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        with torch.no_grad():
-            self.fc.weight.normal_(std=0.1 * self.fc.in_features**-0.5)
-            self.fc.weight[:, width:] += torch.eye(width)
+        self.enorm, self.hnorm, self.norm = self._norms()
+        self.fc = _fresh_fc(width)
+        if options.modules > 1 and not options.shared:
+            further = range(options.modules - 1)
+            self.beside = nn.ModuleList(MtpEntry(self._norms(), width) for _ in further)
+
+    def _norms(self) -> list[nn.Module]:
+        """Three fresh ones."""
+        first = self.layers[0]
+        if isinstance(first, ForeignLayer):
+            return [first.new_norm() for _ in range(3)]
+        return [RmsNorm(self.shape.hidden_size, self.shape.norm_eps) for _ in range(3)]
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a layer sees, the newest counted; None: all."""
+        first = self.layers[0]
+        return first.window if isinstance(first, ForeignLayer) else None
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the layer is of transformers."""
+        """Whether the layers are of transformers."""
         return self.options.layer is not None
 
-    def mix(self, embedding_XD: Tensor, state_XD: Tensor) -> Tensor:
+    def entry(self, module: int) -> MtpNet | MtpEntry:
+        """What holds `enorm`, `hnorm`, `fc` and `norm` of that module."""
+        if module == 0 or self.options.shared:
+            return self
+        return cast(MtpEntry, self.beside[module - 1])
+
+    def mix(self, embedding_XD: Tensor, state_XD: Tensor, module: int = 0) -> Tensor:
+        entry = self.entry(module)
         if not self.options.read_states:
             state_XD = torch.zeros_like(state_XD)
-        both = torch.cat([self.enorm(embedding_XD), self.hnorm(state_XD)], dim=-1)
-        out_XD: Tensor = self.fc(both)
+        both = torch.cat([entry.enorm(embedding_XD), entry.hnorm(state_XD)], dim=-1)
+        out_XD: Tensor = entry.fc(both)
         return out_XD
 
-    def fed_back(self, out_XO: Tensor) -> Tensor:
-        return self.ready(out_XO) if self.options.norm_output else out_XO
+    def fed_back(self, out_XO: Tensor, module: int = 0) -> Tensor:
+        return self.entry(module).norm(out_XO) if self.options.norm_output else out_XO
 
-    def ready(self, out_XO: Tensor) -> Tensor:
-        out_XD: Tensor = self.norm(out_XO)
+    def ready(self, out_XO: Tensor, module: int = 0) -> Tensor:
+        out_XD: Tensor = self.entry(module).norm(out_XO)
         return out_XD
 
     def rope(self, position: Tensor) -> Tensor:
@@ -121,7 +176,8 @@ class MtpNet(TrunkNet):
 
 
 class Mtp(FeatureDrafter):
-    """One module, used as often as there are tokens to draft."""
+    """One module, used as often as there are tokens to draft; or several, of which the last one
+    drafts all tokens that are left."""
 
     family = "mtp"
     splits_rows = True
@@ -132,32 +188,51 @@ class Mtp(FeatureDrafter):
         return MtpNet(shape, self.options)
 
     def open(self, space: Space) -> MtpState:
-        return MtpState(self, space)
-
-
-class MtpState(TrunkState):
-    """Memory of one engine."""
-
-    net: Any
+        return MtpState(self, space) if self._is_plain else ModulesState(self, space)
 
     @property
-    def is_recordable(self) -> bool:
-        """Experts of transformers are chosen by the host."""
-        return not self.net.is_foreign and super().is_recordable
+    def _is_plain(self) -> bool:
+        return self.options.modules == 1 and self.module.window is None
 
-    def _attending(self, mask: Tensor | None) -> Callable[[int], Attending]:
-        if not self.net.is_foreign:
-            return super()._attending(mask)
-        return lambda layer: Cached(LayerCache(self.kv, layer), mask)
+    def unroll(self, batch: TrainBatch) -> list[Unrolled]:
+        """Step j is module j, which learns what module j - 1 is to hand on; the last module's
+        further steps learn from what they are fed, as those of a single one do."""
+        if self._is_plain:
+            return super().unroll(batch)
+        net, state_BSD, own = self.module, self.noisy(batch), batch.own
+        last, pairs = self.options.modules - 1, list[Tensor]()
+        window = None if net.window is None else AttentionWindow(net.window)
+        seen = seen_ahead(batch, window, self.options.ttt_steps)
+        width, inner = net.shape.hidden_size, net.shape.intermediate_size
+        again = is_large(own(batch.ids_BS).numel(), self.options.ttt_steps, width, inner)
+
+        def one(ahead: int, x_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+            """The layer's output, its keys and its values; `before`: those of the steps before."""
+            chains = Chains(seen[max(0, ahead - last)], [*before[::2]], [*before[1::2]])
+            rope = net.rope(own(batch.position_BS) + ahead)
+            out_BSO = net.layers[min(ahead, last)](x_BSD, rope, chains.attending)
+            return out_BSO, chains.keys[-1], chains.values[-1]
+
+        steps = list[Unrolled]()
+        for ahead in range(self.options.ttt_steps):
+            module = min(ahead, last)
+            token_BSD = self.embed(own(shifted(batch.ids_BS, 1 + ahead)))
+            out_BSO, *pair = run(again, one, ahead, net.mix(token_BSD, state_BSD, module), *pairs)
+            pairs += pair if module == last else []
+            steps.append(Unrolled(net.ready(out_BSO, module), net.fed_back(out_BSO, module)))
+            state_BSD = steps[-1].state_BSD
+            if ahead >= last and self.detach:
+                state_BSD = state_BSD.detach()
+        return steps
 
 
 FAMILY = Family(
     name="mtp",
     summary=(
-        "The multi-token-prediction module that DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 "
-        "carry in their checkpoints, used again and again on its own output: taken from there, "
-        "tuned for deeper drafts, and written back. Take it where the target has one; for another "
-        "target it is EAGLE with norms, and EAGLE-3 reads more."
+        "The multi-token-prediction modules that DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 "
+        "and MiMo-V2 carry in their checkpoints, one or several, the last one used again on its "
+        "own output: taken from there, tuned, and written back. Take them where the target has "
+        "some; for another target it is EAGLE with norms, and EAGLE-3 reads more."
     ),
     paper="https://arxiv.org/abs/2412.19437",
     options=MtpOptions,

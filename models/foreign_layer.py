@@ -34,6 +34,9 @@ ONE_LAYER: dict[str, Any] = {  # what says by layer number how a layer is made
     "mlp_layer_types": ["sparse"], "mlp_only_layers": [], "decoder_sparse_step": 1,
     "full_attention_interval": 1,
 }  # fmt: skip
+OF_KIND: dict[str, dict[str, Any]] = {  # where modules are made otherwise
+    "mimo_v2_flash": {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+}
 LEFT_OUT = (  # what is no part of a layer, or must not come from a file
     "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "per_layer_config",
     "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id",
@@ -49,23 +52,32 @@ def _handed(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    attending: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    attending: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The kernel transformers calls: `attending` attends with scores divided by the root of the
-    head width, so queries are scaled to `scaling` first, and heads padded to one width."""
+    head width, so queries are scaled to `scaling` first, and heads padded to one width. With sinks
+    (`s_aux`: a score of each head for a key without a value) heads are one wider: there each query
+    has its head's sink, every key 0, and one more key 1, which `attending`
+    adds."""
     assert attending is not None, f"{type(module).__name__} does not pass on what attends"
-    assert kwargs.get("s_aux") is None, "attention sinks"
+    sinks_H = kwargs.get("s_aux")
     assert kwargs.get("softcap") is None, "a soft cap of scores"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads = heads_at_hand(module)
     if heads is not None:
         query = heads.queries(query)
     own, wide = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    wide += sinks_H is not None
     query = F.pad(query * (scale * wide**0.5), (0, wide - query.shape[-1]))
     key, value = (F.pad(part, (0, wide - part.shape[-1])) for part in (key, value))
     B, H, T, _ = query.shape
-    out_BTHE = attending(query, key, value).view(B, T, H, wide)
+    if sinks_H is None:
+        out_BTHE = attending(query, key, value).view(B, T, H, wide)
+    else:
+        sink_BHT1 = (sinks_H * wide**0.5)[None, :, None, None].expand(B, H, T, 1).to(query)
+        query = torch.cat([query[..., :-1], sink_BHT1], dim=-1)
+        out_BTHE = attending(query, key, value, has_sink=True).view(B, T, H, wide)
     if heads is not None:
         return heads.values(out_BTHE.transpose(1, 2)).transpose(1, 2), None
     return out_BTHE[..., :own], None
@@ -97,9 +109,14 @@ def one_layer(config: Any) -> str:
     mixture of experts, with experts (DeepSeek-V3 and its followers put them behind the last)."""
     text = config.get_text_config(decoder=True)
     body = {name: value for name, value in text.to_dict().items() if name not in LEFT_OUT}
-    body |= {name: value for name, value in ONE_LAYER.items() if field_of(text, name) is not None}
+    made = _made_as(text.model_type)
+    body |= {name: value for name, value in made.items() if field_of(text, name) is not None}
     body = {name: value for name, value in body.items() if not name.startswith("_")}
     return json.dumps(body | {"model_type": text.model_type, "vocab_size": 1}, sort_keys=True)
+
+
+def _made_as(kind: str) -> dict[str, Any]:
+    return {**ONE_LAYER, **OF_KIND.get(kind, {})}
 
 
 def read_config(layer: str, kinds: tuple[str, ...]) -> Any:
@@ -111,7 +128,7 @@ def read_config(layer: str, kinds: tuple[str, ...]) -> Any:
         raise _refused(f"{type(error).__name__}: {ascii(str(error))[:80]}") from error
     if kind not in kinds:
         raise _refused(f"model_type {ascii(kind)[:60]}")
-    wrong = [name for name, value in ONE_LAYER.items() if body.get(name, value) != value]
+    wrong = [name for name, value in _made_as(kind).items() if body.get(name, value) != value]
     wrong += [name for name in body if name in LEFT_OUT or name.startswith("_")]
     wrong += [name for name, value in _numbers(body) if not abs(value) <= MOST]
     if wrong or body.get("vocab_size") != 1:
@@ -160,6 +177,11 @@ class ForeignLayer(nn.Module):
         install(base)
         self.block = base.layers[0]
         self._beside: tuple[Any, Any] = (base.norm, base.rotary_emb)  # no parts of this module
+        # one that rotates by the kind of layer must be given it
+        self._rotated_as = tuple(config.layer_types) if config.model_type in OF_KIND else ()
+        self.window: int | None = None  # how far back it sees, itself counted
+        if self._rotated_as == ("sliding_attention",):
+            self.window = int(config.sliding_window)
 
     def new_norm(self) -> nn.Module:
         """A fresh norm of the architecture's kind, which passes a normed state as it is."""
@@ -171,7 +193,7 @@ class ForeignLayer(nn.Module):
         flat_1L = position.reshape(1, -1)
         rotary = self._beside[1].to(position.device)
         like = torch.zeros(1, device=position.device)
-        cos_1LE, sin_1LE = rotary(like, flat_1L)
+        cos_1LE, sin_1LE = rotary(like, flat_1L, *self._rotated_as)
         rope_L2E = torch.stack([cos_1LE[0], sin_1LE[0]], dim=-2)
         return rope_L2E.view(*position.shape, *rope_L2E.shape[1:])
 
@@ -187,7 +209,7 @@ class ForeignLayer(nn.Module):
                 position_embeddings=self._turned(self.rope(position_11).to(like.device), x_11D),
                 attention_mask=None,
                 past_key_values=cache,
-                attending=lambda query, key, value: query.transpose(1, 2).flatten(2),
+                attending=lambda query, *_, has_sink=False: query.transpose(1, 2).flatten(2),
             )
         return cache.kept
 
@@ -202,7 +224,7 @@ class ForeignLayer(nn.Module):
         self,
         x_BTD: Tensor,
         rope_BT2E: Tensor,
-        attending: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attending: Callable[..., Tensor],
     ) -> Tensor:
         """As a layer of ours: `attending` says what the queries see. One with a `cache` is given
         to the layer to write what it keeps, and is shown all that stands there."""

@@ -3,8 +3,8 @@
 `Eagle3Layer` is the EAGLE-3 layer: its attention reads cat(norm(embedding), norm(state)), twice as
 wide as the model, and the un-normed state is the residual stream (a switch makes it the normed).
 Rotary positions follow the half-rotation convention of transformers' Llama.
-Letters: B rows, D hidden width, E head width, H query heads, I input width, L positions, S
-sequence, T fed tokens.
+Letters: B rows, D hidden width, E head width, H query heads, I input width, J key/value
+heads, L positions, S sequence, T fed tokens.
 """
 
 from __future__ import annotations
@@ -127,16 +127,25 @@ def attend_chains(
     keys: list[Tensor],
     values: list[Tensor],
     seen: Seen | SeenPart | SeenWindow,
+    *beside: KeySet,
 ) -> Tensor:
     """[B, S, H * E]: attention of training-time-test step j = len(keys) - 1 (EAGLE-3, sec. 3.2).
 
     Row t sees the true rows of step 0 that `seen` shows it, and of each later step only its own
     entry: that entry stands for the token drafted i positions after row t. Keys and values of step
-    0 are those of whole rows (`seen.gathered`).
+    0 are those of whole rows (`seen.gathered`). `beside`: what it sees beside them.
     """
     later = zip(keys[1:], values[1:], strict=True)
     own = [KeySet(*pair, None) for pair in later]
-    return attend_seen(query_BHSE, [*seen.sets(keys[0], values[0]), *own])
+    return attend_seen(query_BHSE, [*seen.sets(keys[0], values[0]), *own, *beside])
+
+
+def sink_pair(key_BJLE: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, J, length, E] of sinks: a key that no query but
+    its sink scores (see `models.foreign_layer`), without a value."""
+    B, J, _, E = key_BJLE.shape
+    value_BJLE = key_BJLE.new_zeros(B, J, length, E)
+    return torch.cat([value_BJLE[..., :-1], value_BJLE[..., -1:] + 1], dim=-1), value_BJLE
 
 
 class Eagle3Attention(nn.Module):

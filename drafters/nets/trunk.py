@@ -17,8 +17,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attend_chains, rotary
-from specctl.drafters.nets.seen import Seen, SeenPart
+from specctl.drafters.nets.blocks import (
+    Attending,
+    DecoderLayer,
+    LayerShape,
+    attend_chains,
+    rotary,
+    sink_pair,
+)
+from specctl.drafters.nets.seen import KeySet, Seen, SeenPart, SeenWindow
 
 
 class TrunkNet(nn.Module):
@@ -85,13 +92,16 @@ class Chains:
     """Keys and values of one layer while training unrolls its own drafting: at step j a row sees
     the true rows before it and its own j entries (see `attend_chains`). One writer: `attending`."""
 
-    seen: Seen | SeenPart
+    seen: Seen | SeenPart | SeenWindow
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
-    def attending(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attending(
+        self, query: Tensor, key: Tensor, value: Tensor, has_sink: bool = False
+    ) -> Tensor:
+        beside = (KeySet(*sink_pair(key, key.shape[2]), None),) if has_sink else ()
         if not self.keys:  # later steps have entries of their own
             key, value = self.seen.gathered(key), self.seen.gathered(value)
         self.keys.append(key)
         self.values.append(value)
-        return attend_chains(query, self.keys, self.values, self.seen)
+        return attend_chains(query, self.keys, self.values, self.seen, *beside)

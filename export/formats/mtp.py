@@ -1,9 +1,9 @@
-"""A target's checkpoint with the module for multi-token prediction written back into it: a whole
-copy, in which the engine that serves the target finds the module where the original had it.
+"""A target's checkpoint with the modules for multi-token prediction written back into it: a whole
+copy, in which the engine that serves the target finds them where the original had them.
 
-Only files that hold tensors of the module are written anew, without these; the module has a file
-of its own. The index lists every tensor, config.json says that there is one module. The original
-is only read.
+Only files that hold tensors of the modules are written anew, without these; the modules have a file
+of their own. The index lists every tensor, config.json says how many modules there are. The
+original is only read.
 Letters: N nodes, V target vocabulary.
 """
 
@@ -13,7 +13,7 @@ import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -26,9 +26,9 @@ from specctl.export.layouts.engines import dump_json
 from specctl.export.package.files import read_header
 from specctl.export.package.manifest import CARD, MANIFEST, check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
-from specctl.export.readers.mtp import ENGINE, MtpReader
+from specctl.export.readers.mtp import ENGINE, MtpReader, fed_back
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
-from specctl.models.mtp_layout import NEXTN, MtpLayout
+from specctl.models.mtp_layout import MIMO, NEXTN, MtpLayout, layout_of
 from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
 from specctl.runtime.target.mtp_checkpoint import (
     checkpoint_of,
@@ -40,15 +40,16 @@ from specctl.runtime.target.mtp_checkpoint import (
 
 MODULE, CONFIG = "mtp.safetensors", "config.json"
 KEPT = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-FED_BACK = 3  # states of the drafter's own that the proof compares
 WHOLE, TRIMMED = "model.safetensors", "the module has no LM head of its own to trim"
 
 
 def write(source: ExportSource, folder: Path) -> None:
     drafter = _drafter(source)
     origin = checkpoint_of(source.target)
-    _, layout = read_layout(origin)
-    tensors = named_as_stored(drafter, layout, source.target, _dtypes(origin, layout))
+    config, there = read_layout(origin)
+    dtypes = _dtypes(origin, there)
+    layout = _layout(config, there, drafter, bool(dtypes))
+    tensors = named_as_stored(drafter, layout, source.target, dtypes)
     refuse_not_finite(tensors)
     placed: dict[str, str] = {}
     for path in weight_files(origin):
@@ -107,6 +108,27 @@ def _drafter(source: ExportSource) -> Mtp:
     return drafter
 
 
+def _layout(config: Any, layout: MtpLayout, drafter: Mtp, has_modules: bool) -> MtpLayout:
+    """Where the drafter's modules go in a checkpoint that has as many, or none."""
+    if has_modules and drafter.options.modules != layout.num:
+        raise IncompatibleError(
+            "the checkpoint holds another number of modules than the drafter",
+            found=f"{drafter.options.modules} for {layout.num}",
+            expected="the modules of this checkpoint, tuned or as they are",
+            do="train them from it: drafter.init: target",
+        )
+    if layout.is_shared and drafter.options.modules > 1 and not drafter.options.shared:
+        raise IncompatibleError(
+            "the checkpoint's layout has one fc and one set of norms for all modules",
+            found="a drafter with one of each for every module",
+            expected="drafter.options.shared: true",
+            do="train it from the target: drafter.init: target",
+        )
+    own = layout_of(config, drafter.options.modules)
+    assert own is not None, "the layout was read"
+    return own
+
+
 def check(source: ExportSource, folder: Path) -> None:
     """The module lies there as it was, draws what the drafter draws, and all other tensors are the
     original's."""
@@ -117,11 +139,12 @@ def check(source: ExportSource, folder: Path) -> None:
     dtypes = _dtypes(origin, layout)
     compare_tensors(named_as_stored(_drafter(source), layout, source.target, dtypes), found)
     _compare_rest(origin, folder, layout)
-    if layout.count != 1:
+    if layout.count_key is not None and layout.count != layout.num:
         raise GateError(
-            "config.json does not say that there is one module", found=str(layout.count)
+            "config.json does not say how many modules there are", found=str(layout.count)
         )
-    trial = Trial.of(source, FED_BACK if _drafter(source).options.norm_output else 0)
+    fed = fed_back(layout.num) if _drafter(source).options.norm_output else 0
+    trial = Trial.of(source, fed)
     written = twin(source, _drafter(source))
     theirs_NV = MtpReader(config, layout, found, source).drafted_logits(trial)
     tolerance = 1e-5 if set(dtypes.values()) <= {torch.float32} else 2e-2
@@ -161,12 +184,14 @@ def notes(source: ExportSource) -> tuple[str, ...]:
             "SGLang and transformers with it; this one was made for "
             + ("the latter." if _drafter(source).options.norm_output else "the former.")
         )
+    if config.get_text_config(decoder=True).model_type in MIMO:
+        lines.append("vLLM reads the first module alone.")
     return tuple(lines)
 
 
 FORMAT = Format(
     name="mtp",
-    summary="the target's checkpoint with the module for multi-token prediction in it",
+    summary="the target's checkpoint with the modules for multi-token prediction in it",
     families=("mtp",),
     write=write,
     check=check,

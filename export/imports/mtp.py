@@ -1,5 +1,6 @@
-"""The multi-token-prediction module in a target's own checkpoint (DeepSeek-V3, GLM-4.5, Qwen3-Next,
-Qwen3.5): `specctl import CHECKPOINT --target CHECKPOINT`. Of the folder only the module is read.
+"""The modules for multi-token prediction in a checkpoint (DeepSeek-V3, GLM-4.5, Qwen3-Next,
+Qwen3.5, MiMo-V2): `specctl import CHECKPOINT --target CHECKPOINT`. Of the folder only the
+modules are read.
 Letters: N nodes, V target vocabulary.
 """
 
@@ -14,14 +15,13 @@ from typing import Any
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.published import Published
-from specctl.export.readers.mtp import ENGINE, MtpReader
+from specctl.export.readers.mtp import ENGINE, MtpReader, fed_back
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
 from specctl.models.mtp_layout import KINDS, NEXTN
 from specctl.runtime.target.mtp_checkpoint import drafter_of, read_layout
 from specctl.runtime.target.target import Target
 
-FC = re.compile(r"^(mtp\.fc|model\.layers\.\d+\.eh_proj)\.weight$")
-FED_BACK = 3  # states of the drafter's own that the proof compares
+FC = re.compile(r"^(mtp\.fc|model\.(mtp\.)?layers\.\d+\.eh_proj)\.weight$")
 LENGTH = 3
 
 
@@ -37,7 +37,7 @@ def read(published: Published, target: Target) -> Imported:
     drafter = drafter_of(config, layout, tensors, target)
 
     def prove(source: ExportSource) -> None:
-        trial = Trial.of(source, FED_BACK)
+        trial = Trial.of(source, fed_back(layout.num))
         theirs_NV = MtpReader(config, layout, tensors, source).drafted_logits(trial)
         compare(ENGINE, theirs_NV, drafted_logits(twin(source, drafter), trial))
 
@@ -47,7 +47,7 @@ def read(published: Published, target: Target) -> Imported:
         other.module = copy.deepcopy(drafter.module)
         other.options = other.module.options = replace(drafter.options, norm_output=False)
         readings["as vLLM feeds it back: without the norm"] = other
-    return Imported(drafter, ENGINE, prove, LENGTH, readings=readings)
+    return Imported(drafter, ENGINE, prove, max(LENGTH, layout.num), readings=readings)
 
 
 IMPORTER = Importer("mtp", "the module for multi-token prediction of a checkpoint", knows, read)

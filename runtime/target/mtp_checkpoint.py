@@ -1,4 +1,4 @@
-"""The multi-token-prediction module in a target's own checkpoint: found, read, and named as there.
+"""The multi-token-prediction modules in a target's own checkpoint: read, and named as there.
 
 transformers leaves these tensors out when it loads a model, so they are read from the files.
 """
@@ -15,11 +15,18 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.drafters.mtp import Mtp, MtpOptions
 from specctl.models.foreign_layer import as_published, from_published, one_layer, read_config
-from specctl.models.mtp_layout import EMBEDDING, HEAD, KINDS, OURS, MtpLayout, layout_of
+from specctl.models.mtp_layout import (
+    EMBEDDING,
+    KINDS,
+    MOST_MODULES,
+    MtpLayout,
+    layout_of,
+    number_of,
+    ours,
+)
 from specctl.recipes.targets import resolve
 from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint_folder import read_settings, weight_files
@@ -45,22 +52,45 @@ def checkpoint_of(target: Target) -> Path:
 
 
 def read_layout(folder: Path) -> tuple[Any, MtpLayout]:
-    """A checkpoint's configuration, and where it keeps a module or would keep one."""
+    """A checkpoint's configuration, and where it keeps modules or would keep them."""
     read_settings(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    layout = layout_of(config)
+    layout = layout_of(config, 1)
     if layout is None:
         found = f"model_type {config.get_text_config(decoder=True).model_type}"
         raise _none(str(folder), found)
-    if layout.count is not None and layout.count > 1:
+    names = [name for path in weight_files(folder) for name in _names(path)]
+    held, count = layout.held(names), layout.count
+    _check_count(folder, layout, names, held)
+    whole = layout_of(config, held or count or 1)
+    assert whole is not None, "it was known above"
+    return config, whole
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _check_count(folder: Path, layout: MtpLayout, names: list[str], held: int) -> None:
+    """Refuse a checkpoint that says other than it holds: an engine would read what it says."""
+    seen = {number_of(name) for name in layout.of(names)} - {None}
+    if not held <= MOST_MODULES or len(seen) < held:
+        raise IntegrityError(
+            "modules of the checkpoint are missing",
+            found=f"{len(seen)} modules, the last one is number {held}",
+            expected="modules numbered without a gap",
+            do="get all files of the weights again",
+            where=str(folder),
+        )
+    if held and layout.count and layout.count != held:
         raise IncompatibleError(
-            "the checkpoint has more than one module, of which each drafts one token",
-            found=f"{layout.count_key}: {layout.count}",
-            expected="1, which is used for every token of a draft",
-            do=ELSEWHERE,
+            "the checkpoint holds another number of modules than it says",
+            found=f"{layout.count_key}: {layout.count}, tensors of {held}",
+            expected="config.json that says how many modules there are",
+            do=f"set {layout.count_key} to {held}, or get the missing files",
             where=f"{folder}/config.json",
         )
-    return config, layout
 
 
 def stored_module(folder: Path, layout: MtpLayout) -> dict[str, Tensor]:
@@ -82,21 +112,20 @@ def stored_module(folder: Path, layout: MtpLayout) -> dict[str, Tensor]:
     return found
 
 
-def check_copies(beside: dict[str, Tensor], target: Target) -> None:
-    """Take the copies of the target's matrices out of what was read, each equal to the target's."""
+def check_copies(copies: Mapping[str, Tensor], layout: MtpLayout, target: Target) -> None:
+    """Copies of the target's matrices must equal these."""
     borrowed = target.borrowed()
-    for name, theirs in ((EMBEDDING, borrowed.embedding_VD), (HEAD, borrowed.head_VD)):
-        copy = beside.pop(name, None)
-        if copy is None:
-            continue
+    for name, copy in copies.items():
+        matrix = layout.copies[name]
+        theirs = borrowed.embedding_VD if matrix == EMBEDDING else borrowed.head_VD
         same = copy.shape == theirs.shape and all(
             torch.equal(copy[at : at + ROWS].to(theirs.dtype), theirs[at : at + ROWS].cpu())
             for at in range(0, len(copy), ROWS)
         )
         if not same:
             raise IncompatibleError(
-                f"the module has an {name} of its own",
-                found=f"a {name} {tuple(copy.shape)} that differs from the target's",
+                f"the module has an {matrix} of its own",
+                found=f"{name} {tuple(copy.shape)} that differs from the target's",
                 expected=f"a copy of that of {target.name}, which is shared",
                 do="give the target, and the revision, that the module belongs to",
             )
@@ -105,33 +134,48 @@ def check_copies(beside: dict[str, Tensor], target: Target) -> None:
 def drafter_of(
     config: Any, layout: MtpLayout, tensors: Mapping[str, Tensor], target: Target
 ) -> Mtp:
-    """The module as a drafter, its weights as they are stored."""
-    beside, layer = layout.split(tensors)
-    check_copies(beside, target)
-    text = one_layer(config)
-    options = MtpOptions(layer=text)
+    """The modules as a drafter, their weights as they are stored."""
+    parts = layout.split(tensors)
+    check_copies(parts.copies, layout, target)
+    options = _options(config, layout)
     with torch.device("meta"):
         shell = Mtp(options, target.spec)
-    block = {n.removeprefix(OURS): t for n, t in shell.tensors().items() if n.startswith(OURS)}
-    one = read_config(text, KINDS)
-    is_joined = layer.keys() == block.keys()  # the experts stand in one tensor each, as here
-    wanted = block if is_joined else as_published(one, block)
-    _check_names({**beside, **layer}, {**_beside(shell), **wanted})
-    block = layer if is_joined else from_published(one, layer)
+    assert options.layer is not None
+    one, own = read_config(options.layer, KINDS), shell.tensors()
+    found = dict(parts.beside)
+    for module, layer in enumerate(parts.layers):
+        block = _of_layer(own, module)
+        is_joined = layer.keys() == block.keys()  # the experts stand in one tensor each, as here
+        wanted = block if is_joined else as_published(one, block)
+        _check_names(layer, wanted, layout.layers[module])
+        layer = layer if is_joined else from_published(one, layer)
+        found |= {ours(module) + name: tensor for name, tensor in layer.items()}
+    _check_names(parts.beside, {name: own[name] for name in layout.named})
     drafter = Mtp(options, target.spec)
     kinds = {tensor.dtype for tensor in tensors.values()}
     drafter.to(torch.device("cpu"), kinds.pop() if len(kinds) == 1 else torch.float32)
-    drafter.load_tensors({**beside, **{OURS + name: tensor for name, tensor in block.items()}})
+    drafter.load_tensors(found)
     drafter.module.eval()
     drafter.bind(target.borrowed())
     return drafter
 
 
-def _beside(drafter: Drafter) -> dict[str, Tensor]:
-    return {name: t for name, t in drafter.tensors().items() if not name.startswith(OURS)}
+def _options(config: Any, layout: MtpLayout) -> MtpOptions:
+    num = layout.num
+    steps = max(num, MtpOptions().ttt_steps)
+    return MtpOptions(
+        layer=one_layer(config), modules=num, shared=layout.is_shared and num > 1, ttt_steps=steps
+    )
 
 
-def _check_names(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+def _of_layer(tensors: Mapping[str, Tensor], module: int) -> dict[str, Tensor]:
+    before = ours(module)
+    return {n.removeprefix(before): t for n, t in tensors.items() if n.startswith(before)}
+
+
+def _check_names(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], before: str = ""
+) -> None:
     for name in sorted(found.keys() | wanted.keys()):
         shapes = [
             str(tuple(each[name].shape)) if name in each else "none" for each in (found, wanted)
@@ -139,7 +183,7 @@ def _check_names(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> N
         if shapes[0] != shapes[1]:
             raise IncompatibleError(
                 "the module is not of the target's own kind of layer",
-                found=f"{ascii(name)[1:-1][:100]} {shapes[0]}",
+                found=f"{before}{ascii(name)[1:-1][:100]} {shapes[0]}",
                 expected=shapes[1],
                 do="get config.json and the weights again, from one version of the repository",
             )
@@ -152,21 +196,20 @@ def named_as_stored(
     copies of the target's matrices, where the layout has them, as well). `dtypes` may lack names:
     those are as most are."""
     tensors = {name: tensor.detach().cpu() for name, tensor in drafter.tensors().items()}
-    block = {n.removeprefix(OURS): t for n, t in tensors.items() if n.startswith(OURS)}
     assert drafter.options.layer is not None
-    layer = block
-    if not dtypes or not dtypes.keys() >= {layout.layer + name for name in block}:
-        layer = as_published(read_config(drafter.options.layer, KINDS), block)
-    beside = {name: t for name, t in tensors.items() if not name.startswith(OURS)}
-    if layout.copies and (not dtypes or layout.copies[EMBEDDING] in dtypes):
-        borrowed = target.borrowed()
-        beside[EMBEDDING] = borrowed.embedding_VD.detach().cpu()
-        beside[HEAD] = borrowed.head_VD.detach().cpu()
+    one, layers = read_config(drafter.options.layer, KINDS), []
+    for module, before in enumerate(layout.layers):
+        block = _of_layer(tensors, module)
+        is_joined = bool(dtypes) and dtypes.keys() >= {before + name for name in block}
+        layers.append(block if is_joined else as_published(one, block))
+    beside = {name: tensors[name] for name in layout.named}
+    found, borrowed = layout.joined(beside, layers), target.borrowed()
+    for name, matrix in layout.copies.items():
+        if not dtypes or name in dtypes:
+            theirs = borrowed.embedding_VD if matrix == EMBEDDING else borrowed.head_VD
+            found[name] = theirs.detach().cpu().clone()  # a file holds no tensor twice
     usual = target.dtype
-    return {
-        name: tensor.to(dtypes.get(name, usual)).contiguous()
-        for name, tensor in layout.joined(beside, layer).items()
-    }
+    return {name: tensor.to(dtypes.get(name, usual)).contiguous() for name, tensor in found.items()}
 
 
 def own_module(target: Target) -> Mtp:
@@ -187,7 +230,7 @@ def first_module(target: Target) -> Mtp:
     tensors = stored_module(folder, layout)
     if tensors:
         return drafter_of(config, layout, tensors, target)
-    drafter = Mtp(MtpOptions(layer=one_layer(config)), target.spec)
+    drafter = Mtp(_options(config, layout), target.spec)
     drafter.bind(target.borrowed())
     return drafter
 
@@ -202,8 +245,9 @@ def _none(name: str, found: str) -> FileError:
 
 
 def with_count(body: Mapping[str, Any], layout: MtpLayout) -> dict[str, Any]:
-    """config.json that says that there is one module."""
+    """config.json that says how many modules there are."""
     changed = json.loads(json.dumps(body))
     inner = changed["text_config"] if isinstance(changed.get("text_config"), dict) else changed
-    inner[layout.count_key] = 1
+    if layout.count_key is not None:
+        inner[layout.count_key] = layout.num
     return dict(changed)

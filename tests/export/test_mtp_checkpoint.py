@@ -17,7 +17,7 @@ from specctl.export.formats import export
 from specctl.export.imports import import_published
 from specctl.export.imports.published import read_published
 from specctl.export.package.folder import load_drafter, save_package
-from specctl.models.mtp_layout import OURS, layout_of
+from specctl.models.mtp_layout import layout_of, ours
 from specctl.runtime.target.mtp_checkpoint import first_module, own_module, stored_module
 from specctl.runtime.target.target import Target
 from specctl_testing.export.import_cases import same_tensors, taken
@@ -73,7 +73,7 @@ def test_experts_that_are_stored_together_stay_together(tmp_path: Path) -> None:
     folder, package, back = (tmp_path / name for name in ("checkpoint", "package", "back"))
     target, _ = checkpoint("glm4_moe", folder)
     block = own_module(target).tensors()
-    own = {n.removeprefix(OURS): t for n, t in block.items() if n.startswith(OURS)}
+    own = {n.removeprefix(ours(0)): t for n, t in block.items() if n.startswith(ours(0))}
 
     def joined(found: Any) -> None:
         for name in [name for name in found if ".mlp.experts." in name]:
@@ -181,12 +181,45 @@ def test_a_module_that_is_another_is_refused(change: Any, told: str, tmp_path: P
     assert not (tmp_path / "package").exists()
 
 
-def test_several_modules_are_refused(tmp_path: Path) -> None:
+def test_a_number_of_modules_that_is_not_there_is_refused(tmp_path: Path) -> None:
     target, _ = checkpoint("glm4_moe", tmp_path / "checkpoint")
     path = tmp_path / "checkpoint" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 3}))
-    with pytest.raises(SpecctlError, match="more than one module"):
+    with pytest.raises(SpecctlError, match="another number of modules than it says"):
         own_module(target)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5_text", "mimo_v2_flash"])
+def test_several_modules_come_out_and_go_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    folder, package, back = (tmp_path / name for name in ("checkpoint", "package", "back"))
+    target, _ = checkpoint(kind, folder, modules=3)
+    report = taken(folder, target, package)
+    drafter = load_drafter(package, target)
+    assert isinstance(drafter, Mtp)
+    assert (drafter.options.modules, drafter.options.shared) == (3, kind == "qwen3_5_text")
+    assert report.manifest.serve["length"] == 3
+    # every module's own layer: none is the first one over again
+    queries = [t for n, t in drafter.tensors().items() if n.endswith("self_attn.q_proj.weight")]
+    assert len({float(tensor.sum()) for tensor in queries}) == 3
+    export(package, "mtp", back, target)
+    there, here = every_tensor(back), every_tensor(folder)
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[n], here[n]) and there[n].dtype == here[n].dtype for n in here)
+    single = Mtp(MtpOptions(layer=drafter.options.layer), target.spec)
+    single.bind(target.borrowed())
+    save_package(
+        single, target, tmp_path / "1", serve=SERVE, recipe_digest="", acceptance=None, command=[]
+    )
+    with pytest.raises(SpecctlError, match="another number of modules than the drafter"):
+        export(tmp_path / "1", "mtp", tmp_path / "out", target)
+
+
+def test_modules_in_another_order_are_caught(tmp_path: Path, monkeypatch: Any) -> None:
+    target, _ = checkpoint("glm4_moe", tmp_path / "checkpoint", modules=3)
+    entry = MtpNet.entry
+    monkeypatch.setattr(MtpNet, "entry", lambda self, module: entry(self, 0))
+    with pytest.raises(GateError, match=r"drafted token 2: .*differ by"):
+        import_published(tmp_path / "checkpoint", target, tmp_path / "package", command=[])
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])

@@ -94,7 +94,9 @@ def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -
     if carries(recipe.drafter):
         if initial is None:
             return recipe
-        options = recipe.drafter.options | {"layer": initial.drafter.options.layer}
+        own = initial.drafter.options
+        sizes = {"layer": own.layer, "modules": own.modules, "shared": own.shared}
+        options = recipe.drafter.options | sizes
         part = recipe.drafter.model_copy(update={"options": options})
         return recipe.model_copy(update={"drafter": part})
     _only_small_lm(recipe.drafter)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specctl.models.foreign_layer import ForeignLayer, as_published, one_layer, read_config
-from specctl.models.mtp_layout import EMBEDDING, HEAD, KINDS, MTP, layout_of
+from specctl.models.mtp_layout import EMBEDDING, KINDS, MIMO, MTP, layout_of
 from specctl.runtime.target.target import Target
 from specctl_testing.models import build_model
 
@@ -41,33 +41,55 @@ DENSE: dict[str, dict[str, Any]] = {  # the attention of Qwen3-Next, an MLP inst
         key: value for key, value in MODELS["qwen3_next"].items()
         if key == "layer_types" or key.startswith("linear_")},
 }  # fmt: skip
+SEVERAL: dict[str, dict[str, Any]] = {  # whose modules have windows and attention sinks
+    "mimo_v2_flash": {
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "v_head_dim": 6},
+}  # fmt: skip
 Tensors = dict[str, Tensor]
 
 
 def checkpoint(
-    kind: str, folder: Path, dtype: torch.dtype = torch.float32, tokenizer: Any = None
+    kind: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: Any = None,
+    modules: int = 1,
 ) -> tuple[Target, Tensors]:
-    """A target in `folder` and the tensors of the module that its checkpoint carries."""
+    """A target in `folder` and the tensors of the modules that its checkpoint carries."""
     vocab = 48 if tokenizer is None else len(tokenizer)
-    model = build_model(kind, num_layers=2, vocab=vocab, dtype=dtype, **(MODELS | DENSE)[kind])
-    if kind not in MTP:
-        model.config.num_nextn_predict_layers = 1
+    model = build_model(
+        kind, num_layers=2, vocab=vocab, dtype=dtype, **(MODELS | DENSE | SEVERAL)[kind]
+    )
+    if kind not in MTP + MIMO:
+        model.config.num_nextn_predict_layers = modules
+    elif kind in MTP and modules > 1:
+        model.config.mtp_num_hidden_layers = modules
     model.save_pretrained(folder)
-    layout = layout_of(model.config)
+    layout = layout_of(model.config, modules)
     assert layout is not None
     torch.manual_seed(3)
     layer = ForeignLayer(read_config(one_layer(model.config), KINDS))
-    block = {
-        name: 0.2 * torch.randn(tensor.shape) + 1.0 * name.endswith("norm.weight")
-        for name, tensor in layer.block.state_dict().items()
-    }
+    blocks = [
+        {
+            name: 0.2 * torch.randn(tensor.shape) + 1.0 * name.endswith("norm.weight")
+            for name, tensor in layer.block.state_dict().items()
+        }
+        for _ in range(modules)
+    ]
     width = model.config.hidden_size
-    beside = {f"{name}.weight": 1 + 0.2 * torch.randn(width) for name in ("enorm", "hnorm", "norm")}
-    beside["fc.weight"] = 0.2 * torch.randn(width, 2 * width)
-    if layout.copies:
-        beside[EMBEDDING] = model.get_input_embeddings().weight.detach()
-        beside[HEAD] = model.get_output_embeddings().weight.detach()
-    tensors = layout.joined(beside, as_published(layer.block.self_attn.config, block))
+    beside = {
+        name: 0.2 * torch.randn(width, 2 * width)
+        if name.endswith("fc.weight")
+        else 1 + 0.2 * torch.randn(width)
+        for name in layout.named
+    }
+    config = layer.block.self_attn.config
+    tensors = layout.joined(beside, [as_published(config, block) for block in blocks])
+    matrices = {True: model.get_input_embeddings(), False: model.get_output_embeddings()}
+    for name, matrix in layout.copies.items():
+        tensors[name] = matrices[matrix == EMBEDDING].weight.detach()
     tensors = {
         name: tensor.to(torch.float32 if "bias" in name else dtype).clone().contiguous()
         for name, tensor in tensors.items()
@@ -98,14 +120,19 @@ def add_module(folder: Path, tensors: Tensors) -> None:
 
 
 def logits(
-    target: Target, module: Tensors, ids_T: Tensor, state_TD: Tensor
+    target: Target, tensors: Tensors, ids_T: Tensor, state_TD: Tensor, module: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Logits [T, V] and states [T, D] behind tokens `ids_T`, beside the states before them."""
+    """Logits [T, V] and states [T, D] of that module behind tokens `ids_T`, beside the states
+    before them."""
     config = target.lm.module.config
-    layout, kind = layout_of(config), config.model_type
+    layout, kind = layout_of(config, module + 1), config.model_type
     assert layout is not None
-    t = {name.removeprefix(layout.layer): tensor.double() for name, tensor in module.items()}
-    t |= {our: module[theirs].double() for our, theirs in layout.named.items()}
+    before, own = layout.layers[module], f"beside.{module - 1}."
+    is_own = own + "fc.weight" in layout.named
+    t = {name.removeprefix(before): x.double() for name, x in tensors.items()}
+    for our, theirs in layout.named.items():
+        if our.startswith(own) == is_own:
+            t[our.removeprefix(own)] = tensors[theirs].double()
     one = 1.0 if kind == "qwen3_next" else 0.0
 
     def norm(x: Tensor, name: str) -> Tensor:
