@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,7 +20,9 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.server import errors
 from specctl.server.auth import AuthMiddleware, Door, Keys
 from specctl.server.docs_page import DOCS, docs_route
+from specctl.server.drafter_route import Shelf, drafter_routes
 from specctl.server.engine_thread.contract import Serving, Status
+from specctl.server.engine_thread.service import Service
 from specctl.server.errors import ApiError, ErrorBody
 from specctl.server.logs import RequestLog
 from specctl.server.metrics import TYPE, Metrics
@@ -167,16 +169,17 @@ def create_app(
     defaults: Sampling = DEFAULTS,
     style: ChatStyle | None = None,
     is_strict: bool = False,
+    shelf: Shelf | None = None,
 ) -> FastAPI:
     """The application. `name`: what clients call the target. `keys` (or a whole `door`): who may
     ask; None lets everybody in. `verification`: lossless or approximate, told with every answer.
     `defaults`: how a request is sampled that does not say it. `style`: how the target writes tool
     calls and thoughts, if that is not to be read from its chat template. `is_strict`: requests with
-    unknown fields are refused."""
+    unknown fields are refused. `shelf`: the drafters that an admin key may exchange."""
     pages = page_routes()
     door = door if door is not None else Door(keys if keys is not None else Keys())
     browsed = frozenset(page.path for page in pages) | {DOCS}
-    door = Door(door.keys, door.hosts, browsed)
+    door = replace(door, browsed=browsed)
     metrics = Metrics(service, recorder)
 
     @asynccontextmanager
@@ -201,6 +204,9 @@ def create_app(
     _watch(app, service, metrics)
     _api(app, front)
     token_routes(app, front.desk, front.check_model)
+    if shelf is not None and door.admin.digests:
+        assert isinstance(service, Service), "a stub has no drafter to exchange"
+        drafter_routes(app, service, shelf)
     app.router.routes.extend(pages)
     app.router.routes.append(docs_route(app))
     errors.install(app)

@@ -25,6 +25,8 @@ from specctl.core.errors import FileError, SpecctlError, unreadable
 from specctl.server.errors import ApiError
 
 OPEN = frozenset({"/health", "/ready"})
+DRAFTER = "/v1/drafter"
+ADMIN = frozenset({DRAFTER})  # what an admin key opens, and no other key
 VARIABLE = "SPECCTL_API_KEYS"
 LOOPBACK = frozenset({"localhost", "ip6-localhost"})
 
@@ -51,9 +53,11 @@ class Keys:
         return found
 
 
-def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[Keys, str | None]:
-    """Keys of a file (one a line, # begins a comment) and of SPECCTL_API_KEYS (by commas); and a
-    warning if others may read the file."""
+def read_keys(
+    file: Path | None, environment: Mapping[str, str], option: str = "--api-key-file"
+) -> tuple[Keys, str | None]:
+    """Keys of the file that an option names (one a line, # begins a comment) and of
+    SPECCTL_API_KEYS (by commas); and a warning if others may read the file."""
     words = [word.strip() for word in environment.get(VARIABLE, "").split(",")]
     warning = None
     if file is not None:
@@ -61,26 +65,24 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> tuple[Keys, 
             lines = read_text(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             do = "one key per line in UTF-8"
-            raise unreadable(
-                "the file of API keys", file, error, "--api-key-file", "a text file", do
-            ) from error
+            raise unreadable("the file of keys", file, error, option, "a text file", do) from error
         words += [line.partition("#")[0].strip() for line in lines]
         if os.name == "posix" and file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            warning = f"others may read the API keys in {file}: chmod 600 {file}"
+            warning = f"others may read the keys in {file}: chmod 600 {file}"
     keys = [word for word in words if word]
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise SpecctlError(
-            "an API key holds a character that no HTTP header can carry",
+            "a key holds a character that no HTTP header can carry",
             where=str(file) if file is not None else VARIABLE,
             expected="printable ASCII without blanks",
             do="python -c 'import secrets; print(secrets.token_urlsafe(32))' makes a good one",
         )
     if file is not None and not keys:
         raise FileError(
-            "the file of API keys holds no key",
+            "the file of keys holds no key",
             where=str(file),
             expected="one key per line",
-            do="write one, or leave --api-key-file out",
+            do=f"write one, or leave {option} out",
         )
     return Keys.of(keys), warning
 
@@ -99,11 +101,13 @@ class Door:
     machine's own; None lets any name in. A page of another site whose name points here (DNS
     rebinding) sends that site's name, so a server on loopback names its own. `browsed`: paths that
     people open by hand; a browser asks for the key there (as the password of HTTP Basic), and the
-    page that it then shows may use it: `Sec-Fetch-Site` is a header that no script can write."""
+    page that it then shows may use it: `Sec-Fetch-Site` is a header that no script can write.
+    `admin`: the keys of ADMIN's paths, which are closed without any."""
 
     keys: Keys = Keys()
     hosts: tuple[str, ...] | None = None
     browsed: frozenset[str] = frozenset()
+    admin: Keys = Keys()
 
     def check(self, path: str, headers: Headers) -> str:
         """The owner of the request; ApiError if it is not let in."""
@@ -112,9 +116,10 @@ class Door:
         if self.hosts is not None and not is_loopback(name) and name.lower() not in self.hosts:
             message = f"this server does not answer to the host name {name[:100]!a}"
             raise ApiError(403, message, code="unknown_host")
-        if not self.keys.digests or path in OPEN:
+        keys = self.admin if path in ADMIN and self.admin.digests else self.keys
+        if not keys.digests or path in OPEN:
             return ""
-        owner = self.keys.owner(self._offered(path, headers))
+        owner = keys.owner(self._offered(path, headers))
         if owner is None:
             raise self._unknown(path, headers)
         return owner

@@ -99,6 +99,7 @@ class Scrape:
             yield by_place
         yield _count("spec_off_rounds", "Rounds that did not draft", found.spec_off)
         yield _count("spec_disabled", "Rows that lost a failing drafter", found.spec_disabled)
+        yield _count("drafter_exchanges", "Drafters put in another's place", found.exchanges)
         yield _count("rounds", "Target forwards of rows", found.rounds)
         yield _count("steps", "Target forwards of batches", found.steps)
         tau = found.tokens / found.rounds if found.rounds else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import logging
 import os
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from specctl.runtime.batching import BatchCosts, Batching
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
-    from specctl.server.auth import Door
+    from specctl.server.auth import Door, Keys
+    from specctl.server.drafter_route import Shelf
+    from specctl.server.engine_thread.exchange import Drafting
     from specctl.server.engine_thread.service import Service
     from specctl.server.requests.limits import Limits
 
@@ -124,6 +127,18 @@ class AccessFlags:
     insecure_no_auth: Annotated[
         bool, access_option("--insecure-no-auth", help="Serve other machines without keys.")
     ] = False
+    admin_key_file: Annotated[
+        Path | None,
+        access_option(
+            "--admin-key-file",
+            help="One key per line, for /v1/drafter alone: it puts another drafter of "
+            "--drafter-folder in place.",
+        ),
+    ] = None
+    drafter_folder: Annotated[
+        Path | None,
+        access_option("--drafter-folder", help="Folder of the packages that may be served."),
+    ] = None
     allow_host: Annotated[
         list[str] | None,
         access_option(
@@ -153,7 +168,35 @@ class AccessFlags:
                 )
             console.warn("anybody who reaches this address is served: --insecure-no-auth")
         names = tuple(name.lower() for name in self.allow_host or ())
-        return Door(keys, names if is_local or names else None)
+        return Door(keys, names if is_local or names else None, admin=self._admin(console))
+
+    def _admin(self, console: Console) -> Keys:
+        """The keys that may exchange the drafter; they and the folder go together."""
+        from specctl.server.auth import Keys, read_keys
+
+        if (self.admin_key_file is None) != (self.drafter_folder is None):
+            given = "--drafter-folder" if self.admin_key_file is None else "--admin-key-file"
+            raise SpecctlError(
+                "an admin key and a folder of drafters go together",
+                where=given,
+                found=f"{given} alone",
+                expected="--admin-key-file FILE --drafter-folder DIR",
+                do="give both, or none",
+            )
+        if self.admin_key_file is None or self.drafter_folder is None:
+            return Keys()
+        if not self.drafter_folder.is_dir():
+            raise SpecctlError(
+                "the folder of drafters cannot be read",
+                where="--drafter-folder",
+                found=f"no folder {self.drafter_folder}",
+                expected="a folder that holds packages",
+                do="mkdir it, or give another",
+            )
+        keys, warning = read_keys(self.admin_key_file, {}, "--admin-key-file")
+        if warning is not None:
+            console.warn(warning)
+        return keys
 
 
 def serve(
@@ -255,6 +298,7 @@ def serve(
         defaults=defaults,
         style=ChatStyle.of(model, tool_parser, reasoning),
         is_strict=strict,
+        shelf=_shelf(console, access.drafter_folder, service, batching, verification),
     )
 
     def ready() -> None:
@@ -346,6 +390,48 @@ def _service(
     )
     mark = verification_of(rule, draft.drafter, service.policy, sampled=True)
     return service, str(mark["class"])
+
+
+def _shelf(
+    console: Console,
+    folder: Path | None,
+    service: Service,
+    batching: str,
+    verification: str,
+) -> Shelf | None:
+    """How a package of the folder is read for a server that runs."""
+    if folder is None:
+        return None
+    target, rule, rows = service.target, service.rule, service.limits.max_batch
+    from specctl.api.drafting import load_draft
+    from specctl.runtime.verify.choice import verification_of
+    from specctl.server.drafter_route import Shelf
+    from specctl.server.engine_thread.exchange import Drafting
+
+    def load(path: Path) -> Callable[[], Drafting]:
+        # A tokenizer of transformers may be used by one thread at a time.
+        own = replace(target, tokenizer=copy.deepcopy(target.tokenizer))
+        draft = load_draft(str(path), own, parallel=False)
+        assert draft.drafter is not None, "a folder is a drafter"
+        assert draft.policy is not None, "a drafter has a policy"
+        mark = verification_of(rule, draft.drafter, draft.policy, sampled=True)["class"]
+        if mark != verification or draft.rule not in ("auto", rule):
+            raise SpecctlError(
+                "another drafter would change what answers are",
+                found=f"{draft.name}: {mark}, rule {draft.rule}",
+                expected=f"{verification}, rule auto or {rule}, as this server was started",
+                do="start a server with it",
+            )
+
+        def prepare() -> Drafting:
+            served = priced(own, draft, lambda text: _tell(console, text))
+            assert served.policy is not None, "a drafter has a policy"
+            chosen = make_batching(console, batching, own, served, rows)
+            return Drafting(served.drafter, served.policy, chosen, served.name)
+
+        return prepare
+
+    return Shelf(folder, load)
 
 
 def _serving_json(service: Service, draft: LoadedDraft) -> dict[str, Any]:

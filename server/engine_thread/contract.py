@@ -151,7 +151,7 @@ class Counters:
     `rounds` counts target forwards of rows (tau = tokens / rounds), `steps` those of the whole
     batch, `drafts` the rounds that drafted, `spec_off` those that did not, `spec_disabled` the rows
     that lost a failing drafter. `requests` counts by outcome: a finish reason, "cancelled",
-    "timeout" or "refused".
+    "timeout" or "refused"; `exchanges` drafters that came in another's place.
     """
 
     rounds: int = 0
@@ -168,6 +168,7 @@ class Counters:
     reused_tokens: int = 0
     requests: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    exchanges: int = 0
 
 
 @dataclass(frozen=True, slots=True)

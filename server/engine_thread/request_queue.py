@@ -9,6 +9,7 @@ import threading
 from collections import deque
 
 from specctl.server.engine_thread.contract import Busy, Ticket, Unavailable
+from specctl.server.engine_thread.exchange import Exchange
 
 
 class RequestQueue:
@@ -21,6 +22,7 @@ class RequestQueue:
         self._changed = threading.Condition()
         self._asked: deque[Ticket] = deque()
         self._given_up: deque[Ticket] = deque()
+        self._ordered: Exchange | None = None
         self._mean_seconds = 1.0
 
     def enter(self, state: str, only_from: tuple[str, ...] = ()) -> None:
@@ -47,6 +49,30 @@ class RequestQueue:
             self._given_up.append(ticket)
             self._changed.notify_all()
 
+    def order(self, exchange: Exchange) -> None:
+        """Have the drafter exchanged; new asks wait until it is done, or withdrawn."""
+        with self._changed:
+            if self.state != "ready":
+                raise Unavailable(self.state)
+            if self._ordered is not None:
+                raise Busy(self.retry_after(), "the drafter is being exchanged already")
+            self._ordered = exchange
+            self._changed.notify_all()
+
+    def withdraw(self, exchange: Exchange) -> bool:
+        """Whether it had not begun yet, and is not going to."""
+        with self._changed:
+            is_waiting = self._ordered is exchange
+            self._ordered = None if is_waiting else self._ordered
+            self._changed.notify_all()
+            return is_waiting
+
+    def take_order(self) -> Exchange | None:
+        """The exchange to carry out now; from here on it cannot be withdrawn."""
+        with self._changed:
+            found, self._ordered = self._ordered, None
+            return found
+
     def close(self, seconds: float) -> None:
         """An ask has left, so many seconds after it came."""
         with self._changed:
@@ -54,14 +80,19 @@ class RequestQueue:
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
 
     def take(self, wait: bool) -> tuple[list[Ticket], list[Ticket]]:
-        """New asks and cancellations since the last call; `wait` until there are any, or until the
-        service is stopped."""
+        """New asks and cancellations since the last call; `wait` until there are any, or an
+        exchange, or until the service is stopped. While an exchange is due no ask is handed out,
+        nor the cancellation of one that was not."""
         with self._changed:
-            while wait and not (self._asked or self._given_up) and self.is_open:
+            while wait and not (self._asked or self._given_up or self._ordered) and self.is_open:
                 self._changed.wait()
-            asked, given_up = list(self._asked), list(self._given_up)
-            self._asked.clear()
-            self._given_up.clear()
+            held = set[Ticket]()
+            if self._ordered is not None and self.is_open:
+                held = {*self._asked}
+            asked = [ticket for ticket in self._asked if ticket not in held]
+            given_up = [ticket for ticket in self._given_up if ticket not in held]
+            self._asked = deque(ticket for ticket in self._asked if ticket in held)
+            self._given_up = deque(ticket for ticket in self._given_up if ticket in held)
             return asked, given_up
 
     def retry_after(self) -> int:

@@ -44,6 +44,7 @@ from specctl.server.engine_thread.contract import (
     TooLong,
     Unavailable,
 )
+from specctl.server.engine_thread.exchange import Drafting, Exchange
 from specctl.server.engine_thread.request_queue import RequestQueue
 from specctl.server.engine_thread.worker import Worker
 from specctl.server.requests.limits import Limits
@@ -168,18 +169,19 @@ class Service:
         why_off: str | None = None,
         drafter_name: str | None = None,
     ) -> None:
-        self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
-        self.policy = policy if policy is not None else default_policy(drafter)
+        self.target, self.rule = target, rule
+        given = policy if policy is not None else default_policy(drafter)
+        if drafter is not None and drafter_name is None:
+            drafter_name = drafter.family
+        self.drafting = Drafting(drafter, given, batching, drafter_name, int(time.time()))
         self.limits = limits if limits is not None else Limits()
-        check_rule(rule, drafter, self.policy)
+        check_rule(rule, drafter, given)
         self.counters = Counters()
         self.on_finish: list[Callable[[Finished], None]] = []
-        self.room: Capacity = room_for(target, self.policy, self.limits, drafter)
+        self.room: Capacity = room_for(target, given, self.limits, drafter)
         self.failure: str | None = None
         self._say, self._why_off = say, why_off
-        self._drafter_name = drafter_name
-        if drafter is not None and drafter_name is None:
-            self._drafter_name = drafter.family
+        self._own: Target | None = None  # the engine thread's
         self._desk = RequestQueue(self.limits.max_queue)
         self._desk.slots = self.room.slots
         self._worker: Worker | None = None
@@ -202,7 +204,8 @@ class Service:
         try:
             guard = Guard(self.target.spec.vocab_size, self._say)
             engine = self._engine(guard)
-            worker = Worker(engine, guard, self._desk, self.counters, self.on_finish, timeout)
+            shared = self._desk, self.counters, self.on_finish, timeout
+            worker = Worker(engine, guard, *shared, self._carry_out)
         except Exception as error:
             self._fail(error)
             return
@@ -223,27 +226,97 @@ class Service:
         """The engine with its caches; without the drafter if that cannot be had. The tokenizer is
         a copy: those of transformers may be used by one thread at a time."""
         target = replace(self.target, tokenizer=copy.deepcopy(self.target.tokenizer))
-
-        def made(drafter: Drafter | None) -> Engine:
-            return Engine(
-                target,
-                drafter,
-                self.policy if drafter is not None else None,
-                self.rule,
-                self.room.slots,
-                batching=self.batching if drafter is not None else None,
-                prefill_chunk=self.limits.prefill_chunk,
-                wrap_drafter=guard.wrap,
-            )
-
+        self._own = target
         try:
-            engine = made(self.drafter)
+            engine = self._made(self.drafting, guard)
         except Exception as error:
-            engine = made(None)
+            engine = self._made(replace(self.drafting, drafter=None), guard)
             guard.give_up(place_of(error))
         engine.open(self.room.context)
         self._warm_up(target)
         return engine
+
+    def _made(self, drafting: Drafting, guard: Guard) -> Engine:
+        """An engine without caches yet."""
+        assert self._own is not None, "the engine thread has begun"
+        has_drafter = drafting.drafter is not None
+        return Engine(
+            self._own,
+            drafting.drafter,
+            drafting.policy if has_drafter else None,
+            self.rule,
+            self.room.slots,
+            batching=drafting.batching if has_drafter else None,
+            prefill_chunk=self.limits.prefill_chunk,
+            wrap_drafter=guard.wrap,
+        )
+
+    # -- another drafter ------------------------------------------------------------------------
+
+    async def exchange(self, prepare: Callable[[], Drafting], wait: float) -> Drafting:
+        """Serve with what `prepare` gives, from the moment on at which no answer is under way: at
+        most `wait` seconds later, else Busy is raised and nothing has changed. `prepare` runs in
+        the engine thread, which serves nobody meanwhile. Raises what it raises, and ResourceError
+        for a drafter that leaves less room."""
+        order = Exchange(prepare)
+        self._desk.order(order)
+        try:
+            return await asyncio.wait_for(order.done(), wait)
+        except TimeoutError:
+            if self._desk.withdraw(order):
+                raise Busy(
+                    self._desk.retry_after(),
+                    f"answers were under way for {wait:g} s: the drafter was not exchanged",
+                ) from None
+            return await order.done()  # it had begun
+        except asyncio.CancelledError:
+            self._desk.withdraw(order)
+            raise
+
+    def _carry_out(self, worker: Worker, order: Exchange) -> None:
+        """In the engine thread, while no row is active."""
+        before, guard = self.drafting, Guard(self.target.spec.vocab_size, self._say)
+        try:
+            wanted = replace(order.prepare(), since=int(time.time()))
+            check_rule(self.rule, wanted.drafter, wanted.policy)
+            room = self._room_with(wanted)
+            engine = self._made(wanted, guard)
+        except Exception as error:
+            LOG.warning("the drafter was not exchanged: %s", place_of(error))
+            order.settle(error)
+            return
+        kept = worker.guard
+        worker.replace(engine, guard)  # the caches of before are free for the new ones
+        try:
+            engine.open(self.room.context)
+            if guard.why_off is not None:
+                raise ResourceError("the new drafter could not be opened", found=guard.why_off)
+        except Exception as error:
+            order.settle(error)
+            off = kept.why_off
+            engine = self._made(before if off is None else replace(before, drafter=None), kept)
+            worker.replace(engine, kept)
+            engine.open(self.room.context)
+            return
+        self.drafting, self.room, self._why_off = wanted, room, None
+        self.counters.exchanges += 1
+        order.settle(wanted)
+
+    def _room_with(self, wanted: Drafting) -> Capacity:
+        """The room with another drafter; it must not be for fewer rows."""
+        now, memory = self.room, self.limits.memory
+        if memory is None and (free := available_bytes(self.target.device)) is not None:
+            memory = free // 2 + now.slots * now.slot_bytes + now.shared_bytes
+        limits = replace(self.limits, memory=memory, max_batch=now.slots, max_len=now.context)
+        room = room_for(self.target, wanted.policy, limits, wanted.drafter)
+        if room.slots < now.slots:
+            raise ResourceError(
+                "the new drafter leaves room for fewer rows",
+                found=f"caches for {room.slots} of {now.slots} rows, {_size(room.slot_bytes)} each",
+                expected=f"{_size(now.slot_bytes)} for each, as now",
+                do="start the server anew with it, or with a smaller --max-batch",
+            )
+        return room
 
     def _warm_up(self, target: Target) -> None:
         """Read as a prompt is read, before anybody waits: a first wide forward lays weights out (of
@@ -315,7 +388,15 @@ class Service:
             desk.num_open - running,
             self.room.slots,
             self.room.context,
-            "on" if why_off is None and self.drafter is not None else "off",
+            "on" if why_off is None and self.drafting.drafter is not None else "off",
             why_off,
-            self._drafter_name,
+            self.drafting.name,
         )
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.drafting.drafter
+
+    @property
+    def policy(self) -> Policy:
+        return self.drafting.policy

@@ -17,7 +17,15 @@ from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.target.text_stream import TextStream, TokenDecoder
-from specctl.server.engine_thread.contract import Busy, Counters, Finished, Piece, Ticket
+from specctl.server.engine_thread.contract import (
+    Busy,
+    Counters,
+    Finished,
+    Piece,
+    Ticket,
+    Unavailable,
+)
+from specctl.server.engine_thread.exchange import Exchange
 from specctl.server.engine_thread.request_queue import RequestQueue
 
 
@@ -141,9 +149,12 @@ class Worker:
         counters: Counters,
         on_finish: Sequence[Callable[[Finished], None]],
         queue_timeout: float,
+        exchange: Callable[[Worker, Exchange], None],
     ) -> None:
+        self._exchange = exchange  # carries it out, by `replace`
         self.engine, self.guard, self.desk, self.counters = engine, guard, desk, counters
         counters.spec_disabled = guard.num_disabled  # not 0 where the drafter could not be opened
+        self._disabled_before = 0  # rows that lost a drafter that is not there any more
         self.on_finish, self.queue_timeout = on_finish, queue_timeout
         self._decoders = dict[frozenset[int], TokenDecoder]()
         self.jobs: dict[int, ServerJob] = {}
@@ -162,10 +173,14 @@ class Worker:
             self._expire()
             self._round()
             self._flush()
+            if not self.engine.is_busy and (order := self.desk.take_order()) is not None:
+                self._exchange(self, order)
         self.end()
 
     def end(self) -> None:
         """Let go of everybody: cancelled, or failed where the service has."""
+        if (order := self.desk.take_order()) is not None:
+            order.settle(Unavailable(self.desk.state))
         for ticket in self.desk.take(wait=False)[0]:
             self._enter(ticket)
         for job in list(self.jobs.values()):
@@ -204,7 +219,13 @@ class Worker:
                 self._fail(job, place_of(error))
         self.counters.steps += bool(emissions)
         self.counters.seconds += time.monotonic() - began
-        self.counters.spec_disabled = self.guard.num_disabled
+        self.counters.spec_disabled = self._disabled_before + self.guard.num_disabled
+
+    def replace(self, engine: Engine, guard: Guard) -> None:
+        """Go on with another engine and what guards its drafter; no row is active."""
+        if guard is not self.guard:
+            self._disabled_before += self.guard.num_disabled
+        self.engine, self.guard = engine, guard
 
     def _tell(self, job: ServerJob, emission: Emission) -> None:
         piece = job.piece(emission)

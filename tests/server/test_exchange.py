@@ -1,0 +1,200 @@
+"""Another drafter while a server runs: no answer changes or is lost, and a refusal leaves all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specctl.core.drafter import DraftState, Space
+from specctl.core.errors import ResourceError, SpecctlError
+from specctl.drafters.prompt_lookup import PromptLookup
+from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.base import Policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
+from specctl.server.auth import Door, Keys
+from specctl.server.drafter_route import Shelf
+from specctl.server.engine_thread.exchange import Drafting
+from specctl.server.engine_thread.service import Busy, GenerateRequest, Limits, Service
+from specctl_testing.runtime.asking import (
+    alone,
+    asks_of,
+    collect,
+    drafter_of,
+    served,
+    small_target,
+    tokens_of,
+)
+from specctl_testing.runtime.keys import KEYS, RIGHT
+from specctl_testing.runtime.web import ask_all, error_of, make_app, running
+
+CHAIN: Policy = make_policy({"policy": "direct", "length": 5})
+LONG = GenerateRequest((10, 11, 10, 11), Sampling(max_new_tokens=400, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def target(make_model: Any) -> Target:
+    return small_target(make_model)
+
+
+def another(target: Target, name: str = "suffix-automaton") -> Drafting:
+    return Drafting(drafter_of(target, name), CHAIN, None, name)
+
+
+def test_answers_before_behind_and_during_an_exchange_are_what_they_are_alone(
+    target: Target,
+) -> None:
+    asks = asks_of(18)
+
+    async def run() -> tuple[list[Any], list[str | None], Service]:
+        names: list[str | None] = []
+        async with served(target, drafter_of(target), CHAIN, max_batch=3) as service:
+            answers = []
+            for at in range(3):
+                own = asks[6 * at : 6 * at + 6]
+                tasks = [asyncio.create_task(collect(service, ask)) for ask in own[:4]]
+                await asyncio.sleep(0.02)  # some are being decoded
+                name = ("suffix-automaton", "prompt-lookup", "copyspec")[at]
+                change = asyncio.create_task(
+                    service.exchange(lambda name=name: another(target, name), 60)
+                )
+                await asyncio.sleep(0)
+                tasks += [asyncio.create_task(collect(service, ask)) for ask in own[4:]]
+                now = await change
+                names += [now.name, service.status().drafter]
+                answers += await asyncio.gather(*tasks)
+            return answers, names, service
+
+    answers, names, service = asyncio.run(run())
+    for ask, pieces in zip(asks, answers, strict=True):
+        assert tokens_of(pieces) == alone(target, ask).token_ids
+    assert names == [n for n in ("suffix-automaton", "prompt-lookup", "copyspec") for _ in "ab"]
+    assert service.counters.exchanges == 3
+    assert service.counters.requests == {"length": 18}
+    assert service.counters.drafts > 0
+
+
+class Broken(PromptLookup):
+    """Cannot be opened."""
+
+    def open(self, space: Space) -> DraftState:
+        raise RuntimeError("no memory of its own")
+
+
+@pytest.mark.parametrize("fails", ["when it is prepared", "when it is opened", "for its size"])
+def test_what_cannot_serve_leaves_the_drafter_of_before(
+    target: Target, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def prepare() -> Drafting:
+        if fails == "when it is prepared":
+            raise SpecctlError("a torn package")
+        if fails == "when it is opened":
+            options = drafter_of(target).options
+            return Drafting(Broken(options, target.spec, None), CHAIN, None, "broken")
+        found = another(target)
+        monkeypatch.setattr(type(found.drafter), "shared_bytes", 1 << 60)
+        return found
+
+    kinds = {"for its size": ResourceError, "when it is opened": ResourceError}
+
+    async def run() -> tuple[Any, Any, Service]:
+        async with served(target, drafter_of(target), CHAIN, max_batch=2) as service:
+            with pytest.raises(kinds.get(fails, SpecctlError)):
+                await service.exchange(prepare, 60)
+            before = service.counters.drafted
+            asks = asks_of(4)
+            answers = await asyncio.gather(*(collect(service, ask) for ask in asks))
+            assert service.counters.drafted > before
+            return asks, answers, service
+
+    asks, answers, service = asyncio.run(run())
+    for ask, pieces in zip(asks, answers, strict=True):
+        assert tokens_of(pieces) == alone(target, ask).token_ids
+    assert service.status().drafter == "prompt-lookup"
+    assert service.counters.exchanges == 0
+
+
+def test_an_exchange_that_waits_too_long_is_given_up_and_holds_nobody(target: Target) -> None:
+    async def run() -> None:
+        async with served(target, drafter_of(target), CHAIN, max_batch=1) as service:
+            ticket = await service.submit(LONG)
+            await anext(aiter(ticket))  # it is being decoded
+            change = asyncio.create_task(service.exchange(lambda: another(target), 0.05))
+            await asyncio.sleep(0)
+            with pytest.raises(Busy, match="exchanged already"):
+                await service.exchange(lambda: another(target), 60)
+            held = await service.submit(asks_of(1)[0])
+            gone = await service.submit(asks_of(1)[0])
+            gone.cancel()
+            with pytest.raises(Busy, match="under way"):
+                await change
+            ticket.cancel()
+            assert [piece async for piece in held][-1].finish_reason == "length"
+            assert [piece async for piece in gone] == []
+            assert service.status().drafter == "prompt-lookup"
+
+    asyncio.run(run())
+
+
+ADMIN = "key-of-who-runs-it"
+
+
+def shelf_of(root: Path, target: Target) -> Shelf:
+    def load(path: Path) -> Callable[[], Drafting]:
+        if not (path / "drafter").exists():
+            raise SpecctlError("this is no package", found=path.name)
+        return lambda: another(target, (path / "drafter").read_text())
+
+    return Shelf(root, load)
+
+
+def test_the_route_takes_the_admin_key_and_the_folder_alone(target: Target, tmp_path: Path) -> None:
+    root = tmp_path / "drafters"
+    for folder in (root / "new", tmp_path / "secret"):
+        folder.mkdir(parents=True)
+        (folder / "drafter").write_text("suffix-automaton")
+    (root / "empty").mkdir()
+    os.symlink(tmp_path / "secret", root / "link")
+    service = Service(target, drafter_of(target), CHAIN, limits=Limits(max_batch=2, max_len=256))
+    door = Door(KEYS, admin=Keys.of([ADMIN]))
+    with (
+        running(service, door=door, shelf=shelf_of(root, target)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        while service.status().state == "loading":
+            time.sleep(0.005)
+
+        def send(path: str, key: str | None = ADMIN, **more: Any) -> httpx.Response:
+            header = {} if key is None else {"Authorization": f"Bearer {key}"}
+            return client.post("/v1/drafter", json={"path": path, **more}, headers=header)
+
+        for key in (None, RIGHT, "nonsense"):
+            assert send("new", key).status_code == 401
+        outside = ("../secret", str(tmp_path / "secret"), "link", "missing", "new/drafter", "a\0b")
+        for path in outside:
+            refused = send(path)
+            assert refused.status_code == 404, path
+            assert "secret" not in error_of(refused)["message"].replace(repr(path), "")
+        assert send("empty").status_code == 400
+        assert send("new", wait=0).status_code == 400
+        assert service.status().drafter == "prompt-lookup"
+        changed = send("new")
+        assert changed.status_code == 200, changed.text
+        header = {"Authorization": f"Bearer {ADMIN}"}
+        shown = client.get("/v1/drafter", headers=header).json()
+        assert shown["drafter"] == changed.json()["drafter"] == "suffix-automaton"
+        assert abs(shown["since"] - time.time()) < 60
+        assert client.get("/v1/models", headers=header).status_code == 401
+
+
+def test_without_an_admin_key_there_is_no_such_route() -> None:
+    app = make_app()
+    for method in ("GET", "POST"):
+        assert ask_all(app, [(method, "/v1/drafter", {})])[0].status_code == 404
