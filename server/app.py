@@ -136,6 +136,8 @@ class Front:
         request.state.log.update(used, tau=round(tokens / max(rounds, 1), 3))
         if self.recorder is None or any(choice.reason is None for choice in answer.choices):
             return
+        if body.store is False:
+            return
         if isinstance(body, ChatRequest) and body.has_tools:
             return  # training knows no tools
         for choice in answer.choices:

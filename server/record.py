@@ -35,9 +35,14 @@ class Recorder:
         self._thread.start()
 
     def put(self, record: dict[str, Any]) -> None:
-        """Have a record written. Returns at once and never raises."""
+        """Have a record written. Returns at once and never raises. One that is larger than a whole
+        file may be is dropped."""
+        line = json.dumps(record).encode() + b"\n"
+        if len(line) > self.max_bytes:
+            self.dropped += 1
+            return
         try:
-            self._lines.put_nowait(json.dumps(record).encode() + b"\n")
+            self._lines.put_nowait(line)
         except queue.Full:
             self.dropped += 1
 

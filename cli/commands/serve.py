@@ -21,7 +21,7 @@ from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, loading
-from specctl.core.errors import SpecctlError, unknown
+from specctl.core.errors import SpecctlError, one_of_two, unknown
 from specctl.core.installed import pip_install
 from specctl.core.plugins import declared
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from specctl.server.drafter_route import Shelf
     from specctl.server.engine_thread.exchange import Drafting
     from specctl.server.engine_thread.service import Service
+    from specctl.server.record import Recorder
     from specctl.server.requests.limits import Limits
 
 RULE = "target-only"  # seeded answers do not depend on who else is served
@@ -219,6 +220,24 @@ def serve(
         Path | None,
         typer.Option(help="Append prompts and answers to this JSONL, for distill and adapt."),
     ] = None,
+    keep_traffic: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep-traffic",
+            metavar="DIR",
+            help="Keep prompts and answers in this folder, for train-draft --follow; but those of "
+            "requests with store: false.",
+        ),
+    ] = None,
+    keep_traffic_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--keep-traffic-limit",
+            min=0.001,
+            help="GiB of traffic that are kept, 1 if left out; what is oldest goes first.",
+            show_default=False,
+        ),
+    ] = None,
     tool_parser: Annotated[
         str,
         typer.Option(
@@ -270,13 +289,12 @@ def serve(
         raise unknown("tool parser", tool_parser, known, "--tool-parser", kind=SpecctlError)
     from specctl.server.listen import Listener, bind, url_of
     from specctl.server.logs import log, send_logs
-    from specctl.server.record import Recorder
 
     door, limits = access.door(console), limit.limits()
     target = target.or_own(draft.draft)
     socket = bind(access.host, access.port)
     url, called = url_of(socket), name or target.name
-    recorder = Recorder(record) if record is not None else None
+    recorder = _recorder(record, keep_traffic, keep_traffic_limit)
     level = logging.WARNING if console.quiet else logging.INFO
     send_logs(console.stderr, level, as_json=not console.stderr.isatty())
     _tell(console, loading(target))
@@ -320,6 +338,27 @@ def serve(
     result = {"url": url, "model": called, "was_cut": code != 0, **_totals(service)}
     console.done(result, next=nexts, ok=code == 0)
     raise typer.Exit(code)
+
+
+def _recorder(record: Path | None, folder: Path | None, limit: float | None) -> Recorder | None:
+    """Where prompts and answers go; nowhere unless one of the two is named."""
+    from specctl.server.record import Recorder
+    from specctl.server.traffic import TrafficKeeper
+
+    if record is not None and folder is not None:
+        found = f"--record {record} and --keep-traffic {folder}"
+        raise one_of_two("traffic is kept in one place", found, "leave out one of the two")
+    if limit is not None and folder is None:
+        raise SpecctlError(
+            "--keep-traffic-limit bounds a folder that was not named",
+            where="the command line",
+            found=f"--keep-traffic-limit {limit:g}",
+            expected="--keep-traffic DIR",
+            do="add --keep-traffic DIR, or leave it out",
+        )
+    if folder is not None:
+        return TrafficKeeper(folder, int((limit or 1.0) * (1 << 30)))
+    return Recorder(record) if record is not None else None
 
 
 def _tell(console: Console, text: str) -> None:

@@ -130,7 +130,9 @@ class Common(FormFields):
     user: Unused = None
     safety_identifier: Unused = None
     prompt_cache_retention: Unused = None
-    store: Unused = None
+    store: bool | None = Field(
+        None, description="false: prompt and answer are not kept, where the server keeps any."
+    )
     metadata: Unused = None
     service_tier: Unused = None
     request_id: Ignored = None

@@ -262,7 +262,7 @@ class ResponsesRequest(Strict):
 
 SAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "parallel_tool_calls",
-    "prompt_cache_key", "chat_template_kwargs",
+    "prompt_cache_key", "chat_template_kwargs", "store",
 )  # fmt: skip
 
 

@@ -1,0 +1,79 @@
+"""Traffic that is kept to train on, opt-in and bounded: what `specctl train-draft --follow` reads.
+
+A folder of numbered segments in the form of `record.py`. Before a segment is begun, the oldest ones
+go, so that all of them together never exceed the limit. A line counts as kept when the disk has it:
+a killed server loses none of those, and glues nothing to a torn one, for each start begins a
+segment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from specctl.core.errors import FileError
+from specctl.core.traffic_files import next_number, segment_path, segments
+from specctl.server.record import Recorder
+
+SEGMENTS = 16  # so many parts of the limit: what is evicted at once
+
+
+class TrafficKeeper(Recorder):
+    """Keeps at most `limit` bytes in `folder`, which nobody else may read where it makes it."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            (folder / ".held").touch(0o600)
+            self._held = os.open(folder / ".held", os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            hold(self._held)
+            first = segment_path(folder, next_number(folder))
+        except OSError as error:
+            raise FileError(
+                "traffic cannot be kept in this folder",
+                where=str(folder),
+                found=error.strerror or str(error),
+                expected="a folder that can be written, in one that exists, of one server",
+                do="give another --keep-traffic",
+            ) from error
+        super().__init__(first, limit // SEGMENTS)
+
+    def close(self) -> None:
+        """Write what waits, and end. Any number of times."""
+        if self._thread.is_alive():
+            super().close()
+            os.close(self._held)
+
+    def _open(self) -> int:
+        self._evict()
+        return super()._open()
+
+    def _evict(self) -> None:
+        """Room for one whole segment, by what is oldest."""
+        found = segments(self.folder)
+        total = sum(path.stat().st_size for path in found)
+        for path in found:
+            if total + self.max_bytes <= self.limit:
+                return
+            total -= path.stat().st_size
+            path.unlink()
+
+    def _append(self, line: bytes) -> None:
+        super()._append(line)
+        os.fsync(self._file)
+
+    def _rotate(self) -> None:
+        self.path = segment_path(self.folder, next_number(self.folder))
+        old, self._file = self._file, self._open()
+        os.close(old)
+
+
+def hold(file: int) -> None:
+    """Have it for this process alone; OSError where another one has it. It ends with the process.
+    Nothing is checked where the system has no such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,98 @@
+"""train-draft --follow: from kept traffic to a package, and into a server."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl.core.errors import SpecctlError
+from specctl.core.traffic_files import segment_path
+
+
+class Admin(http.server.BaseHTTPRequestHandler):
+    """In the place of a server: notes what it was sent, and answers with `code`."""
+
+    code = 200
+    sent: list[tuple[str, str | None, Any]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.sent.append((self.path, self.headers["Authorization"], json.loads(body)))
+        self.send_response(self.code)
+        self.send_header("Location", "http://127.0.0.1:1/")
+        self.end_headers()
+        self.wfile.write(b'{"drafter": "new"}')
+
+    def log_message(self, *words: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def admin() -> Iterator[tuple[str, type[Admin]]]:
+    handler = type("Handler", (Admin,), {"sent": []})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler
+        server.shutdown()
+
+
+def test_the_server_gets_the_package_and_the_key_follows_no_redirect(
+    admin: Any, tmp_path: Path
+) -> None:
+    from specctl.cli.options.following import post_swap
+
+    url, handler = admin
+    assert post_swap(url, tmp_path / "package", "the-key,another") == {"drafter": "new"}
+    assert handler.sent == [
+        ("/v1/drafter", "Bearer the-key", {"path": str(tmp_path / "package"), "wait": 300.0})
+    ]
+    handler.code = 302
+    with pytest.raises(SpecctlError, match="302"):
+        post_swap(url, tmp_path / "package", "the-key")
+    with pytest.raises(SpecctlError, match="not reached"):
+        post_swap("http://127.0.0.1:1", tmp_path / "package", "the-key")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--swap", "http://h"), "--follow DIR"),
+        (("--follow", "FOLDER", "--out", "OUT"), "--init names"),
+        (("--follow", "FOLDER", "--init", "p"), "--out names"),
+        (("--follow", "FOLDER", "--init", "p", "--out", "OUT", "--data", "x"), "--data"),
+        (("--follow", "FOLDER", "--init", "p", "--out", "OUT", "-r", "eagle3"), "--recipe"),
+        (("--follow", "FOLDER/no", "--init", "p", "--out", "OUT"), "kept traffic"),
+        (("--follow", "FOLDER", "--init", "p", "--out", "OUT", "--swap", "http://h"), "admin key"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anything_is_loaded(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.delenv("SPECCTL_ADMIN_KEYS", raising=False)
+    monkeypatch.setattr("specctl.runtime.target.target.load_target", None)
+    out = str(tmp_path / "out")
+    given = [word.replace("FOLDER", str(tmp_path)).replace("OUT", out) for word in words]
+    ran = run("train-draft", *given)
+    assert ran.code != 0
+    assert said in ran.err
+
+
+def test_the_newest_traffic_is_copied_once_for_a_run(tmp_path: Path) -> None:
+    from specctl.cli.options.following import NEWEST, _newest
+
+    lines = [b'{"text": "%d"}\n' % number for number in range(NEWEST + 5)]
+    segment_path(tmp_path, 1).write_bytes(b"".join(lines[:10]))
+    segment_path(tmp_path, 2).write_bytes(b"".join(lines[10:]))
+    out = tmp_path / "runs" / "next"
+    kept = _newest(tmp_path, out)
+    assert kept.read_bytes() == b"".join(lines[5:])
+    assert kept.stat().st_mode & 0o077 == 0
+    out.mkdir()
+    segment_path(tmp_path, 3).write_bytes(b'{"text": "newer"}\n')
+    assert _newest(tmp_path, out).read_bytes() == b"".join(lines[5:])
