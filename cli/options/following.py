@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 RECIPE = "adapt"  # measures tau before the first step, and keeps the old weights if they are better
 NEWEST = 2000  # records that are read: those that were kept last
+VERIFIED = {"data.regenerate": False}  # the answers are the target's own
 KEY = "SPECCTL_ADMIN_KEYS"
 WAIT, TIMEOUT = 300.0, 900.0  # seconds for answers under way, and for all of it
 
@@ -47,7 +48,7 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
     draft, out = _checked(run, folder, swap)
     source = path_named(draft)
     check_package(str(source))
-    given = drafter_fields(source)
+    given = {**drafter_fields(source), **VERIFIED}
     if run.target is None:
         given |= target_fields(source)
     flags = {item.name: getattr(run, item.name) for item in fields(run)}
