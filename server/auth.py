@@ -28,6 +28,7 @@ OPEN = frozenset({"/health", "/ready"})
 DRAFTER = "/v1/drafter"
 ADMIN = frozenset({DRAFTER})  # what an admin key opens, and no other key
 VARIABLE = "SPECCTL_API_KEYS"
+ADMIN_VARIABLE = "SPECCTL_ADMIN_KEYS"
 LOOPBACK = frozenset({"localhost", "ip6-localhost"})
 
 

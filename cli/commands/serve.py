@@ -132,8 +132,8 @@ class AccessFlags:
         Path | None,
         access_option(
             "--admin-key-file",
-            help="One key per line, for /v1/drafter alone: it puts another drafter of "
-            "--drafter-folder in place.",
+            help="One key per line, for /v1/drafter alone, which puts another drafter of "
+            "--drafter-folder in place. Or in SPECCTL_ADMIN_KEYS.",
         ),
     ] = None
     drafter_folder: Annotated[
@@ -173,18 +173,22 @@ class AccessFlags:
 
     def _admin(self, console: Console) -> Keys:
         """The keys that may exchange the drafter; they and the folder go together."""
-        from specctl.server.auth import Keys, read_keys
+        from specctl.server.auth import ADMIN_VARIABLE, VARIABLE, Keys, read_keys
 
-        if (self.admin_key_file is None) != (self.drafter_folder is None):
+        words = os.environ.get(ADMIN_VARIABLE, "")
+        has_key = self.admin_key_file is not None or bool(words.strip())
+        if has_key if self.drafter_folder is None else not has_key:
+            if self.admin_key_file is None and self.drafter_folder is None:
+                return Keys()  # the variable is there for another server
             given = "--drafter-folder" if self.admin_key_file is None else "--admin-key-file"
             raise SpecctlError(
                 "an admin key and a folder of drafters go together",
                 where=given,
                 found=f"{given} alone",
-                expected="--admin-key-file FILE --drafter-folder DIR",
+                expected=f"--admin-key-file FILE (or {ADMIN_VARIABLE}) and --drafter-folder DIR",
                 do="give both, or none",
             )
-        if self.admin_key_file is None or self.drafter_folder is None:
+        if self.drafter_folder is None:
             return Keys()
         if not self.drafter_folder.is_dir():
             raise SpecctlError(
@@ -194,7 +198,7 @@ class AccessFlags:
                 expected="a folder that holds packages",
                 do="mkdir it, or give another",
             )
-        keys, warning = read_keys(self.admin_key_file, {}, "--admin-key-file")
+        keys, warning = read_keys(self.admin_key_file, {VARIABLE: words}, "--admin-key-file")
         if warning is not None:
             console.warn(warning)
         return keys

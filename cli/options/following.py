@@ -134,7 +134,10 @@ def _newest(folder: Path, out: Path) -> Path:
 def _server(url: str) -> http.client.HTTPConnection:
     """A connection that is not open yet; it follows no redirect, so the key goes nowhere else."""
     parts = urlsplit(url)
-    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    kinds: dict[str, type[http.client.HTTPConnection]] = {
+        "http": http.client.HTTPConnection,
+        "https": http.client.HTTPSConnection,
+    }
     try:
         host, port = parts.hostname, parts.port
     except ValueError:

@@ -13,6 +13,7 @@ import pytest
 
 from specctl.core.errors import SpecctlError
 from specctl.core.traffic_files import segment_path
+from specctl.train.pretrain.data import train_tokenizer
 
 
 class Admin(http.server.BaseHTTPRequestHandler):
@@ -96,3 +97,43 @@ def test_the_newest_traffic_is_copied_once_for_a_run(tmp_path: Path) -> None:
     out.mkdir()
     segment_path(tmp_path, 3).write_bytes(b'{"text": "newer"}\n')
     assert _newest(tmp_path, out).read_bytes() == b"".join(lines[5:])
+
+
+def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
+    run: Any, admin: Any, tmp_path: Path, make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [
+        f"def f{i}(x):\n    return x + {i}\n\nhello world, how are you {i}?\n" for i in range(60)
+    ]
+    tokenizer = train_tokenizer(texts, 300, 256)
+    model = make_model(num_layers=1, hidden=16, vocab=len(tokenizer), eos_token_id=0)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    folder = tmp_path / "traffic"
+    folder.mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    segment_path(folder, 1).write_text("".join(lines))
+    small = [
+        "--target", tmp_path / "target", "--steps", 2, "--set", "data.new_tokens=8",
+        "--set", "data.prompt_tokens=6", "--set", "train.rows=4", "--set", "train.seq_len=48",
+        "--set", "train.tau_prompts=2", "--set", "train.tau_tokens=6", "--set", "train.tau_every=2",
+        "--set", "train.save_every=2",
+    ]  # fmt: skip
+    options = "drafter.options={layers: 1, width: 16, heads: 2, head_dim: 8}"
+    made = run(
+        "distill", *small, "--data", segment_path(folder, 1), "--out", tmp_path / "first",
+        "--set", "drafter.init=null", "--set", options, "--set", "vocab.size=200",
+        "--set", "data.regenerate=false",
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    url, handler = admin
+    monkeypatch.setenv("SPECCTL_ADMIN_KEYS", "the-key")
+    out = tmp_path / "second"
+    ran = run("train-draft", "--follow", folder, "--init", tmp_path / "first", "--out", out,
+              "--swap", url, "--json", *small)  # fmt: skip
+    assert ran.code == 0, ran.err
+    result = ran.json["result"]
+    assert result["is_better"] == (result["tau_after"] > result["tau_before"])
+    assert result["swapped"] == result["is_better"] == bool(handler.sent)
+    assert (out / "package" / "manifest.json").is_file()
+    assert (tmp_path / "second.traffic.jsonl").read_text() == "".join(lines)
