@@ -66,7 +66,7 @@ def stored_rows(
 
 
 def _forms(recipe: Recipe, target: Target, needs: Needs) -> Iterator[Form]:
-    """The form that the needs ask for, and the one of a vocabulary whose size is yet unknown."""
+    """The form of these needs, and the one of a vocabulary whose size is yet unknown."""
     form = Form.of(recipe.data, target, needs)
     yield form
     if form.teacher == "state":
