@@ -6,7 +6,7 @@ has it. What was drawn from NaN the verification rules leave out (`verify/walk.p
 counted. A failure that cannot be pinned on one row takes the drafts of all rows that were drafted
 for; rows that join later are tried anew, until failures come one upon another and drafting ends for
 good. The drafter no longer sees a row that it failed for, so what it garbled there harms nobody.
-Letters: B rows, K draft vocabulary, N nodes, T fed tokens.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

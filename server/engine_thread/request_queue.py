@@ -20,7 +20,7 @@ class RequestQueue:
         self.max_queue, self.slots = max_queue, 0
         self.state, self.num_open, self.num_refused = "loading", 0, 0
         self._changed = threading.Condition()
-        self._asked: deque[Ticket] = deque()
+        self._tickets: deque[Ticket] = deque()
         self._given_up: deque[Ticket] = deque()
         self._ordered: Exchange | None = None
         self._mean_seconds = 1.0
@@ -41,7 +41,7 @@ class RequestQueue:
                 self.num_refused += 1
                 raise Busy(self.retry_after())
             self.num_open += 1
-            self._asked.append(ticket)
+            self._tickets.append(ticket)
             self._changed.notify_all()
 
     def give_up(self, ticket: Ticket) -> None:
@@ -50,7 +50,7 @@ class RequestQueue:
             self._changed.notify_all()
 
     def order(self, exchange: Exchange) -> None:
-        """Have the drafter exchanged; new asks wait until it is done, or withdrawn."""
+        """Have the drafter exchanged; new requests wait until it is done, or withdrawn."""
         with self._changed:
             if self.state != "ready":
                 raise Unavailable(self.state)
@@ -80,20 +80,20 @@ class RequestQueue:
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
 
     def take(self, wait: bool) -> tuple[list[Ticket], list[Ticket]]:
-        """New asks and cancellations since the last call; `wait` until there are any, or an
-        exchange, or until the service is stopped. While an exchange is due no ask is handed out,
+        """New requests and cancellations since the last call; `wait` until there are any, or an
+        exchange, or until the service is stopped. While an exchange is due no request is given,
         nor the cancellation of one that was not."""
         with self._changed:
-            while wait and not (self._asked or self._given_up or self._ordered) and self.is_open:
+            while wait and not (self._tickets or self._given_up or self._ordered) and self.is_open:
                 self._changed.wait()
             held = set[Ticket]()
             if self._ordered is not None and self.is_open:
-                held = {*self._asked}
-            asked = [ticket for ticket in self._asked if ticket not in held]
+                held = {*self._tickets}
+            new = [ticket for ticket in self._tickets if ticket not in held]
             given_up = [ticket for ticket in self._given_up if ticket not in held]
-            self._asked = deque(ticket for ticket in self._asked if ticket in held)
+            self._tickets = deque(ticket for ticket in self._tickets if ticket in held)
             self._given_up = deque(ticket for ticket in self._given_up if ticket in held)
-            return asked, given_up
+            return new, given_up
 
     def retry_after(self) -> int:
         """Seconds until a place in the queue is free: a slot is, once per mean answer and slot."""

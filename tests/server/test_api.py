@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from specctl.server.engine_thread.contract import Busy, Unavailable
 from specctl.server.requests.limits import Limits
 from specctl_testing.runtime.serving import StubService
-from specctl_testing.runtime.web import ask, ask_all, error_of, events, make_app, post
+from specctl_testing.runtime.web import ask, error_of, events, make_app, post, request_all
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -153,7 +153,7 @@ def test_overload_refuses_exactly_what_does_not_fit() -> None:
     service = StubService(delay=0.02, limits=Limits(max_batch=2, max_queue=4))
     app = make_app(service)
     stream = {"json": {"prompt": "x", "stream": True}}
-    found = ask_all(app, [("POST", TEXT, stream)] * 60)
+    found = request_all(app, [("POST", TEXT, stream)] * 60)
     statuses = [response.status_code for response in found]
     assert (statuses.count(200), statuses.count(429)) == (6, 54)
     assert all(r.headers["retry-after"] for r in found if r.status_code == 429)

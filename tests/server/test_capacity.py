@@ -12,17 +12,17 @@ from specctl.core.errors import ResourceError
 from specctl.drafters import families
 from specctl.runtime.target.target import Target
 from specctl.server.engine_thread.service import Limits, Service
-from specctl_testing.runtime.asking import (
+from specctl_testing.runtime.foreign import drafter_of as foreign_drafter
+from specctl_testing.runtime.foreign import make_tokenizer
+from specctl_testing.runtime.service_requests import (
     alone,
-    asks_of,
     collect,
     drafter_of,
+    requests_of,
     served,
     small_target,
     tokens_of,
 )
-from specctl_testing.runtime.foreign import drafter_of as foreign_drafter
-from specctl_testing.runtime.foreign import make_tokenizer
 
 KEEPING = ("small-lm", "eagle3", "medusa", "hydra", "glide")
 
@@ -93,7 +93,7 @@ def test_a_row_that_does_not_fit_is_refused_with_what_either_takes(target):
 
 
 def test_a_drafter_that_cannot_be_measured_is_no_reason_not_to_serve(target, monkeypatch):
-    drafter, asks = drafter_of(target), asks_of(2)
+    drafter, asks = drafter_of(target), requests_of(2)
     monkeypatch.setattr(drafter, "open", lambda space: 1 / 0)
 
     async def run():

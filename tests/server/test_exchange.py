@@ -23,17 +23,17 @@ from specctl.server.auth import Door, Keys
 from specctl.server.drafter_route import Shelf
 from specctl.server.engine_thread.exchange import Drafting
 from specctl.server.engine_thread.service import Busy, GenerateRequest, Limits, Service
-from specctl_testing.runtime.asking import (
+from specctl_testing.runtime.keys import KEYS, RIGHT
+from specctl_testing.runtime.service_requests import (
     alone,
-    asks_of,
     collect,
     drafter_of,
+    requests_of,
     served,
     small_target,
     tokens_of,
 )
-from specctl_testing.runtime.keys import KEYS, RIGHT
-from specctl_testing.runtime.web import ask_all, error_of, make_app, running
+from specctl_testing.runtime.web import error_of, make_app, request_all, running
 
 CHAIN: Policy = make_policy({"policy": "direct", "length": 5})
 LONG = GenerateRequest((10, 11, 10, 11), Sampling(max_new_tokens=400, ignore_eos=True))
@@ -51,30 +51,30 @@ def another(target: Target, name: str = "suffix-automaton") -> Drafting:
 def test_answers_before_behind_and_during_an_exchange_are_what_they_are_alone(
     target: Target,
 ) -> None:
-    asks = asks_of(18)
+    requests = requests_of(18)
 
     async def run() -> tuple[list[Any], list[str | None], Service]:
         names: list[str | None] = []
         async with served(target, drafter_of(target), CHAIN, max_batch=3) as service:
             answers = []
             for at in range(3):
-                own = asks[6 * at : 6 * at + 6]
-                tasks = [asyncio.create_task(collect(service, ask)) for ask in own[:4]]
+                own = requests[6 * at : 6 * at + 6]
+                tasks = [asyncio.create_task(collect(service, request)) for request in own[:4]]
                 await asyncio.sleep(0.02)  # some are being decoded
                 name = ("suffix-automaton", "prompt-lookup", "copyspec")[at]
                 change = asyncio.create_task(
                     service.exchange(lambda name=name: another(target, name), 60)
                 )
                 await asyncio.sleep(0)
-                tasks += [asyncio.create_task(collect(service, ask)) for ask in own[4:]]
+                tasks += [asyncio.create_task(collect(service, request)) for request in own[4:]]
                 now = await change
                 names += [now.name, service.status().drafter]
                 answers += await asyncio.gather(*tasks)
             return answers, names, service
 
     answers, names, service = asyncio.run(run())
-    for ask, pieces in zip(asks, answers, strict=True):
-        assert tokens_of(pieces) == alone(target, ask).token_ids
+    for request, pieces in zip(requests, answers, strict=True):
+        assert tokens_of(pieces) == alone(target, request).token_ids
     assert names == [n for n in ("suffix-automaton", "prompt-lookup", "copyspec") for _ in "ab"]
     assert service.counters.exchanges == 3
     assert service.counters.requests == {"length": 18}
@@ -109,14 +109,14 @@ def test_what_cannot_serve_leaves_the_drafter_of_before(
             with pytest.raises(kinds.get(fails, SpecctlError)):
                 await service.exchange(prepare, 60)
             before = service.counters.drafted
-            asks = asks_of(4)
-            answers = await asyncio.gather(*(collect(service, ask) for ask in asks))
+            requests = requests_of(4)
+            answers = await asyncio.gather(*(collect(service, request) for request in requests))
             assert service.counters.drafted > before
-            return asks, answers, service
+            return requests, answers, service
 
-    asks, answers, service = asyncio.run(run())
-    for ask, pieces in zip(asks, answers, strict=True):
-        assert tokens_of(pieces) == alone(target, ask).token_ids
+    requests, answers, service = asyncio.run(run())
+    for request, pieces in zip(requests, answers, strict=True):
+        assert tokens_of(pieces) == alone(target, request).token_ids
     assert service.status().drafter == "prompt-lookup"
     assert service.counters.exchanges == 0
 
@@ -130,8 +130,8 @@ def test_an_exchange_that_waits_too_long_is_given_up_and_holds_nobody(target: Ta
             await asyncio.sleep(0)
             with pytest.raises(Busy, match="exchanged already"):
                 await service.exchange(lambda: another(target), 60)
-            held = await service.submit(asks_of(1)[0])
-            gone = await service.submit(asks_of(1)[0])
+            held = await service.submit(requests_of(1)[0])
+            gone = await service.submit(requests_of(1)[0])
             gone.cancel()
             with pytest.raises(Busy, match="under way"):
                 await change
@@ -197,4 +197,4 @@ def test_the_route_takes_the_admin_key_and_the_folder_alone(target: Target, tmp_
 def test_without_an_admin_key_there_is_no_such_route() -> None:
     app = make_app()
     for method in ("GET", "POST"):
-        assert ask_all(app, [(method, "/v1/drafter", {})])[0].status_code == 404
+        assert request_all(app, [(method, "/v1/drafter", {})])[0].status_code == 404

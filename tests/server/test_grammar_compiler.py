@@ -13,7 +13,7 @@ import pytest
 from specctl.runtime.sampling.grammar import GrammarError, GrammarSpec
 from specctl.server.requests import grammar_compiler as forms
 from specctl_testing.runtime.serving import StubService
-from specctl_testing.runtime.web import BASE, ask_all, error_of, make_app, post
+from specctl_testing.runtime.web import BASE, error_of, make_app, post, request_all
 
 TEXT = "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -108,7 +108,7 @@ def test_few_may_wait_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "compile_grammar", slow)
     app = make_app()
     one = ("POST", TEXT, {"json": {"prompt": "x", "grammar": {"type": "regex", "pattern": "a"}}})
-    found = [response.status_code for response in ask_all(app, [one] * 40)]
+    found = [response.status_code for response in request_all(app, [one] * 40)]
     assert found.count(400) == forms.MOST_WAITING
     assert found.count(429) == 40 - forms.MOST_WAITING
-    assert [response.status_code for response in ask_all(app, [one])] == [400]
+    assert [response.status_code for response in request_all(app, [one])] == [400]

@@ -20,11 +20,11 @@ from specctl.server.engine_thread.service import (
     TooLong,
     Unavailable,
 )
-from specctl_testing.runtime.asking import (
+from specctl_testing.runtime.service_requests import (
     alone,
-    asks_of,
     collect,
     drafter_of,
+    requests_of,
     served,
     small_target,
     text_of,
@@ -39,7 +39,7 @@ def target(make_model):
 
 @pytest.mark.parametrize("name", [None, "prompt-lookup"])
 def test_every_answer_is_what_it_would_be_alone(target, name):
-    asks = asks_of(12)
+    asks = requests_of(12)
 
     async def run():
         given = () if name is None else (drafter_of(target, name),)
@@ -83,7 +83,7 @@ def test_a_stop_string_is_cut_wherever_drafts_and_tokens_end(tiny_target):
 def test_an_ask_that_can_never_fit_is_refused_and_the_others_live_on(target):
     async def run():
         async with served(target, max_batch=2, max_len=64) as service:
-            task = asyncio.create_task(collect(service, asks_of(1)[0]))
+            task = asyncio.create_task(collect(service, requests_of(1)[0]))
             with pytest.raises(TooLong, match="64") as refused:
                 await service.submit(
                     GenerateRequest(tuple(range(10, 60)), Sampling(max_new_tokens=15))
@@ -137,7 +137,7 @@ def test_who_waits_too_long_is_told_so(target):
 
 
 def test_cancelling_at_any_moment_frees_the_slot_and_disturbs_nobody(target):
-    asks, rng = asks_of(12), random.Random(3)
+    asks, rng = requests_of(12), random.Random(3)
 
     async def impatient(service, ask, pieces):
         ticket = await service.submit(ask)
@@ -171,13 +171,13 @@ def test_cancelling_at_any_moment_frees_the_slot_and_disturbs_nobody(target):
 def test_a_drain_finishes_live_rows_and_refuses_new_ones(target):
     async def run():
         async with served(target, max_batch=2) as service:
-            tasks = [asyncio.create_task(collect(service, ask)) for ask in asks_of(5)]
+            tasks = [asyncio.create_task(collect(service, ask)) for ask in requests_of(5)]
             await asyncio.sleep(0)
             drained = asyncio.create_task(service.drain(30.0))
             await asyncio.sleep(0)
             assert service.status().state == "draining"
             with pytest.raises(Unavailable, match="draining"):
-                await service.submit(asks_of(1)[0])
+                await service.submit(requests_of(1)[0])
             assert await drained
             return [await task for task in tasks]
 
@@ -195,7 +195,7 @@ def test_a_drain_that_takes_too_long_says_so_and_stopping_ends_the_streams(targe
             service.stop()
             assert [p.finish_reason async for p in ticket][-1:] in ([], [None])
             with pytest.raises(Unavailable, match="stopped"):
-                await service.submit(asks_of(1)[0])
+                await service.submit(requests_of(1)[0])
 
     asyncio.run(run())
 
@@ -221,7 +221,7 @@ def test_a_conversation_is_not_read_twice(target):
 def test_logprobs_of_greedy_tokens_are_the_best_ones(target):
     async def run():
         async with served(target, drafter_of(target)) as service:
-            return await collect(service, replace(asks_of(2)[1], logprobs=3))
+            return await collect(service, replace(requests_of(2)[1], logprobs=3))
 
     pieces = asyncio.run(run())
     found = [one for piece in pieces for one in piece.logprobs]
@@ -237,7 +237,7 @@ def test_metrics_callbacks_hear_of_every_ask(target):
     async def run():
         async with served(target, max_batch=2) as service:
             service.on_finish.extend([heard.append, lambda found: 1 / 0])
-            await asyncio.gather(*(collect(service, ask) for ask in asks_of(4)))
+            await asyncio.gather(*(collect(service, ask) for ask in requests_of(4)))
 
     asyncio.run(run())
     assert [found.outcome for found in heard] == ["length"] * 4
@@ -294,7 +294,7 @@ def batching_of(name):
 @pytest.mark.parametrize("name", [*BATCHINGS, "wild"])
 def test_answers_do_not_depend_on_who_decides_the_draft_lengths(target, name):
     """Greedy and seeded, rows joining and leaving: fixed, by goodput, by a table or at random."""
-    asks = asks_of(7, new=18)
+    asks = requests_of(7, new=18)
 
     async def run():
         policy = make_policy({"policy": "chain", "length": 4})

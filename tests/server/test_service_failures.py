@@ -16,11 +16,11 @@ from specctl.server.engine_thread.service import (
     Service,
     Unavailable,
 )
-from specctl_testing.runtime.asking import (
+from specctl_testing.runtime.service_requests import (
     alone,
-    asks_of,
     collect,
     drafter_of,
+    requests_of,
     served,
     small_target,
     tokens_of,
@@ -51,14 +51,14 @@ def test_a_round_that_fails_ends_what_runs_and_serves_the_next(target, monkeypat
             await anext(ticket)
             broken.append("out of memory")
             rest = [piece async for piece in ticket]
-            after = await collect(service, asks_of(2)[1])
+            after = await collect(service, requests_of(2)[1])
             return ticket, rest, after, service.counters
 
     ticket, rest, after, counters = asyncio.run(run())
     assert rest[-1].finish_reason == "error"
     assert "RuntimeError" in ticket.failure.found
     assert "out of memory" not in str(ticket.failure)
-    assert tokens_of(after) == alone(target, asks_of(2)[1]).token_ids
+    assert tokens_of(after) == alone(target, requests_of(2)[1]).token_ids
     assert counters.requests == {"error": 1, "length": 1}
 
 
@@ -77,11 +77,11 @@ def test_the_target_reads_before_anybody_asks(target, monkeypatch, caplog, fails
     async def run():
         async with served(target, max_batch=2) as service:
             before = list(read)
-            return before, await collect(service, asks_of(2)[1]), service.counters
+            return before, await collect(service, requests_of(2)[1]), service.counters
 
     before, answer, counters = asyncio.run(run())
     assert max(before) > 30
-    assert tokens_of(answer) == alone(target, asks_of(2)[1]).token_ids
+    assert tokens_of(answer) == alone(target, requests_of(2)[1]).token_ids
     assert counters.requests == {"length": 1}
     assert ("not warmed up" in caplog.text) is fails
 
@@ -90,7 +90,7 @@ def test_the_target_reads_before_anybody_asks(target, monkeypatch, caplog, fails
 def test_a_broken_drafter_is_counted_and_said_and_the_answers_stay_right(
     target, where, monkeypatch
 ):
-    drafter, said, asks = drafter_of(target), [], asks_of(5)
+    drafter, said, asks = drafter_of(target), [], requests_of(5)
 
     def fails(*args):
         raise ZeroDivisionError
@@ -124,7 +124,7 @@ def test_a_broken_drafter_is_counted_and_said_and_the_answers_stay_right(
 
 
 def test_several_event_loops_may_ask_and_one_that_dies_holds_no_slot(target):
-    asks = asks_of(6)
+    asks = requests_of(6)
     service = Service(target, limits=Limits(max_batch=2))
     service.start()
 
@@ -159,13 +159,13 @@ def test_code_that_raises_inside_a_round_fails_its_own_row_only(target):
 
     async def run():
         async with served(target, max_batch=2) as service:
-            good = asyncio.create_task(collect(service, replace(asks_of(2)[1])))
+            good = asyncio.create_task(collect(service, replace(requests_of(2)[1])))
             bad = GenerateRequest((10, 11), Sampling(max_new_tokens=9, processors=(Faulty(),)))
             return await collect(service, bad), await good
 
     failed, good = asyncio.run(run())
     assert [piece.finish_reason for piece in failed] == [None, None, "error"]
-    assert tokens_of(good) == alone(target, asks_of(2)[1]).token_ids
+    assert tokens_of(good) == alone(target, requests_of(2)[1]).token_ids
 
 
 def test_text_that_cannot_be_written_fails_its_own_answer_only(target, monkeypatch):
@@ -177,7 +177,7 @@ def test_text_that_cannot_be_written_fails_its_own_answer_only(target, monkeypat
         return add(self, token)
 
     monkeypatch.setattr(TextStream, "add", picky)
-    good, odd = asks_of(2)
+    good, odd = requests_of(2)
     odd = replace(odd, sampling=replace(odd.sampling, stop=("never",)))
 
     async def run():
@@ -199,11 +199,11 @@ def test_a_target_that_fails_in_every_round_ends_the_service(target, monkeypatch
 
     async def run():
         async with served(target, max_batch=1) as service:
-            asks = [collect(service, ask) for ask in asks_of(6)]
+            asks = [collect(service, ask) for ask in requests_of(6)]
             answers = await asyncio.gather(*asks)
             assert service.status().state == "failed"
             with pytest.raises(Unavailable, match="failed"):
-                await service.submit(asks_of(1)[0])
+                await service.submit(requests_of(1)[0])
             return answers
 
     for pieces in asyncio.run(run()):
@@ -211,7 +211,7 @@ def test_a_target_that_fails_in_every_round_ends_the_service(target, monkeypatch
 
 
 def test_where_nobody_may_wait_who_finds_a_free_slot_is_served(target):
-    asks = asks_of(4)
+    asks = requests_of(4)
 
     async def run():
         async with served(target, max_batch=2, queue_timeout=0.0) as service:

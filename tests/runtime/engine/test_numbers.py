@@ -21,8 +21,8 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify.walk import root_verdict
 from specctl.server.engine_thread.service import GenerateRequest
-from specctl_testing.runtime.asking import collect, served
 from specctl_testing.runtime.failing import FailingDrafter
+from specctl_testing.runtime.service_requests import collect, served
 
 CHAIN, TREE = {"policy": "chain", "length": 3}, {"policy": "static-tree", "branch": (2, 2)}
 WEIGHTS = {

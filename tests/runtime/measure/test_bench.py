@@ -11,8 +11,8 @@ from specctl.runtime.measure.questions import Question, question_of
 from specctl.runtime.measure.timed import AnswerCount, Timed
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl_testing.runtime.asking import drafter_of
 from specctl_testing.runtime.chat_targets import spoken_with
+from specctl_testing.runtime.service_requests import drafter_of
 
 SAMPLING = Sampling(max_new_tokens=2, ignore_eos=True)
 

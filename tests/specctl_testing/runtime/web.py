@@ -31,10 +31,10 @@ def make_app(service: StubService | None = None, **options: Any) -> FastAPI:
 
 def ask(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
     """One request and its whole answer."""
-    return ask_all(app, [(method, path, request)])[0]
+    return request_all(app, [(method, path, request)])[0]
 
 
-def ask_all(app: FastAPI, requests: Sequence[tuple[str, str, dict]]) -> list[httpx.Response]:
+def request_all(app: FastAPI, requests: Sequence[tuple[str, str, dict]]) -> list[httpx.Response]:
     """Requests all at once; the answers in their order."""
 
     async def run() -> list[httpx.Response]:

@@ -61,7 +61,7 @@ def prompts_of(count, seed=0):
     return [tuple(rng.randrange(10, 300) for _ in range(rng.randint(1, 40))) for _ in range(count)]
 
 
-def asks_of(count, new=24):
+def requests_of(count, new=24):
     """Greedy and seeded asks of different lengths."""
     return [
         GenerateRequest(
