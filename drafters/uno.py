@@ -138,10 +138,23 @@ class Uno(PlacesDrafter):
                 raise IncompatibleError(
                     "this target has no place for additions on some rows alone",
                     found=f"layer {layer}: {name} {'none' if found is None else list(found)}",
-                    expected=f"a linear layer {list(shape)}, not packed in few bits",
-                    do="name those that it has: --set drafter.options.targets='[q_proj, v_proj]', "
-                    "or choose pass, which adds nothing to matrices",
+                    expected=f"a linear layer {list(shape)} of that layer alone, not packed in few "
+                    "bits",
+                    do=self._instead(),
                 )
+
+    def _instead(self) -> str:
+        """What helps where some of the linear layers are not there."""
+        other, layers = "choose pass, which adds nothing to matrices", range(self.spec.num_layers)
+        there = [
+            name
+            for name, shape in linear_sizes(self.spec).items()
+            if all(self.lm.linear_at(layer, name) == shape for layer in layers)
+        ]
+        if not there:
+            return other
+        named = f"--set drafter.options.targets='[{', '.join(there)}]'"
+        return f"name those that it has: {named}, or {other}"
 
     def behind(self, state_BAD: Tensor) -> Tensor:
         raise AssertionError("noise is fed by its ids")

@@ -344,8 +344,14 @@ class HfLM(LanguageModel):
         return self._decoder
 
     def linear_at(self, layer: int, name: str) -> tuple[int, int] | None:
-        part = self._parts().linear(layer, name)
-        return None if part is None else (part.out_features, part.in_features)
+        """None also of a module that stands in several layers: what is added in one of them would
+        be added in all."""
+        parts = self._parts()
+        part = parts.linear(layer, name)
+        layers = range(self.spec.num_layers)
+        if part is None or sum(parts.linear(i, name) is part for i in layers) > 1:
+            return None
+        return part.out_features, part.in_features
 
     def check_lending(self) -> None:
         if self._lends:

@@ -39,6 +39,13 @@ def read(folder: Published, target: Target) -> Imported:
     (adapter,) = read_adapters((str(folder.folder),))
     rank, tensors = int(body["r"]), own(folder.tensors)
     targets = tuple(name for name in ATTENTION + MLP if f"layers.0.{name}.down" in tensors)
+    if not targets:
+        raise refused(
+            "the adapter adds to none of the linear layers that UNO's rows have",
+            f"{ascii(min(folder.tensors))[1:-1][:120]}",
+            f"factors of {', '.join(ATTENTION + MLP)} in every layer, under model.layers",
+            ELSEWHERE,
+        )
     options = UnoOptions(
         num_heads=ROWS, rank=rank, alpha=float(body["lora_alpha"]), targets=targets
     )

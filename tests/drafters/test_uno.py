@@ -162,8 +162,25 @@ def test_what_is_no_plan_and_what_has_no_such_matrices_are_refused(make_target: 
         UnoOptions(num_heads=5, stages=(2, 3))
     with pytest.raises(RecipeError, match="each named once"):
         UnoOptions(targets=("q_proj", "q_proj"))
-    with pytest.raises(IncompatibleError, match="no place for additions"):
+    with pytest.raises(IncompatibleError, match=r"no place for additions.*do: choose pass"):
         made(make_target("gpt_neox"))
+    with pytest.raises(IncompatibleError, match=r"q_proj none.*targets='\[o_proj, down_proj\]'"):
+        made(make_target("phi3", num_layers=2, vocab=24))
+
+
+def test_a_module_of_several_layers_takes_no_additions_and_hooks_go_with_the_forward(
+    make_model: Any,
+) -> None:
+    model = make_model("qwen3", num_layers=2, vocab=24)
+    target, lm = Target.from_model(model), HfLM(model)
+    drafter = made(target, moved=0.3)
+    with pytest.raises(RuntimeError):  # a gate of too few rows
+        logits(lm, drafter, torch.ones(3, dtype=torch.bool))
+    assert not any(part._forward_hooks for part in model.modules())
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    tied = HfLM(model)
+    assert [tied.linear_at(layer, "up_proj") for layer in (0, 1)] == [None, None]
+    assert tied.linear_at(1, "q_proj") is not None
 
 
 def test_rows_of_noise_learn_and_the_newest_tokens_row_stays_exact(

@@ -113,6 +113,7 @@ MISTAKES = [
     ({}, lambda tensors: tensors.pop(FIRST), "lora_A"),
     ({}, lambda tensors: [tensors.pop(FIRST.replace("_A", s)) for s in ("_A", "_B")], "up_proj"),
     ({"r": 8}, None, "rank 4"),
+    ({}, lambda tensors: [tensors.pop(n) for n in [*tensors] if ".layers.0." in n], "none of the"),
 ]
 
 

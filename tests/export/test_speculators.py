@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats import find_format
 from specctl.export.layouts.speculators.p_eagle import mask_token
 from specctl.export.readers.vllm_eagle3 import draft_config
+from specctl.runtime.target.spare_token import spare_token
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import KEPT, Change, exported, faulty, packaged, shaken
 
@@ -371,9 +373,33 @@ def test_the_mask_token_is_one_that_no_text_contains(
     llama3 = Words("<|eot_id|>", "<|reserved_special_token_7|>", "unused7", "[x]", "reserved")
     assert chosen(llama3, target.spec) == 6
     assert [chosen(Words(word), target.spec) for word in ("<unused9>", "[control_4]")] == [5, 5]
-    assert chosen(word_tokenizer, target.spec) == 9  # padding
+    assert chosen(Words(), target.spec) == 9  # padding
     with pytest.raises(IncompatibleError):
-        chosen(word_tokenizer, target.spec, eos=(2, 9))
+        chosen(Words(), target.spec, eos=(2, 9))
+    with pytest.raises(IncompatibleError):
+        chosen(word_tokenizer, target.spec)  # whose token 9 is a word
+
+
+def test_a_spare_token_is_no_row_outside_and_nothing_that_texts_have(target: Target) -> None:
+    """Of 48 ids; as configurations and tokenizers are found."""
+    spec = replace(target.spec, vocab_size=48, pad_id=None)
+
+    def chosen(words: dict[str, int], spec: Any = spec, template: str = "") -> int | None:
+        special = {i: SimpleNamespace(content=w, special=w[0] in "<[") for w, i in words.items()}
+        tokenizer = SimpleNamespace(
+            get_vocab=lambda: {"x": 47, **words}, added_tokens_decoder=special, pad_token_id=None,
+            chat_template=template,
+        )  # fmt: skip
+        return spare_token(tokenizer, spec, (2,))
+
+    assert chosen({"<unused3>": 7, "<image>": 48}) == 7  # Gemma 3: an id more than rows
+    assert chosen({"<image>": 48}) is None
+    assert chosen({"<|reserved_1|>": 5, "<|reserved_2|>": 2}) == 5  # the other ends a text
+    assert chosen({"<|reserved_1|>": 5, "<|reserved_2|>": 6}, template="<|reserved_2|>{{x}}") == 5
+    assert chosen({}, replace(spec, pad_id=-1)) is None  # Llama 2
+    assert chosen({"!": 0}, replace(spec, pad_id=0)) is None  # an ordinary word
+    assert chosen({"<pad>": 0}, replace(spec, pad_id=0)) == 0
+    assert chosen({"<|user|>": 9, "<empty>": 8}, template="{{'<|' + m.role + '|>'}}") == 8
 
 
 # -- commands ------------------------------------------------------------------------------------
