@@ -215,6 +215,7 @@ class ResponsesRequest(Strict):
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     chat_template_kwargs: Variables | None = None
     prompt_cache_key: Word | None = None
+    tenant: Word | None = None
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -262,7 +263,7 @@ class ResponsesRequest(Strict):
 
 SAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "parallel_tool_calls",
-    "prompt_cache_key", "chat_template_kwargs",
+    "prompt_cache_key", "tenant", "chat_template_kwargs",
 )  # fmt: skip
 
 

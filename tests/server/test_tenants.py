@@ -13,6 +13,7 @@ from specctl.drafters.suffix_decoding import SuffixDecoding, SuffixDecodingOptio
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.target.target import Target
 from specctl.server.engine_thread.service import Limits, Service
+from specctl.server.requests.responses_fields import ResponsesRequest
 from specctl_testing.runtime.keys import KEYS, OTHER, RIGHT
 from specctl_testing.runtime.serving import stub_target
 from specctl_testing.runtime.web import running
@@ -52,6 +53,10 @@ def test_no_key_and_no_tenant_drafts_from_the_answers_of_another(target: Any) ->
             assert rounds(key, **more) == cold
             assert rounds(key, **more) == warm
         assert unseen[1] == cold[1] == warm[1]
+
+
+def test_a_request_of_the_responses_api_names_its_tenant_too() -> None:
+    assert ResponsesRequest(input="x", tenant="a").as_chat().tenant == "a"
 
 
 def test_what_tenants_may_take_is_counted_before_rows_are_admitted(target: Any) -> None:
