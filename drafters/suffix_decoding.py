@@ -51,8 +51,8 @@ class SuffixDecodingOptions:
         names = ("max_match", "max_tokens", "tenants")
         is_right = self.max_match >= 1 and self.max_tokens >= 2 and self.tenants >= 1
         check_options(self, is_right, names, "max_match and tenants from 1, max_tokens from 2")
-        is_right = min(self.factor, self.offset) >= 0 and self.factor + self.offset > 0
-        check_options(self, is_right, ("factor", "offset"), "factor or offset above 0")
+        is_right = min(self.factor, self.offset) >= 0 < self.factor + self.offset < float("inf")
+        check_options(self, is_right, ("factor", "offset"), "factor or offset above 0, finite")
         check_options(self, 0 < self.min_prob <= 1, ("min_prob",), "a probability above 0")
 
 

@@ -35,9 +35,10 @@ PolicyName = Annotated[str, NameOf("specctl.runtime.policies", "POLICY")]
 StopName = Annotated[str, NameOf("specctl.runtime.stops", "STOP")]
 ControllerName = Annotated[str, NameOf("specctl.runtime.controllers", "CONTROLLER")]
 _RELAXED = declared("specctl.runtime.verify.relaxed", "RELAXED")
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RuleName = (
     Annotated[str, NameOf("specctl.runtime.verify", "RULE", ("auto",))]
-    | Annotated[str, Field(pattern=rf"^(?:{'|'.join(_RELAXED)})(?::[0-9.e+]{{1,12}}){{0,2}}$")]
+    | Annotated[str, Field(pattern=rf"^(?:{'|'.join(_RELAXED)})(?::{_NUMBER}){{0,2}}$")]
 )
 
 _PLAIN = {kind.__name__: kind for kind in (bool, float, int, str, tuple)}

@@ -26,6 +26,7 @@ from specctl.runtime.measure.stats import Stats
 from specctl.runtime.policies import Policy, make_policy, policies_of
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl.runtime.verify.relaxed import relaxation
 from specctl.train.data.heldout import heldout_prompts, num_held
 from specctl.train.data.rows import TokenData
 from specctl.train.data.suite_prompts import SuitePrompts
@@ -74,6 +75,7 @@ def trainable_family(recipe: Recipe) -> Family:
             do=f"--set serve.policy={family.policies[0]}",
             where="serve.policy",
         )
+    relaxation(recipe.serve.rule)  # refuses wrong numbers now, not when the training is over
     if recipe.serve.stop_file is not None:
         raise RecipeError(
             "a trained stop rule is no part of a package",

@@ -18,12 +18,17 @@ ENGINES = ("vllm", "sglang", "llama.cpp", "trtllm", "openvino", "mlx", "onnxrunt
 def check_drafting(
     policy: str | None, rule: str | None, controller: str | None, stop_rule: str | None
 ) -> None:
-    """Refuse a word that no policy, rule, controller or stop rule has as its name."""
+    """Refuse a word that no policy, rule, controller or stop rule has as its name, and a relaxed
+    rule with other numbers than it has (which takes torch)."""
     _check("tree policy", policy, declared("specctl.runtime.policies", "POLICY"), "--policy")
     relaxed = declared("specctl.runtime.verify.relaxed", "RELAXED")
     rules = [AUTO, *declared("specctl.runtime.verify", "RULE"), *relaxed]
     name = rule if rule is None else rule.partition(":")[0]
     _check("verification rule", name if name in relaxed else rule, rules, "--rule")
+    if rule is not None and rule != name:
+        from specctl.runtime.verify.relaxed import relaxation
+
+        relaxation(rule)
     controllers = declared("specctl.runtime.controllers", "CONTROLLER")
     _check("controller", controller, controllers, "--controller")
     if stop_rule is not None and not re.search(r"[/\\.]", stop_rule):  # else a file

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from specctl.core.errors import RecipeError
 from specctl.drafters.losses.head_losses import LossOptions
@@ -44,7 +44,18 @@ def served_anew(options: Any, given: Mapping[str, Any]) -> Any:
                 do="leave it out" if not free else f"--draft-option {free[0]}=VALUE",
             )
     known = {field.name: getattr(options, field.name) for field in every}
-    return read_options(type(options), {**known, **given})
+    try:
+        return read_options(type(options), {**known, **given})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else ", ".join(given)
+        raise RecipeError(
+            f"{name} of a drafter has another type",
+            where=f"--draft-option {name}",
+            found=repr(given.get(name))[:80],
+            expected=str(first["msg"]),
+            do="write such a value, or leave it out",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

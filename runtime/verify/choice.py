@@ -24,7 +24,8 @@ def check_rule(rule: str, drafter: Drafter | None, policy: Policy) -> None:
     if rule in ("auto", "greedy") or drafter is None:
         return
     if (relaxed := relaxation(rule)) is not None:
-        if relaxed.rule.chains_only and not (policy.is_chain or isinstance(policy, Direct)):
+        proposes = isinstance(getattr(policy, "policy", policy), Direct)  # a proof wraps policies
+        if relaxed.rule.chains_only and not (policy.is_chain or proposes):
             raise RecipeError(
                 f"rule {relaxed.rule.name} relaxes chains only",
                 where="serve.rule",

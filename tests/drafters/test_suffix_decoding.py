@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -194,7 +195,15 @@ def test_an_engine_drafts_from_finished_answers_of_the_same_tenant(target: Targe
 
 
 def test_settings_that_draft_nothing_are_refused() -> None:
-    for options in ({"max_tokens": 1}, {"tenants": 0}, {"factor": 0.0}, {"min_prob": 0.0}):
+    for options in (
+        {"max_tokens": 1},
+        {"tenants": 0},
+        {"factor": 0.0},
+        {"min_prob": 0.0},
+        {"factor": math.inf},
+    ):
         with pytest.raises(RecipeError):
             SuffixDecodingOptions(**options)
     assert served_anew(SuffixDecodingOptions(), {"max_tokens": 99}).max_tokens == 99
+    with pytest.raises(RecipeError, match="max_match of a drafter has another type"):
+        served_anew(SuffixDecodingOptions(), {"max_match": True})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specctl.cli.options.names import check_drafting
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
@@ -21,8 +22,12 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.direct import Direct
+from specctl.runtime.policies.static_tree import StaticTree
 from specctl.runtime.proof import prove
+from specctl.runtime.proof.reference_checks import WatchedPolicy
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.verify.choice import check_rule
 from specctl.runtime.verify.relaxed import Relaxation, relaxation
 from specctl_testing.runtime.pairs import disturbed
 
@@ -198,11 +203,17 @@ def test_a_relaxed_rule_is_marked_and_refused_where_it_cannot_be(
         assert read_manifest(tmp_path / rule).verification == mark
     with pytest.raises(RecipeError, match="rule typical is approximate"):
         prove.verify(target, drafter, rule="typical")
-    with pytest.raises(RecipeError, match="relaxes chains only"):
-        Engine(target, drafter, make_policy({"policy": "static-tree"}), "fly")
+    check_rule("fly", lookup, WatchedPolicy(Direct()))  # as a package of it is measured by a proof
+    for tree in (make_policy({"policy": "static-tree"}), WatchedPolicy(StaticTree())):
+        with pytest.raises(RecipeError, match="relaxes chains only"):
+            Engine(target, drafter, tree, "fly")
     with pytest.raises(SpecctlError, match="relaxes nothing"):
         generate(target, [[1, 2]], drafter=drafter, rule="typical", parallel=True)
     for wrong in ("fly:x", "fly:-1", "fly:1:0", "fly:1:2.5", "typical:1:2:3"):
         with pytest.raises(RecipeError, match="has other numbers"):
-            relaxation(wrong)
+            check_drafting(None, wrong, None, None)  # before anything is loaded
+    for rule in ("fly:.", "fly:e", "fly:nan"):
+        with pytest.raises(SpecctlError, match="cannot be described"):
+            save_package(lookup, target, tmp_path / "wrong", serve={"rule": rule}, **about)
+    save_package(lookup, target, tmp_path / "small", serve={"rule": "typical:1e-3"}, **about)
     assert relaxation("target-only") is None
