@@ -126,7 +126,7 @@ MISTAKES = {
         ("plan", "--set", "train.warmup=0.9"), 3, "specctl recipes show eagle3"
     ),
     "unknown recipe": Mistake(("train-draft", "-r", "eagel3"), 3, "did you mean eagle3"),
-    "no such recipe file": Mistake(("train-draft", "-r", "no.yaml"), 4, "specctl recipes cp"),
+    "no such recipe file": Mistake(("train-draft", "-r", "my-own.yaml"), 4, "specctl recipes cp"),
     "unknown recipe key": Mistake(("recipes", "validate", "TYPO"), 3, "learning_rate"),
     "unknown option of a family": Mistake(("recipes", "validate", "OPTION"), 3, "ttt_steps"),
     "unknown family": Mistake(("recipes", "validate", "FAMILY"), 3, "eagle3"),

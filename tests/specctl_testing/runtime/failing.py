@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specctl.core.drafter import Needs, StepState
+from specctl.drafters.small_lm import SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
 
 
@@ -59,6 +60,7 @@ class FailingDrafter:
     """The target drafts for itself, until something breaks."""
 
     family, module, vocab, lossless, policies = "small-lm", None, None, True, ("chain",)
+    options, shared_bytes = SmallLmOptions(), 0
 
     def __init__(self, target, where, at=2, slot=None, how="raise"):
         self.lm, self.router, self.how = target.lm, None, (where, at, slot, how)
