@@ -145,6 +145,8 @@ class Uno(PlacesDrafter):
 
     def _instead(self) -> str:
         """What helps where some of the linear layers are not there."""
+        if getattr(self.lm, "bits", None) is not None:  # auto packs a GGUF file's on a CPU
+            return "load the target with --dtype float32"
         other, layers = "choose pass, which adds nothing to matrices", range(self.spec.num_layers)
         there = [
             name

@@ -166,6 +166,9 @@ def test_what_is_no_plan_and_what_has_no_such_matrices_are_refused(make_target: 
         made(make_target("gpt_neox"))
     with pytest.raises(IncompatibleError, match=r"q_proj none.*targets='\[o_proj, down_proj\]'"):
         made(make_target("phi3", num_layers=2, vocab=24))
+    target = make_target(num_layers=2, vocab=24)
+    with pytest.raises(IncompatibleError, match="--dtype float32"):
+        made(replace(target, lm=target.lm.in_bits("packed")))
 
 
 def test_a_module_of_several_layers_takes_no_additions_and_hooks_go_with_the_forward(

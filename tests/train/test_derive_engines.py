@@ -19,6 +19,7 @@ from specctl.recipes.targets import resolve
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import load_part
 from specctl.train.assemble import family_options, trainable_family
+from specctl.train.features.stored_rows import StoredRows
 from specctl.train.init.initial import completed
 from specctl.train.planning import derive as deriving
 from specctl.train.planning import for_engines
@@ -27,7 +28,7 @@ from specctl.train.planning.for_engines import Whole, engine_reading
 from specctl.train.planning.loss_flops import LossFlops, loss_flops
 from specctl.train.planning.target_shape import target_shape
 from specctl_testing.export.engine_cases import packaged
-from specctl_testing.train.known_pace import is_known
+from specctl_testing.train.known_pace import SMALL_PACE, is_known
 
 NO = IncompatibleError("no", found="x", expected="y", do="--to specctl")
 
@@ -113,6 +114,21 @@ def test_families_without_blocks_name_no_engines(
     monkeypatch.setattr(deriving, "stand_in", lambda *given: None)
     recipe = load_recipe("medusa", flags={"target.name": str(other)})
     assert derive(recipe, 600.0, SilentReporter(), foresee=engines_of).engines is None
+
+
+@pytest.mark.parametrize(("sets", "is_counted"), [([], False), (["data.prompts=60"], True)])
+def test_features_of_another_number_of_prompts_are_not_counted(
+    sets: list[str], is_counted: bool, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was calibrated has no amount in particular; the number that is chosen names the rows."""
+    is_known(monkeypatch)
+    monkeypatch.setattr(deriving, "stand_in", lambda *given: None)
+    pace = replace(SMALL_PACE, stored=StoredRows(9, 9))
+    monkeypatch.setattr(deriving, "calibrate", lambda *given, **more: pace)
+    recipe = load_recipe("medusa", sets, flags={"target.name": str(other)})
+    assert recipe.data.regenerate
+    made = derive(recipe, 600.0, SilentReporter())
+    assert (made.pace.stored is not None) is is_counted
 
 
 def test_the_cost_of_a_vocabulary_is_that_of_its_products() -> None:

@@ -149,6 +149,8 @@ def derive(
         )
     share = facts.answer_tokens / deriving.recipe.data.new_tokens
     pace = replace(pace, answer=share * pace.answer)  # it was measured on the longest answers
+    if deriving.recipe.data.regenerate and deriving.is_free("data.prompts"):
+        pace = replace(pace, stored=None)  # the number of prompts, chosen below, names the rows
     clock.check(deriving.least(facts, pace, seconds), is_all=True)
     deriving.amounts(facts, pace, seconds, clock.left())
     if busy := clock.others.note():
