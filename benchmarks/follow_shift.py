@@ -7,7 +7,12 @@ held-out prompts of both kinds, greedy, before and after: the mean of the prompt
 error, and the difference paired over prompts. The prompts of the measurement say store: false, and
 none of them is in the traffic. Everything goes through the commands and routes of users.
 
+With another target the first drafter is a run that exists (--start), and the kinds are two files
+of prompts, one JSON object with `messages` a line: those that it knows, then those that come.
+
     python benchmarks/follow_shift.py --out runs/follow [--steps 100] [--follow-steps 100]
+    python benchmarks/follow_shift.py --out runs/follow --target smollm2-135m --start runs/eagle3 \\
+        --kinds specbench.jsonl,humaneval.jsonl
 """
 
 from __future__ import annotations
@@ -26,14 +31,30 @@ from typing import Any
 
 from specctl.train.data.heldout import embedded_prompts
 
-FIRST, SECOND = "code", "docstring"
+EMBEDDED = ("code", "docstring")
 KEY = "the-key-of-this-benchmark"
 COMMAND = [sys.executable, "-m", "specctl"]
 
 
-def prompts(domain: str) -> list[str]:
-    lines = map(json.loads, embedded_prompts().read_text().splitlines())
-    return [line["text"] for line in lines if line["domain"] == domain]
+Bodies = dict[str, list[dict[str, Any]]]  # kind of prompt: what a request says of each
+
+
+def embedded_kinds() -> Bodies:
+    lines = list(map(json.loads, embedded_prompts().read_text().splitlines()))
+    return {
+        kind: [{"prompt": line["text"]} for line in lines if line["domain"] == kind]
+        for kind in EMBEDDED
+    }
+
+
+def kinds_of(files: Sequence[str], few: int) -> Bodies:
+    """The prompts of each file, `few` spread over it: its questions may lie by category."""
+    found: Bodies = {}
+    for file in map(Path, files):
+        lines = list(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
+        lines = lines[:: max(1, len(lines) // few)][:few]
+        found[file.stem] = [{"messages": line["messages"]} for line in lines]
+    return found
 
 
 def run(*words: object) -> None:
@@ -44,9 +65,9 @@ KEYS = {"SPECCTL_ADMIN_KEYS": KEY}
 
 
 @contextmanager
-def server(package: Path, traffic: Path, folder: Path) -> Iterator[str]:
+def server(target: str, package: Path, traffic: Path, folder: Path, length: int) -> Iterator[str]:
     """The address of a server that drafts with a package and keeps its traffic."""
-    words = ["serve", "--target", "tiny", package, "--port", "0", "--jsonl", "--max-len", "512",
+    words = ["serve", "--target", target, package, "--port", "0", "--jsonl", "--max-len", length,
              "--batching", "fixed", "--keep-traffic", traffic, "--keep-traffic-limit", "0.01",
              "--drafter-folder", folder]  # fmt: skip
     process = subprocess.Popen(
@@ -61,11 +82,12 @@ def server(package: Path, traffic: Path, folder: Path) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
-def answered(url: str, prompt: str, new_tokens: int, store: bool) -> float:
+def answered(url: str, prompt: dict[str, Any], new_tokens: int, store: bool) -> float:
     """Tau of one greedy answer."""
-    body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "store": store}
+    body = {**prompt, "max_tokens": new_tokens, "temperature": 0, "store": store}
     sent = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), sent)
+    route = "chat/completions" if "messages" in prompt else "completions"
+    request = urllib.request.Request(f"{url}/v1/{route}", json.dumps(body).encode(), sent)
     with urllib.request.urlopen(request, timeout=600) as response:
         return float(json.load(response)["specctl"]["stats"]["tau"])
 
@@ -76,46 +98,60 @@ def mean(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.3f} +- {error:.3f}"
 
 
-def measured(url: str, count: int, new_tokens: int) -> dict[str, list[float]]:
+def measured(url: str, kinds: Bodies, count: int, new_tokens: int) -> dict[str, list[float]]:
     return {
-        domain: [answered(url, prompt, new_tokens, False) for prompt in prompts(domain)[:count]]
-        for domain in (FIRST, SECOND)
+        kind: [answered(url, prompt, new_tokens, False) for prompt in prompts[:count]]
+        for kind, prompts in kinds.items()
     }
+
+
+def start(out: Path, prompts: Sequence[dict[str, Any]], recipe: str, steps: int) -> Path:
+    """The run of a drafter of the embedded target that learns from these prompts alone."""
+    data = out / "first.jsonl"
+    data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    run("train-draft", "--target", "tiny", "--recipe", recipe, "--data", data, "--steps", steps,
+        "--out", out / "first", "--set", f"data.prompts={len(prompts)}",
+        "--set", "data.text_tokens=0", "--set", f"train.tau_every={steps}",
+        "--set", "serve.adaptive=false")  # fmt: skip
+    return out / "first"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("runs/follow-shift"))
+    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--start", type=Path, default=None, help="a run of another target")
+    parser.add_argument("--kinds", default="", help="two files of prompts, a comma between")
     parser.add_argument("--recipe", default="eagle3")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--follow-steps", type=int, default=100)
     parser.add_argument("--count", type=int, default=40, help="held-out prompts of each kind")
+    parser.add_argument("--traffic", type=int, default=100, help="prompts of the second kind")
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--max-len", type=int, default=512)
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    data = out / "first.jsonl"
-    rest = {domain: prompts(domain)[given.count :] for domain in (FIRST, SECOND)}
-    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rest[FIRST]))
-    run("train-draft", "--target", "tiny", "--recipe", given.recipe, "--data", data, "--steps",
-        given.steps, "--out", out / "first", "--set", f"data.prompts={len(rest[FIRST])}",
-        "--set", "data.text_tokens=0", "--set", f"train.tau_every={given.steps}",
-        "--set", "serve.adaptive=false")  # fmt: skip
-    with server(out / "first" / "package", out / "traffic", out) as url:
-        before = measured(url, given.count, given.new_tokens)
-        for prompt in rest[SECOND]:
+    files = [file for file in given.kinds.split(",") if file]
+    kinds = kinds_of(files, given.count + given.traffic) if files else embedded_kinds()
+    first, second = kinds
+    began = given.start or start(out, kinds[first][given.count :], given.recipe, given.steps)
+    package, traffic = began / "package", out / "traffic"
+    with server(given.target, package, traffic, out, given.max_len) as url:
+        before = measured(url, kinds, given.count, given.new_tokens)
+        for prompt in kinds[second][given.count : given.count + given.traffic]:
             answered(url, prompt, given.new_tokens, True)
-        run("train-draft", "--follow", out / "traffic", "--init", out / "first", "--swap", url,
+        run("train-draft", "--follow", traffic, "--init", began, "--swap", url,
             "--out", out / "second", "--steps", given.follow_steps,
             "--set", f"train.tau_every={given.follow_steps // 2}")  # fmt: skip
-        after = measured(url, given.count, given.new_tokens)
+        after = measured(url, kinds, given.count, given.new_tokens)
     result: dict[str, Any] = {"before": before, "after": after}
     (out / "result.json").write_text(json.dumps(result) + "\n")
     print("| prompts | tau before | tau after | difference |")
     print("|---|---|---|---|")
-    for domain in (FIRST, SECOND):
-        gains = [b - a for a, b in zip(before[domain], after[domain], strict=True)]
-        print(f"| {domain} | {mean(before[domain])} | {mean(after[domain])} | {mean(gains)} |")
+    for kind in kinds:
+        gains = [b - a for a, b in zip(before[kind], after[kind], strict=True)]
+        print(f"| {kind} | {mean(before[kind])} | {mean(after[kind])} | {mean(gains)} |")
 
 
 if __name__ == "__main__":
