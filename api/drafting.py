@@ -197,6 +197,7 @@ def load_draft(
         loaded, source = copy.copy(loaded), source and f"{source} with {options}"
         loaded.options = served_anew(getattr(loaded, "options", None), options)
         check_shortlist(loaded)
+        loaded.check_served()
     if not (policy is None or isinstance(policy, str)):
         if not hasattr(policy, "grow"):
             raise RecipeError(
