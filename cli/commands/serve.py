@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,8 @@ from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, loading
 from specctl.core.errors import SpecctlError, one_of_two, unknown
 from specctl.core.installed import pip_install
 from specctl.core.plugins import declared
+from specctl.core.traffic_files import Writer, has_records
+from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -145,9 +148,11 @@ def serve(
     _tell(console, loading(target))
     wanted = draft.wanted(draft.draft, may_be_parallel=False)
     model = target.load(console, compiled, wanted=wanted)
+    _begin_traffic(recorder, model)
     defaults = _defaults(console, model, generation_config)
     loaded = draft.load(model)
     loaded.announce(console)
+    loaded = replace(loaded, name=_name_in(access.drafter_folder, loaded.name))
     service, verification = _service(console, model, loaded, batching, limits)
     from specctl.server.app import create_app
     from specctl.server.requests.chat_template import ChatStyle
@@ -161,7 +166,7 @@ def serve(
         defaults=defaults,
         style=ChatStyle.of(model, tool_parser, reasoning),
         is_strict=strict,
-        shelf=_shelf(console, access.drafter_folder, service, batching, verification),
+        shelf=_shelf(console, access.drafter_folder, draft, service, batching, verification),
     )
 
     def ready() -> None:
@@ -180,6 +185,11 @@ def serve(
     nexts = [command_line("bench", *target.words(), *draft.positional(), *draft.words())]
     if record is not None and record.is_file() and record.stat().st_size:
         nexts.insert(0, command_line("distill", *target.training_words(), "--data", record))
+    if keep_traffic is not None and has_records(keep_traffic):
+        newest = draft.draft
+        if service.counters.exchanges and access.drafter_folder is not None:
+            newest = str(access.drafter_folder / str(service.drafting.name))
+        nexts.insert(0, _learning_line(keep_traffic, newest, target))
     result = {"url": url, "model": called, "was_cut": code != 0, **_totals(service)}
     console.done(result, next=nexts, ok=code == 0)
     raise typer.Exit(code)
@@ -204,6 +214,27 @@ def _recorder(record: Path | None, folder: Path | None, limit: float | None) -> 
     if folder is not None:
         return TrafficKeeper(folder, int((limit or 1.0) * (1 << 30)))
     return Recorder(record) if record is not None else None
+
+
+def _begin_traffic(recorder: Recorder | None, target: Target) -> None:
+    """Where traffic is kept, note whose it is."""
+    from specctl.server.traffic import TrafficKeeper
+
+    if isinstance(recorder, TrafficKeeper):
+        recorder.begin(Writer(target.name, target.fingerprint))
+
+
+def _learning_line(folder: Path, draft: str, target: TargetChoice) -> str:
+    """The command that learns from kept traffic: the drafter goes on if it is a package, else one
+    is trained."""
+    from specctl.export.package.manifest import MANIFEST, package_in
+
+    words, package = target.training_words(), path_named(draft)
+    if not (package_in(package) / MANIFEST).is_file():
+        return command_line("distill", *words, "--data", folder)
+    run = package.parent if package.name == "package" else package
+    out = next(name for k in count(2) if not (name := Path(f"{run}-{k}")).exists())
+    return command_line("train-draft", *words, "--follow", folder, "--init", run, "--out", out)
 
 
 def _tell(console: Console, text: str) -> None:
@@ -276,17 +307,30 @@ def _service(
     return service, str(mark["class"])
 
 
+def _name_in(folder: Path | None, name: str) -> str:
+    """The name of a drafter in the folder of those that may be served, by which /v1/drafter takes
+    it; of any other its own."""
+    place = Path(name).expanduser()
+    if folder is None or not place.is_dir():
+        return name
+    root, place = folder.resolve(), place.resolve()
+    return place.relative_to(root).as_posix() if place.is_relative_to(root) else name
+
+
 def _shelf(
     console: Console,
     folder: Path | None,
+    flags: DraftChoice,
     service: Service,
     batching: str,
     verification: str,
 ) -> Shelf | None:
-    """How a package of the folder is read for a server that runs."""
+    """How a package of the folder is read for a server that runs: by the flags with which that was
+    started, under its name in the folder."""
     if folder is None:
         return None
     target, rule, rows = service.target, service.rule, service.limits.max_batch
+    given = {**flags.given(), "parallel": False}
     from specctl.api.drafting import load_draft
     from specctl.runtime.verify.choice import verification_of
     from specctl.server.drafter_route import Shelf
@@ -295,7 +339,8 @@ def _shelf(
     def load(path: Path) -> Callable[[], Drafting]:
         # A tokenizer of transformers may be used by one thread at a time.
         own = replace(target, tokenizer=copy.deepcopy(target.tokenizer))
-        draft = load_draft(str(path), own, parallel=False)
+        draft = load_draft(str(path), own, **given)
+        draft = replace(draft, name=_name_in(folder, str(path)))
         assert draft.drafter is not None, "a folder is a drafter"
         assert draft.policy is not None, "a drafter has a policy"
         mark = verification_of(rule, draft.drafter, draft.policy, sampled=True)["class"]
