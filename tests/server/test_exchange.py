@@ -146,7 +146,7 @@ def test_an_exchange_that_waits_too_long_is_given_up_and_holds_nobody(target: Ta
             ticket.cancel()
             assert [piece async for piece in held][-1].finish_reason == "length"
             assert [piece async for piece in gone] == []
-            assert max(waited) > 0.04  # as its client counts, who waited for the exchange, too
+            assert max(waited) > 0.04  # what the exchange held is counted, too
             assert service.status().drafter == "prompt-lookup"
 
     asyncio.run(run())
