@@ -154,6 +154,7 @@ def serve(
     loaded.announce(console)
     loaded = replace(loaded, name=_name_in(access.drafter_folder, loaded.name))
     service, verification = _service(console, model, loaded, batching, limits)
+    del loaded  # an exchange frees its weights
     from specctl.server.app import create_app
     from specctl.server.requests.chat_template import ChatStyle
 
@@ -171,11 +172,11 @@ def serve(
 
     def ready() -> None:
         about = {"url": url, "port": socket.getsockname()[1], "model": called}
-        about |= _serving_json(service, loaded)
+        about |= _serving_json(service)
         console.event({"event": "ready", **about})
         if console.stderr.isatty():
             console.say(f"serving {called} at {url}  (API {url}/v1, page {url}/, Ctrl-C ends)")
-            console.say(_serving_line(service, loaded))
+            console.say(_serving_line(service))
         else:
             log("ready", **about)
 
@@ -363,21 +364,21 @@ def _shelf(
     return Shelf(folder, load)
 
 
-def _serving_json(service: Service, draft: LoadedDraft) -> dict[str, Any]:
+def _serving_json(service: Service) -> dict[str, Any]:
     now = service.status()
     room = {"slots": now.slots, "context": now.context, "cache_bytes": _reserved(service)}
-    return {"draft": draft.name, **room, "speculation": now.speculation}
+    return {"draft": now.drafter or "plain", **room, "speculation": now.speculation}
 
 
 def _reserved(service: Service) -> int:
     return service.room.slots * service.room.slot_bytes
 
 
-def _serving_line(service: Service, draft: LoadedDraft) -> str:
+def _serving_line(service: Service) -> str:
     now = service.status()
     drafts = "plain decoding, nothing is drafted (--draft auto drafts without training)"
-    if draft.drafter is not None and draft.policy is not None:
-        drafts = f"{draft.name} drafts up to {draft.policy.depth} tokens ahead"
+    if now.drafter is not None:
+        drafts = f"{now.drafter} drafts up to {service.policy.depth} tokens ahead"
     size = f"{_reserved(service) / (1 << 20):,.0f} MiB of caches"
     if (shared := service.room.shared_bytes) > 0:
         size += f" (and up to {shared / (1 << 20):,.0f} MiB for what the drafter remembers)"

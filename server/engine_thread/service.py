@@ -203,12 +203,12 @@ class Service:
         timeout = self.limits.queue_timeout
         try:
             guard = Guard(self.target.spec.vocab_size, self._say)
-            engine = self._engine(guard)
             shared = self._desk, self.counters, self.on_finish, timeout
-            worker = Worker(engine, guard, *shared, self._carry_out)
+            worker = Worker(self._engine(guard), guard, *shared, self._carry_out)
         except Exception as error:
             self._fail(error)
             return
+        del guard  # the worker alone holds what an exchange is to free
         self._worker = worker
         self._desk.enter("ready", only_from=("loading",))
         try:
@@ -286,7 +286,8 @@ class Service:
             order.settle(error)
             return
         kept = worker.guard
-        worker.replace(engine, guard)  # the caches of before are free for the new ones
+        worker.replace(engine, guard)
+        kept.let_go()  # the caches of before are free for the new ones
         try:
             engine.open(self.room.context)
             if guard.why_off is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from specctl.core.drafter import DraftState, Space
 from specctl.core.errors import ResourceError, SpecctlError
 from specctl.drafters.prompt_lookup import PromptLookup
 from specctl.export.package.folder import save_package
+from specctl.runtime.engine.engine import Engine
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -85,6 +88,39 @@ def test_answers_before_behind_and_during_an_exchange_are_what_they_are_alone(
     assert service.counters.exchanges == 3
     assert service.counters.requests == {"length": 18}
     assert service.counters.drafts > 0
+
+
+def test_drafter_and_caches_of_before_are_free_when_the_new_ones_are_reserved(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of the drafter a moment later: it would be put back if that failed."""
+    service = Service(target, drafter_of(target), CHAIN, limits=Limits(max_batch=1, max_len=64))
+    drafter, caches = weakref.ref(service.drafting.drafter), list[Any]()
+    reserve, held = Engine.open, list[int]()
+
+    def opened(engine: Engine, context: int) -> None:
+        if engine.drafter is None:  # it warms the target up
+            reserve(engine, context)
+            return
+        gc.collect()
+        held.append(sum(cache() is not None for cache in caches))
+        reserve(engine, context)
+        caches.extend([weakref.ref(engine.reader.kv), weakref.ref(engine.drafting.state)])
+
+    async def run() -> None:
+        service.start()
+        while service.status().state == "loading":
+            await asyncio.sleep(0.005)
+        for name in ("suffix-automaton", "copyspec"):
+            await collect(service, GenerateRequest((10, 11), Sampling(max_new_tokens=4)))
+            await service.exchange(lambda name=name: another(target, name), 60)
+
+    monkeypatch.setattr(Engine, "open", opened)
+    asyncio.run(run())
+    gc.collect()
+    assert held == [0, 0, 0]
+    assert drafter() is None
+    service.stop()
 
 
 class Broken(PromptLookup):
