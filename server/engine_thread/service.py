@@ -14,6 +14,7 @@ import copy
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -118,6 +119,13 @@ def drafter_bytes(target: Target, drafter: Drafter, policy: Policy, length: int)
         needs, space = needs.without_copy(), replace(space, target_kv=nothing)
     taps = len(needs.taps) * target.spec.hidden_size * target.dtype.itemsize
     return drafter.slot_bytes(space) + taps * length
+
+
+def _free(error: BaseException | None) -> None:
+    """Let go of what the frames of a failure hold, which may be half of the memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _size(num_bytes: int) -> str:
@@ -283,6 +291,7 @@ class Service:
             engine = self._made(wanted, guard)
         except Exception as error:
             LOG.warning("the drafter was not exchanged: %s", place_of(error))
+            _free(error)
             order.settle(error)
             return
         kept = worker.guard
@@ -293,6 +302,8 @@ class Service:
             if guard.why_off is not None:
                 raise ResourceError("the new drafter could not be opened", found=guard.why_off)
         except Exception as error:
+            _free(error)
+            guard.let_go()
             order.settle(error)
             off = kept.why_off
             engine = self._made(before if off is None else replace(before, drafter=None), kept)
