@@ -67,7 +67,7 @@ def newest_lines(folder: Path, count: int) -> list[bytes]:
         try:
             lines = path.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:  # evicted meanwhile
-            break
+            continue
         found = [line for line in lines if line.endswith(b"\n")] + found
         if len(found) >= count:
             break

@@ -73,7 +73,10 @@ class TrafficKeeper(Recorder):
         return super()._open()
 
     def _evict(self) -> None:
-        """Room for one whole segment, by what is oldest."""
+        """Room for one whole segment, by what is oldest; and nothing of starts without traffic."""
+        for path in segments(self.folder):
+            if not path.stat().st_size:
+                path.unlink()
         found = segments(self.folder)
         total = sum(path.stat().st_size for path in found)
         for path in found:

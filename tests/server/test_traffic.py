@@ -100,6 +100,7 @@ def test_one_folder_belongs_to_one_server(tmp_path: Path) -> None:
         TrafficKeeper(tmp_path, GIB)
     keeper.close()
     TrafficKeeper(tmp_path, GIB).close()
+    assert len(segments(tmp_path)) == 1  # starts without traffic leave nothing behind
 
 
 def test_a_folder_keeps_the_answers_of_one_target(tmp_path: Path) -> None:
