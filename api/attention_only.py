@@ -1,6 +1,7 @@
 """What a drafter and the way it drafts need of a target that only one of attention alone has.
 
-Known from names, packages and recipes: the target is refused before it is loaded.
+Known from names, packages and recipes: the target is refused before it is loaded, and so are
+settings that do not go together.
 """
 
 from __future__ import annotations
@@ -17,20 +18,27 @@ from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.published import path_named
+from specctl.recipes.serve import check_in_parallel
 
 
 def attention_only(
-    drafters: Iterable[object], parallel: bool | None = None, policy: object = None
+    drafters: Iterable[object],
+    parallel: bool | None = None,
+    policy: object = None,
+    rule: str | None = None,
 ) -> tuple[AttentionOnly, ...]:
-    """Of drafters by name, folder or as they are, drafting `parallel` or grown by a policy where
-    these are given; else as their packages say."""
-    return tuple(found for one in drafters for found in _of_one(one, parallel, policy))
+    """Of drafters by name, folder or as they are, drafting `parallel`, grown by a policy or
+    verified by a rule where these are given; else as their packages say. RecipeError for a rule
+    that is none in parallel."""
+    settings = {"parallel": parallel, "rule": rule}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return tuple(found for one in drafters for found in _of_one(one, given, policy))
 
 
-def _of_one(drafter: object, parallel: bool | None, policy: object) -> Iterator[AttentionOnly]:
-    given = {} if parallel is None else {"parallel": parallel}
+def _of_one(drafter: object, given: Mapping[str, Any], policy: object) -> Iterator[AttentionOnly]:
     if not isinstance(drafter, (str, Path)):
-        given = {"parallel": getattr(drafter, "parallel", False)} | given
+        kept = {name: getattr(drafter, name, None) for name in ("parallel", "rule")}
+        given = {**kept, **given}
         inner = getattr(drafter, "drafter", drafter)
         policy = getattr(drafter, "policy", None) if policy is None else policy
         layer = {"early_layer": getattr(policy, "early_layer", None)}
@@ -40,7 +48,7 @@ def _of_one(drafter: object, parallel: bool | None, policy: object) -> Iterator[
     for name in drafter_names(as_path_word(drafter)):
         family, options, serve = _named(name)
         if policy is not None and policy != serve.get("policy"):
-            serve = {**serve, "early_layer": getattr(policy, "early_layer", None)}
+            serve = {**serve, "early_layer": getattr(policy, "early_layer", None), "rule": None}
         yield from _of_settings(family, options, {**serve, **given}, name)
 
 
@@ -70,4 +78,5 @@ def _of_settings(
     for one in (family, *(options.get("members") or ())):
         if one in infos and infos[one].borrows_layers:
             yield borrowing(name or one)
+    check_in_parallel(serve.get("parallel"), serve.get("rule"))
     yield from of_serving(serve)

@@ -80,7 +80,7 @@ def bench(
         if drafters is None or isinstance(drafters, (str, Path, Drafter, LoadedDraft))
         else list(drafters)
     )
-    wanted = attention_only(listed, drafting.get("parallel"), drafting.get("policy"))
+    wanted = attention_only(listed, *map(drafting.get, ("parallel", "policy", "rule")))
     model = target_or_own(target, *listed, wanted=wanted)
     material = bench_material(
         model, prompts, wanted_suites,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,9 +195,7 @@ def load_draft(
     else:
         loaded, source = drafter, ""
     if options:
-        loaded, source = copy.copy(loaded), source and f"{source} with {options}"
-        loaded.options = served_anew(getattr(loaded, "options", None), options)
-        check_shortlist(loaded)
+        loaded, source = _with_options(loaded, options), source and f"{source} with {options}"
     if not (policy is None or isinstance(policy, str)):
         if not hasattr(policy, "grow"):
             raise RecipeError(
@@ -222,6 +221,25 @@ def load_draft(
 
 
 DRAFTING = tuple(load_draft.__kwdefaults__ or ())  # the settings that it takes
+
+
+def _with_options(drafter: Drafter, options: Mapping[str, Any]) -> Drafter:
+    """The drafter with some options set anew; what is refused is said in words of the command
+    line, for there is no recipe to correct."""
+    changed = copy.copy(drafter)
+    try:
+        changed.options = served_anew(getattr(drafter, "options", None), options)
+        check_shortlist(changed)
+        changed.check_served()
+    except RecipeError as error:
+        raise RecipeError(
+            error.what,
+            where=error.where.replace("drafter.options.", "--draft-option "),
+            found=error.found,
+            expected=error.expected,
+            do=re.sub(r"\bwrite (\w+): ([^\s,]+)", r"--draft-option \1=\2", error.do),
+        ) from error
+    return changed
 
 
 def _read_options(given: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def generate(
     reporter = as_reporter(progress)
     check_count("batch", batch, MOST_ROWS)
     sampling, how = _split(sampling, settings)
-    wanted = attention_only([drafter], how.get("parallel"), how.get("policy"))
+    wanted = attention_only([drafter], *map(how.get, ("parallel", "policy", "rule")))
     model = target_or_own(target, drafter, wanted=wanted)
     draft = load_draft(drafter, model, **how)
     if draft is not drafter:

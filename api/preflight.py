@@ -65,6 +65,7 @@ def check_out(out: Path) -> None:
     from specctl.train.saving.lock import NAME
     from specctl.train.saving.run_file import RECORD, recorded
 
+    check_folder(out)
     if not out.is_dir() or any((out / part / NAME).is_file() for part in ("", HALF)):
         return
     foreign = sorted({path.name for path in out.iterdir()} - HARMLESS)

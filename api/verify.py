@@ -104,7 +104,7 @@ def verify(
     if level == LEVELS[0]:
         name = drafter.name if isinstance(drafter, LoadedDraft) else str(drafter)
         return VerifyResult(name, level, tuple(stored))
-    wanted = attention_only([drafter], drafting.get("parallel"), drafting.get("policy"))
+    wanted = attention_only([drafter], *map(drafting.get, ("parallel", "policy", "rule")))
     model = target_or_own(target, drafter, dtype="float32", wanted=wanted)
     names = [name for name in allow if name != APPROXIMATE]
     settings: dict[str, Any] = drafting | ({"allow": names} if names else {})

@@ -320,6 +320,10 @@ class Drafter(ABC):
         """The most that is remembered beside slots, for all rows together."""
         return 0
 
+    def check_served(self) -> None:
+        """RecipeError unless its options, of which some may have been set anew, fit the target."""
+        return
+
     def bind(self, borrowed: Borrowed) -> None:
         """Take the frozen pieces named by `needs().borrow`; they are not parameters of `module`."""
         del borrowed

@@ -1,15 +1,47 @@
 """The files of kept traffic: numbered segments of JSON lines in one folder, the newest last.
 
 Read while a server writes and evicts them: a segment that is gone by then is older than what was
-wanted, and a line without its end is one that a killed server did not finish. No torch.
+wanted, and a line without its end is one that a killed server did not finish. Beside them stands
+which target wrote the answers. No torch.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from specctl.core.files import write_json
+
 _NAME = re.compile(r"traffic-([0-9]{8})\.jsonl")
+_WRITER = ".target.json"  # hidden: whoever reads the folder as data skips it
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The target that wrote the answers: its name, and the fingerprint of its weights."""
+
+    name: str
+    fingerprint: str
+
+
+def writer_of(folder: Path) -> Writer | None:
+    """None where a server of before did not say it, or where it cannot be read."""
+    try:
+        found = json.loads((folder / _WRITER).read_text(encoding="utf-8"))
+        return Writer(str(found["name"]), str(found["fingerprint"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def note_writer(folder: Path, writer: Writer) -> None:
+    write_json(folder / _WRITER, asdict(writer))
+    (folder / _WRITER).chmod(0o600)
+
+
+def has_records(folder: Path) -> bool:
+    return any(path.stat().st_size for path in segments(folder))
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -35,7 +67,7 @@ def newest_lines(folder: Path, count: int) -> list[bytes]:
         try:
             lines = path.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:  # evicted meanwhile
-            break
+            continue
         found = [line for line in lines if line.endswith(b"\n")] + found
         if len(found) >= count:
             break

@@ -28,7 +28,7 @@ from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import LayerShape, RmsNorm
 from specctl.drafters.nets.options import ADDED, SERVED, HeadOptions
 from specctl.drafters.nets.taps import even_taps
-from specctl.drafters.option_checks import Count, Within
+from specctl.drafters.option_checks import MOST_IDS, Count, Within
 
 STD = 0.02  # of the first weights, as checkpoints of Qwen3's shape begin
 
@@ -47,7 +47,7 @@ class DFlashOptions(HeadOptions):
     layers: Count = 5
     taps: tuple[int, ...] | None = None
     anchors: Count = 64
-    mask_id: Annotated[int, Within(0, 1 << 20)] | None = field(default=None, metadata=ADDED)
+    mask_id: Annotated[int, Within(0, MOST_IDS)] | None = field(default=None, metadata=ADDED)
     heads: Count | None = field(default=None, metadata=ADDED)
     kv_heads: Count | None = field(default=None, metadata=ADDED)
     head_dim: Annotated[int, Within(2, 1 << 16)] | None = field(default=None, metadata=ADDED)

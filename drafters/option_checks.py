@@ -14,6 +14,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from specctl.core.errors import RecipeError, nearest
 
+MOST_IDS = (1 << 31) - 1  # of any vocabulary: that of the target is known where the net is made
+
 
 @dataclass(frozen=True, slots=True)
 class Within:

@@ -42,7 +42,7 @@ from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.options import SERVED
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.nets.routed import read_head, served_head
-from specctl.drafters.option_checks import Count, OneOf, Within
+from specctl.drafters.option_checks import MOST_IDS, Count, OneOf, Within
 from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind
 
 PERIOD = 4096  # positions behind which a draft's noise repeats
@@ -61,7 +61,7 @@ class UnoOptions(PlacesOptions):
     rank: Count = 16
     alpha: Annotated[float, Within(1e-3, 1e6)] = 32.0
     targets: tuple[Annotated[str, OneOf(ATTENTION + MLP)], ...] = ATTENTION + MLP
-    mask_id: Annotated[int, Within(2, 1 << 20)] | None = field(default=None, metadata=SERVED)
+    mask_id: Annotated[int, Within(2, MOST_IDS)] | None = field(default=None, metadata=SERVED)
     stages: tuple[Count, ...] | None = None
     fresh_noise: bool = True
 
@@ -124,10 +124,12 @@ class Uno(PlacesDrafter):
     options: UnoOptions
 
     def make_net(self) -> UnoNet:
-        mask_id = self.options.mask_id
-        if mask_id is not None:
-            Within(2, self.spec.vocab_size).check("mask_id", mask_id)
+        self.check_served()
         return UnoNet(self.spec, self.options)
+
+    def check_served(self) -> None:
+        if self.options.mask_id is not None:
+            Within(2, self.spec.vocab_size).check("mask_id", self.options.mask_id)
 
     def bind(self, borrowed: Borrowed) -> None:
         super().bind(borrowed)

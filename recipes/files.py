@@ -165,8 +165,8 @@ def read_source(name_or_path: str | Path) -> Source:
     name = str(name_or_path)
     raise RecipeError(
         f"unknown recipe {name!r}",
-        found=ascii(name),
-        expected=EXPECTED,
+        found="no recipe and no file of that name",
+        expected="a recipe's name, or a YAML file",
         do=did_you_mean(name, known, "specctl recipes ls --all"),
     )
 

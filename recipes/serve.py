@@ -22,11 +22,13 @@ from pydantic import (
     model_validator,
 )
 
+from specctl.core.errors import RecipeError
 from specctl.core.plugins import declared
 from specctl.recipes.section import Fraction, NameOf, Section
 
 T = TypeVar("T")
 MOST_NODES, MOST_LEVELS = 1024, 64
+IN_PARALLEL = "drafting in parallel is lossless: it relaxes nothing"
 UpTo64 = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 UpTo1024 = Annotated[int, Field(ge=1, le=MOST_NODES)]
 Levels = Annotated[tuple[T, ...], Field(max_length=MOST_LEVELS)]
@@ -134,6 +136,12 @@ class ServePart(Section):
                 raise ValueError(f"{key} is ignored by policy {self.policy}; remove it")
         return self
 
+    @model_validator(mode="after")
+    def _relaxes_nothing_in_parallel(self) -> Self:
+        if self.parallel and is_relaxed(self.rule):
+            raise ValueError(f"{IN_PARALLEL}: parallel beside rule {self.rule}; remove one of them")
+        return self
+
     @model_serializer(mode="wrap")
     def _own_if_set(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A policy's own settings are written where they are set: a recipe without them is the one
@@ -155,6 +163,18 @@ if not TYPE_CHECKING:
 def is_relaxed(rule: object) -> bool:
     """Whether a rule of that name is approximate (runtime/verify/relaxed)."""
     return str(rule).partition(":")[0] in _RELAXED
+
+
+def check_in_parallel(parallel: object, rule: object) -> None:
+    """Drafting in parallel knows no relaxed rule."""
+    if parallel and is_relaxed(rule):
+        raise RecipeError(
+            IN_PARALLEL,
+            where="--rule",
+            found=f"rule {rule}, drafting in parallel",
+            expected="rule auto",
+            do="--no-parallel, or leave the rule out",
+        )
 
 
 def check_serve(serve: Mapping[str, Any]) -> None:

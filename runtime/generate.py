@@ -10,6 +10,7 @@ from typing import Any
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters import family
+from specctl.recipes.serve import check_in_parallel
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request, Row
 from specctl.runtime.measure.stats import Stats, add_counts, repetition_rate
@@ -22,7 +23,6 @@ from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.text_stream import TokenDecoder, whole_text
 from specctl.runtime.verify.choice import verification_of
-from specctl.runtime.verify.relaxed import relaxation
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
 OnRound = Callable[[int, tuple[int, ...], int], None]  # prompt, new ids, how many were drafted
@@ -56,18 +56,6 @@ class Generated:
 
     def to_json(self) -> dict[str, Any]:
         return {"outputs": [o.to_json() for o in self.outputs], "stats": self.stats.to_json()}
-
-
-def refuse_relaxed(rule: str) -> None:
-    """Drafting in parallel knows no relaxed rule."""
-    if relaxation(rule) is not None:
-        raise SpecctlError(
-            "drafting in parallel is lossless: it relaxes nothing",
-            where="--rule",
-            found=rule,
-            expected="rule auto",
-            do="leave --parallel out, or the rule",
-        )
 
 
 def check_greedy(rule: str, sampling: Sampling) -> None:
@@ -120,7 +108,7 @@ def generate(
     slots = max(1, min(batch, len(requests)))
     engine: Engine | Pearl
     if parallel and drafter is not None:
-        refuse_relaxed(rule)
+        check_in_parallel(parallel, rule)
         engine = Pearl(target, drafter, policy)
     else:
         engine = Engine(target, drafter, policy, rule, num_slots=slots, chooser=chooser)
@@ -141,11 +129,17 @@ def generate(
     plain = TokenDecoder(lambda ids: _text(target, ids))  # reads no vocabulary, which takes time
     decoder = TokenDecoder.of(target) if sampling.stop else plain
     outputs = tuple(_output(t, c, decoder) for t, c in zip(texts, completions, strict=True))
-    rule = "chain" if parallel and sampling.temperature > 0 else rule
-    mark = verification_of(rule, drafter, policy, sampled=sampling.temperature > 0)
-    return Generated(
-        outputs, summarize(completions, engine, seconds, f"{mark['class']}:{mark['rule']}")
-    )
+    mark = mark_of(rule, drafter, policy, sampled=sampling.temperature > 0, parallel=parallel)
+    return Generated(outputs, summarize(completions, engine, seconds, mark))
+
+
+def mark_of(
+    rule: str, drafter: Drafter | None, policy: Policy, *, sampled: bool, parallel: bool
+) -> str:
+    """Class and rule of what is emitted, as results show them."""
+    rule = "chain" if parallel and sampled else rule
+    found = verification_of(rule, drafter, policy, sampled=sampled)
+    return f"{found['class']}:{found['rule']}"
 
 
 def summarize(

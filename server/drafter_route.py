@@ -48,11 +48,18 @@ class Shelf:
         except (OSError, ValueError):
             is_inside = False
         if not is_inside:
-            known = sorted(each.name for each in root.iterdir() if each.is_dir())[:8]
             message = f"no drafter {name[:100]!a} in the server's --drafter-folder"
-            listed = f"; there are {', '.join(map(ascii, known))}" if known else "; it is empty"
+            listed = f"; {self._listed(root)}"
             raise ApiError(404, message + listed, param="path", code="drafter_not_found")
         return folder
+
+    def _listed(self, root: Path) -> str:
+        """What a caller may name instead; the folder may be gone by now."""
+        try:
+            known = sorted(each.name for each in root.iterdir() if each.is_dir())[:8]
+        except OSError as error:
+            return f"it cannot be read: {error.strerror or type(error).__name__}"
+        return f"there are {', '.join(map(ascii, known))}" if known else "it is empty"
 
 
 class Exchanging(Protocol):

@@ -11,8 +11,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from specctl.core.errors import FileError
-from specctl.core.traffic_files import next_number, segment_path, segments
+from specctl.core.errors import FileError, IncompatibleError
+from specctl.core.traffic_files import (
+    Writer,
+    has_records,
+    next_number,
+    note_writer,
+    segment_path,
+    segments,
+    writer_of,
+)
 from specctl.server.record import Recorder
 
 SEGMENTS = 16  # so many parts of the limit: what is evicted at once
@@ -39,6 +47,21 @@ class TrafficKeeper(Recorder):
             ) from error
         super().__init__(first, limit // SEGMENTS)
 
+    def begin(self, writer: Writer) -> None:
+        """Say whose answers are kept, before the first of them. IncompatibleError where the folder
+        holds those of another target: a drafter would learn them as this one's."""
+        before = writer_of(self.folder)
+        is_other = before is not None and before.fingerprint != writer.fingerprint
+        if before is not None and is_other and has_records(self.folder):
+            raise IncompatibleError(
+                "this folder keeps the traffic of another target",
+                where=f"--keep-traffic {self.folder}",
+                found=f"answers of {before.name} ({before.fingerprint[:12]})",
+                expected=f"an empty folder, or one of {writer.name} ({writer.fingerprint[:12]})",
+                do="give another --keep-traffic",
+            )
+        note_writer(self.folder, writer)
+
     def close(self) -> None:
         """Write what waits, and end. Any number of times."""
         if self._thread.is_alive():
@@ -50,7 +73,10 @@ class TrafficKeeper(Recorder):
         return super()._open()
 
     def _evict(self) -> None:
-        """Room for one whole segment, by what is oldest."""
+        """Room for one whole segment, by what is oldest; and nothing of starts without traffic."""
+        for path in segments(self.folder):
+            if not path.stat().st_size:
+                path.unlink()
         found = segments(self.folder)
         total = sum(path.stat().st_size for path in found)
         for path in found:

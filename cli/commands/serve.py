@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,8 @@ from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, loading
 from specctl.core.errors import SpecctlError, one_of_two, unknown
 from specctl.core.installed import pip_install
 from specctl.core.plugins import declared
+from specctl.core.traffic_files import Writer, has_records
+from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -145,10 +148,13 @@ def serve(
     _tell(console, loading(target))
     wanted = draft.wanted(draft.draft, may_be_parallel=False)
     model = target.load(console, compiled, wanted=wanted)
+    _begin_traffic(recorder, model)
     defaults = _defaults(console, model, generation_config)
     loaded = draft.load(model)
     loaded.announce(console)
+    loaded = replace(loaded, name=_name_in(access.drafter_folder, loaded.name))
     service, verification = _service(console, model, loaded, batching, limits)
+    del loaded  # an exchange frees its weights
     from specctl.server.app import create_app
     from specctl.server.requests.chat_template import ChatStyle
 
@@ -161,16 +167,16 @@ def serve(
         defaults=defaults,
         style=ChatStyle.of(model, tool_parser, reasoning),
         is_strict=strict,
-        shelf=_shelf(console, access.drafter_folder, service, batching, verification),
+        shelf=_shelf(console, access.drafter_folder, draft, service, batching, verification),
     )
 
     def ready() -> None:
         about = {"url": url, "port": socket.getsockname()[1], "model": called}
-        about |= _serving_json(service, loaded)
+        about |= _serving_json(service)
         console.event({"event": "ready", **about})
         if console.stderr.isatty():
             console.say(f"serving {called} at {url}  (API {url}/v1, page {url}/, Ctrl-C ends)")
-            console.say(_serving_line(service, loaded))
+            console.say(_serving_line(service))
         else:
             log("ready", **about)
 
@@ -180,6 +186,11 @@ def serve(
     nexts = [command_line("bench", *target.words(), *draft.positional(), *draft.words())]
     if record is not None and record.is_file() and record.stat().st_size:
         nexts.insert(0, command_line("distill", *target.training_words(), "--data", record))
+    if keep_traffic is not None and has_records(keep_traffic):
+        newest = draft.draft
+        if service.counters.exchanges and access.drafter_folder is not None:
+            newest = str(access.drafter_folder / str(service.drafting.name))
+        nexts.insert(0, _learning_line(keep_traffic, newest, target))
     result = {"url": url, "model": called, "was_cut": code != 0, **_totals(service)}
     console.done(result, next=nexts, ok=code == 0)
     raise typer.Exit(code)
@@ -204,6 +215,27 @@ def _recorder(record: Path | None, folder: Path | None, limit: float | None) -> 
     if folder is not None:
         return TrafficKeeper(folder, int((limit or 1.0) * (1 << 30)))
     return Recorder(record) if record is not None else None
+
+
+def _begin_traffic(recorder: Recorder | None, target: Target) -> None:
+    """Where traffic is kept, note whose it is."""
+    from specctl.server.traffic import TrafficKeeper
+
+    if isinstance(recorder, TrafficKeeper):
+        recorder.begin(Writer(target.name, target.fingerprint))
+
+
+def _learning_line(folder: Path, draft: str, target: TargetChoice) -> str:
+    """The command that learns from kept traffic: the drafter goes on if it is a package, else one
+    is trained."""
+    from specctl.export.package.manifest import MANIFEST, package_in
+
+    words, package = target.training_words(), path_named(draft)
+    if not (package_in(package) / MANIFEST).is_file():
+        return command_line("distill", *words, "--data", folder)
+    run = package.parent if package.name == "package" else package
+    out = next(name for k in count(2) if not (name := Path(f"{run}-{k}")).exists())
+    return command_line("train-draft", *words, "--follow", folder, "--init", run, "--out", out)
 
 
 def _tell(console: Console, text: str) -> None:
@@ -276,17 +308,30 @@ def _service(
     return service, str(mark["class"])
 
 
+def _name_in(folder: Path | None, name: str) -> str:
+    """The name of a drafter in the folder of those that may be served, by which /v1/drafter takes
+    it; of any other its own."""
+    place = Path(name).expanduser()
+    if folder is None or not place.is_dir():
+        return name
+    root, place = folder.resolve(), place.resolve()
+    return place.relative_to(root).as_posix() if place.is_relative_to(root) else name
+
+
 def _shelf(
     console: Console,
     folder: Path | None,
+    flags: DraftChoice,
     service: Service,
     batching: str,
     verification: str,
 ) -> Shelf | None:
-    """How a package of the folder is read for a server that runs."""
+    """How a package of the folder is read for a server that runs: by the flags with which that was
+    started, under its name in the folder."""
     if folder is None:
         return None
     target, rule, rows = service.target, service.rule, service.limits.max_batch
+    given = {**flags.given(), "parallel": False}
     from specctl.api.drafting import load_draft
     from specctl.runtime.verify.choice import verification_of
     from specctl.server.drafter_route import Shelf
@@ -295,7 +340,8 @@ def _shelf(
     def load(path: Path) -> Callable[[], Drafting]:
         # A tokenizer of transformers may be used by one thread at a time.
         own = replace(target, tokenizer=copy.deepcopy(target.tokenizer))
-        draft = load_draft(str(path), own, parallel=False)
+        draft = load_draft(str(path), own, **given)
+        draft = replace(draft, name=_name_in(folder, str(path)))
         assert draft.drafter is not None, "a folder is a drafter"
         assert draft.policy is not None, "a drafter has a policy"
         mark = verification_of(rule, draft.drafter, draft.policy, sampled=True)["class"]
@@ -318,21 +364,21 @@ def _shelf(
     return Shelf(folder, load)
 
 
-def _serving_json(service: Service, draft: LoadedDraft) -> dict[str, Any]:
+def _serving_json(service: Service) -> dict[str, Any]:
     now = service.status()
     room = {"slots": now.slots, "context": now.context, "cache_bytes": _reserved(service)}
-    return {"draft": draft.name, **room, "speculation": now.speculation}
+    return {"draft": now.drafter or "plain", **room, "speculation": now.speculation}
 
 
 def _reserved(service: Service) -> int:
     return service.room.slots * service.room.slot_bytes
 
 
-def _serving_line(service: Service, draft: LoadedDraft) -> str:
+def _serving_line(service: Service) -> str:
     now = service.status()
     drafts = "plain decoding, nothing is drafted (--draft auto drafts without training)"
-    if draft.drafter is not None and draft.policy is not None:
-        drafts = f"{draft.name} drafts up to {draft.policy.depth} tokens ahead"
+    if now.drafter is not None:
+        drafts = f"{now.drafter} drafts up to {service.policy.depth} tokens ahead"
     size = f"{_reserved(service) / (1 << 20):,.0f} MiB of caches"
     if (shared := service.room.shared_bytes) > 0:
         size += f" (and up to {shared / (1 << 20):,.0f} MiB for what the drafter remembers)"

@@ -17,9 +17,9 @@ from specctl.cli.commands.adapt import drafter_fields, target_fields, tau_at_sta
 from specctl.cli.options.names import check_package
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.training import run_training
-from specctl.core.errors import FileError, ResourceError, SpecctlError
+from specctl.core.errors import FileError, IncompatibleError, ResourceError, SpecctlError
 from specctl.core.files import write_bytes
-from specctl.core.traffic_files import newest_lines
+from specctl.core.traffic_files import newest_lines, writer_of
 from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ RECIPE = "adapt"  # measures tau before the first step, and keeps the old weight
 NEWEST = 2000  # records that are read: those that were kept last
 VERIFIED = {"data.regenerate": False}  # the answers are the target's own
 KEY = "SPECCTL_ADMIN_KEYS"
+FIRST_KEY = f"export {KEY}=$(head -n 1 admin.txt)"
 WAIT, TIMEOUT = 300.0, 900.0  # seconds for answers under way, and for all of it
+KNOCK = 20.0  # seconds for the question whether there is such a server
+ROUTE = "/v1/drafter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +51,48 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
     draft, out = _checked(run, folder, swap)
     source = path_named(draft)
     check_package(str(source))
+    _check_writer(run, folder, source)
+    if swap is not None and not is_launched():
+        check_server(swap, os.environ.get(KEY, ""))
     given = {**drafter_fields(source), **VERIFIED}
     if run.target is None:
         given |= target_fields(source)
+    kept = _newest(folder, out)
     flags = {item.name: getattr(run, item.name) for item in fields(run)}
-    flags |= {"recipe": RECIPE, "data": [str(_newest(folder, out))], "init": None}
+    flags |= {"recipe": RECIPE, "data": [str(kept)], "init": None}
 
     def about(result: TrainResult) -> dict[str, Any]:
         before, after = tau_at_start(result.out), result.tau
-        is_better = before is not None and after is not None and after > before
-        found = {"tau_before": before, "tau_after": after, "is_better": is_better}
-        if before is not None and after is not None:
+        is_apart = _is_held_out(result.out)
+        rose = before is not None and after is not None and after > before
+        found = {"tau_before": before, "tau_after": after, "is_better": rose and is_apart}
+        if not is_apart:
+            console.warn("too little traffic to hold some out: tau is of other text, no gain on it")
+        elif before is not None and after is not None:
             console.out(f"tau {before:.3f} before, {after:.3f} after, on held-out traffic")
         if swap is None:
             return found
-        if not is_better:
+        if not found["is_better"]:
             console.say("no better than before: the server keeps its drafter")
             return {**found, "swapped": False}
         answer = post_swap(swap, result.package, os.environ.get(KEY, ""))
         console.out(f"{swap} drafts with it now ({answer.get('drafter')})")
         return {**found, "swapped": True}
 
-    run_training(console, _Following(**flags, given=given), about)
+    try:
+        run_training(console, _Following(**flags, given=given), about)
+    finally:
+        if not out.exists() and not is_launched():  # a plan, or a run that was refused
+            kept.unlink(missing_ok=True)
+
+
+def _is_held_out(out: Path) -> bool:
+    """Whether tau was measured on rows of the run's own data, which are kept out of training; a
+    single row is too few for that."""
+    from specctl.train.data.rows import read_manifest
+
+    data = read_manifest(out / "data")
+    return data is not None and data.held != 0
 
 
 def _checked(run: TrainingFlags, folder: Path, swap: str | None) -> tuple[str, Path]:
@@ -87,14 +110,15 @@ def _checked(run: TrainingFlags, folder: Path, swap: str | None) -> tuple[str, P
         (
             f"a swap needs the server's admin key in {KEY}",
             swap is not None and not os.environ.get(KEY),
-            f"export {KEY}=$(cat admin.txt)",
+            FIRST_KEY,
         ),
     ]
     for what, is_one, do in mistakes:
         if is_one:
             raise SpecctlError(what, where="--follow", do=do)
     if swap is not None:
-        _server(swap)
+        _server(swap, KNOCK)
+        _key(os.environ.get(KEY, ""))
     if not folder.is_dir():
         raise FileError(
             "there is no such folder of kept traffic",
@@ -106,6 +130,23 @@ def _checked(run: TrainingFlags, folder: Path, swap: str | None) -> tuple[str, P
     assert run.init is not None
     assert run.out is not None
     return run.init, run.out
+
+
+def _check_writer(run: TrainingFlags, folder: Path, source: Path) -> None:
+    """Refuse answers of another target than the drafter's own, where both are known: they would be
+    learned as that target's."""
+    from specctl.export.package.manifest import package_in, read_manifest
+
+    writer, target = writer_of(folder), read_manifest(package_in(source)).target
+    is_own = run.target in (None, target.name) and "target" not in (run.allow or ())
+    if writer is not None and is_own and writer.fingerprint != target.fingerprint:
+        raise IncompatibleError(
+            "another target than the drafter's wrote this traffic",
+            where="--follow",
+            found=f"answers of {writer.name} ({writer.fingerprint[:12]})",
+            expected=f"those of {target.name} ({target.fingerprint[:12]})",
+            do=f"--target {writer.name} to change over to it, or --allow target",
+        )
 
 
 def _newest(folder: Path, out: Path) -> Path:
@@ -131,18 +172,19 @@ def _newest(folder: Path, out: Path) -> Path:
     return kept
 
 
-def _server(url: str) -> http.client.HTTPConnection:
+def _server(url: str, timeout: float) -> http.client.HTTPConnection:
     """A connection that is not open yet; it follows no redirect, so the key goes nowhere else."""
-    parts = urlsplit(url)
     kinds: dict[str, type[http.client.HTTPConnection]] = {
         "http": http.client.HTTPConnection,
         "https": http.client.HTTPSConnection,
     }
     try:
-        host, port = parts.hostname, parts.port
+        parts = urlsplit(url)
+        scheme, host, port, path = parts.scheme, parts.hostname, parts.port, parts.path
     except ValueError:
+        scheme = path = ""
         host = port = None
-    if parts.scheme not in kinds or not host or parts.path not in ("", "/"):
+    if scheme not in kinds or not host or path not in ("", "/"):
         raise SpecctlError(
             "this is not the address of a server",
             where="--swap",
@@ -150,36 +192,101 @@ def _server(url: str) -> http.client.HTTPConnection:
             expected="http://HOST:PORT",
             do="--swap http://127.0.0.1:8000",
         )
-    return kinds[parts.scheme](host, port, timeout=TIMEOUT)
+    return kinds[scheme](host, port, timeout=timeout)
+
+
+def _key(keys: str) -> str:
+    """The first of these keys, as a header can carry it."""
+    key = keys.split(",")[0].strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise SpecctlError(
+            "this is no admin key",
+            where=KEY,
+            found="nothing" if not key else "several lines, blanks or letters beside ASCII",
+            expected="one key of the server's --admin-key-file",
+            do=FIRST_KEY,
+        )
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What a server answered: its status and the beginning of the body."""
+
+    status: int
+    text: str
+
+    def body(self) -> dict[str, Any] | None:
+        """The JSON of the route; None of anything else."""
+        try:
+            found = json.loads(self.text)
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) and "drafter" in found else None
+
+    def shown(self) -> str:
+        """The message of an error in the shape of the API, else the text."""
+        try:
+            return f"{self.status}: {json.loads(self.text)['error']['message']}"[:600]
+        except (ValueError, TypeError, KeyError):
+            return f"{self.status}: {ascii(self.text[:200])[1:-1]}"
+
+
+def _call(server: http.client.HTTPConnection, method: str, key: str, body: str | None) -> _Reply:
+    """One request to the route. OSError and HTTPException where no answer came."""
+    sent = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    try:
+        server.request(method, ROUTE, body, sent)
+        response = server.getresponse()
+        return _Reply(response.status, response.read(1 << 16).decode("utf-8", "replace"))
+    finally:
+        server.close()
+
+
+def check_server(url: str, keys: str) -> None:
+    """Refuse a swap that could not be made, before there is anything to swap."""
+    do = "specctl serve ... --admin-key-file admin.txt --drafter-folder runs; or leave out --swap"
+    try:
+        reply = _call(_server(url, KNOCK), "GET", _key(keys), None)
+    except (OSError, http.client.HTTPException) as error:
+        raise ResourceError(
+            "the server of --swap does not answer",
+            where=url,
+            found=str(error) or type(error).__name__,
+            expected="a server that runs",
+            do=do,
+        ) from error
+    if reply.status != 200 or reply.body() is None:
+        raise SpecctlError(
+            "the server of --swap would not change its drafter",
+            where=url,
+            found=reply.shown(),
+            expected=f"{ROUTE}, and a key of it in {KEY}",
+            do=FIRST_KEY if reply.status == 401 else do,
+        )
 
 
 def post_swap(url: str, package: Path, keys: str) -> dict[str, Any]:
     """Let that server draft with a package; what it answers."""
-    server = _server(url)
     body = json.dumps({"path": str(package.resolve()), "wait": WAIT})
-    key = keys.split(",")[0].strip()
-    sent = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     try:
-        server.request("POST", "/v1/drafter", body, sent)
-        response = server.getresponse()
-        text = response.read(1 << 16).decode("utf-8", "replace")
+        reply = _call(_server(url, TIMEOUT), "POST", _key(keys), body)
     except (OSError, http.client.HTTPException) as error:
         raise ResourceError(
-            "the server was not reached; the package is written",
+            "the server did not say whether it drafts with the package, which is written",
             where=url,
             found=str(error) or type(error).__name__,
-            expected="a server that was started with --admin-key-file",
-            do=f"post {package} to /v1/drafter when it runs",
+            expected="an answer",
+            do=f"see GET {ROUTE}, and post {package} there",
         ) from error
-    finally:
-        server.close()
-    if response.status != 200:
+    answer = reply.body()
+    if reply.status != 200 or answer is None:
         raise SpecctlError(
             "the server keeps its drafter; the package is written",
             where=url,
-            found=f"{response.status}: {text[:300]}",
-            expected="200",
-            do=f"correct that, and post {package} to /v1/drafter",
+            found=reply.shown(),
+            expected="200, and which drafter it has now",
+            do=f"copy {package} into its --drafter-folder if it lies elsewhere, and post its path "
+            f"there to {ROUTE}",
         )
-    answer: dict[str, Any] = json.loads(text)
     return answer

@@ -69,7 +69,8 @@ class DraftingFlags:
         from specctl.api.attention_only import attention_only
 
         names = [draft for draft in drafts if draft != NO_DRAFTER]
-        return attention_only(names, self.parallel if may_be_parallel else False, self.policy)
+        parallel = self.parallel if may_be_parallel else False
+        return attention_only(names, parallel, self.policy, self.rule)
 
     def of(self, draft: str) -> DraftChoice:
         """The same settings for the drafter of that name."""

@@ -154,7 +154,7 @@ class AccessFlags:
             given = "--drafter-folder" if self.admin_key_file is None else "--admin-key-file"
             raise SpecctlError(
                 "an admin key and a folder of drafters go together",
-                where=given,
+                where="the command line",
                 found=f"{given} alone",
                 expected=f"--admin-key-file FILE (or {ADMIN_VARIABLE}) and --drafter-folder DIR",
                 do="give both, or none",

@@ -49,6 +49,10 @@ class Guard(RoundDrafter):
         self.inner, self.why_off = inner, None
         return self
 
+    def let_go(self) -> None:
+        """Hold no memory of what drafted, and count on: `wrap` may give it another."""
+        self.inner, self._seen, self._bad = RoundDrafter(), [], None
+
     @property
     def state(self) -> DraftState | None:
         return self.inner.state if self.why_off is None else None

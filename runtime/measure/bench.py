@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from specctl.core.drafter import Drafter
 from specctl.models.compiled import CompiledLM
 from specctl.models.native.threads import threads_used
-from specctl.runtime.generate import generate
+from specctl.runtime.generate import default_policy, generate, mark_of
 from specctl.runtime.measure.bench_report import BenchReport, BenchRow, CategoryFigures, Runs
 from specctl.runtime.measure.cost import equip
 from specctl.runtime.measure.cost_table import CostTable
@@ -56,10 +56,12 @@ def unreported(answers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A named way to continue prompts: `run(prompts, sampling, on_answers) -> Timed`."""
+    """A named way to continue prompts: `run(prompts, sampling, on_answers) -> Timed`. `mark`: class
+    and rule of what it emits (`verify/choice.py`); None of another program's."""
 
     name: str
     run: Callable[[Prompts, Sampling, OnAnswers], Timed]
+    mark: Callable[[Sampling], str | None] = lambda sampling: None
 
 
 def engine_contender(
@@ -102,7 +104,11 @@ def engine_contender(
             tuple(watch.answers),
         )
 
-    return Contender(name, run)
+    def mark(sampling: Sampling) -> str:
+        grown = policy if policy is not None else default_policy(drafter)
+        return mark_of(rule, drafter, grown, sampled=sampling.temperature > 0, parallel=parallel)
+
+    return Contender(name, run, mark)
 
 
 def transformers_contender(
@@ -217,6 +223,7 @@ def bench(
                 contender.run(warming, sampling, unreported)
             warming_seconds += time.perf_counter() - started
             runs: Runs = {c.name: [] for c in contenders}
+            marks = {c.name: c.mark(sampling) for c in contenders}
             for run in range(1, repeats + 1):
                 one_of_each = {c.name: dict[str, Timed]() for c in contenders}
                 for category, group in groups.items():
@@ -225,11 +232,11 @@ def bench(
                         one_of_each[contender.name][category] = timed
                     if not any(runs.values()):
                         part = {name: [dict(by_group)] for name, by_group in one_of_each.items()}
-                        so_far(report([*rows, *_rows(part, sampling)], run))
+                        so_far(report([*rows, *_rows(part, sampling, marks)], run))
                 for name, by_group in one_of_each.items():
                     runs[name].append(by_group)
-                so_far(report([*rows, *_rows(runs, sampling)], run))
-            rows += _rows(runs, sampling)
+                so_far(report([*rows, *_rows(runs, sampling, marks)], run))
+            rows += _rows(runs, sampling, marks)
     return report(rows)
 
 
@@ -282,11 +289,12 @@ def setting_of(sampling: Sampling) -> str:
     return described(sampling).replace("temperature ", "T=").replace(",", "")
 
 
-def _rows(runs: Runs, sampling: Sampling) -> list[BenchRow]:
+def _rows(runs: Runs, sampling: Sampling, marks: Mapping[str, str | None]) -> list[BenchRow]:
     """A row for every contender; the first is the baseline."""
     whole = {name: [joined([*run.values()]) for run in each] for name, each in runs.items()}
     baseline = next(iter(runs))
-    return [_row(name, whole, baseline, runs, sampling) for name in runs]
+    rows = [_row(name, whole, baseline, runs, sampling) for name in runs]
+    return [replace(row, verification=marks[row.name]) for row in rows]
 
 
 def _row(

@@ -49,7 +49,8 @@ class BenchRow:
     """What was measured of one contender in one setting; `doubts` say why its speed-up is no
     finding yet. Errors are None where they are unknown: of a single question, and the speed-up's
     where several are decoded together. `context_tokens` and `context_rounds` are by range of
-    context (`timed.CONTEXTS`)."""
+    context (`timed.CONTEXTS`). `verification`: class and rule of its answers, such as
+    lossless:greedy or approximate:fly:0.5; None of another program's."""
 
     name: str
     setting: str
@@ -68,6 +69,13 @@ class BenchRow:
     context_tokens: tuple[int, ...] = ()
     context_rounds: tuple[int, ...] = ()
     categories: tuple[CategoryFigures, ...] = ()
+    verification: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The name, with the mark of answers that are not the target's own."""
+        found, _, _ = (self.verification or "").partition(":")
+        return f"{self.name} (approximate)" if found == "approximate" else self.name
 
     @property
     def is_winner(self) -> bool:
@@ -108,6 +116,7 @@ class BenchRow:
             ],
             "by_category": [one.to_json() for one in self.categories],
             "doubts": list(self.doubts),
+            "verification": self.verification,
         }  # fmt: skip
 
 
@@ -149,7 +158,7 @@ class BenchReport(Tabled):
         )  # fmt: skip
         rows = [
             (
-                row.name,
+                row.shown,
                 row.setting,
                 with_error(row.tau, row.tau_error if self.suites else None),
                 f"{row.tokens_per_second:.1f}",
@@ -170,6 +179,12 @@ class BenchReport(Tabled):
             + (", as turns of a chat" if self.chat else "")
         ]
         notes += self.notes
+        relaxed = {row.shown: row.verification for row in self.rows if row.shown != row.name}
+        notes += [
+            f"{name}: its answers are not the target's own ({mark}), so its figures are no "
+            "lossless ones"
+            for name, mark in relaxed.items()
+        ]
         doubtful = [row for row in self.rows if row.doubts]
         notes += [f"doubtful: {r.name}, {r.setting}: {'; '.join(r.doubts)}" for r in doubtful]
         if self.threads_used < self.threads:
@@ -196,7 +211,7 @@ class BenchReport(Tabled):
         names = [*self.categories]
         columns = ("drafter", *(f"{name} ({self.categories[name]})" for name in names))
         rows = [
-            (row.name, *map(_in_short, row.categories))
+            (row.shown, *map(_in_short, row.categories))
             for row in self.rows
             if row.setting == setting
         ]
@@ -240,7 +255,7 @@ def rounded(value: float | None) -> float | None:
 def _by_position(rows: Sequence[BenchRow]) -> Table:
     longest = min(MOST_POSITIONS, max((len(row.tested_at) for row in rows), default=0))
     columns = ("drafter", "sampling", *map(str, range(1, longest + 1)))
-    return Table(columns, [(row.name, row.setting, *_shares(row, longest)) for row in rows])
+    return Table(columns, [(row.shown, row.setting, *_shares(row, longest)) for row in rows])
 
 
 def _shares(row: BenchRow, longest: int) -> list[str | None]:
@@ -259,5 +274,5 @@ def _by_context(rows: Sequence[BenchRow]) -> Table:
     found = []
     for row in rows:
         taus = {index: tau for index, tau, _ in row.context_taus()}
-        found.append((row.name, row.setting, *(taus.get(index) for index in seen)))
+        found.append((row.shown, row.setting, *(taus.get(index) for index in seen)))
     return Table(columns, found)

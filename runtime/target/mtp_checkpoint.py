@@ -55,16 +55,22 @@ def read_layout(folder: Path) -> tuple[Any, MtpLayout]:
     """A checkpoint's configuration, and where it keeps modules or would keep them."""
     read_settings(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    layout = layout_of(config, 1)
-    if layout is None:
-        found = f"model_type {config.get_text_config(decoder=True).model_type}"
-        raise _none(str(folder), found)
+    layout = check_kind(config, str(folder))
     names = [name for path in weight_files(folder) for name in _names(path)]
     held, count = layout.held(names), layout.count
     _check_count(folder, layout, names, held)
     whole = layout_of(config, held or count or 1)
     assert whole is not None, "it was known above"
     return config, whole
+
+
+def check_kind(config: Any, name: str) -> MtpLayout:
+    """Where such a target keeps a module. FileError where that is not known, of its configuration
+    alone: before it is loaded."""
+    layout = layout_of(config, 1)
+    if layout is None:
+        raise _none(name, f"model_type {config.get_text_config(decoder=True).model_type}")
+    return layout
 
 
 def _names(path: Path) -> list[str]:
@@ -83,11 +89,13 @@ def _check_count(folder: Path, layout: MtpLayout, names: list[str], held: int) -
             do="get all files of the weights again",
             where=str(folder),
         )
-    if held and layout.count and layout.count != held:
+    count = layout.count
+    is_number = isinstance(count, int) and 0 <= count <= MOST_MODULES
+    if (count is not None and not is_number) or (held and count and count != held):
         raise IncompatibleError(
             "the checkpoint holds another number of modules than it says",
-            found=f"{layout.count_key}: {layout.count}, tensors of {held}",
-            expected="config.json that says how many modules there are",
+            found=f"{layout.count_key}: {ascii(count)[:40]}, tensors of {held}",
+            expected=f"config.json that says how many modules there are, {MOST_MODULES} at most",
             do=f"set {layout.count_key} to {held}, or get the missing files",
             where=f"{folder}/config.json",
         )
@@ -222,14 +230,26 @@ def own_module(target: Target) -> Mtp:
     return drafter_of(config, layout, tensors, target)
 
 
-def first_module(target: Target) -> Mtp:
-    """The module to train from: the target's own; where it carries none, a fresh one whose layer
-    is the target's kind of layer."""
+def first_module(target: Target, modules: int | None = None) -> Mtp:
+    """The modules to train from: the target's own; where it carries none, fresh ones whose layer is
+    the target's kind of layer. `modules`: how many the recipe wants, None as many as there are."""
     folder = checkpoint_of(target)
     config, layout = read_layout(folder)
     tensors = stored_module(folder, layout)
+    if tensors and modules not in (None, layout.num):
+        raise IncompatibleError(
+            "the target carries another number of modules than the recipe wants",
+            where="drafter.options.modules",
+            found=f"modules: {modules}, the checkpoint holds {layout.num}",
+            expected=f"modules: {layout.num}, or left out",
+            do=f"--set drafter.options.modules={layout.num}",
+        )
     if tensors:
         return drafter_of(config, layout, tensors, target)
+    if modules is not None:
+        whole = layout_of(config, modules)
+        assert whole is not None, "it was known above"
+        layout = whole
     drafter = Mtp(_options(config, layout), target.spec)
     drafter.bind(target.borrowed())
     return drafter

@@ -7,6 +7,7 @@ can be written against a service without a model (`Serving` is what they are giv
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -96,11 +97,12 @@ class Ticket:
     """One ask on its way: `async for piece in ticket`. Belongs to the event loop that submitted it.
 
     Iterating ends after the piece with a `finish_reason`, or after `cancel`; it raises Busy where
-    the ask waited too long (then there was no piece). `stats` is there when it has finished.
+    the ask waited too long (then there was no piece). `stats` is there when it has finished;
+    `since`: when it was made, in seconds of the monotonic clock.
     """
 
     def __init__(self, ask: GenerateRequest, on_cancel: Callable[[Ticket], None]) -> None:
-        self.ask, self.stats = ask, RowStats()
+        self.ask, self.stats, self.since = ask, RowStats(), time.monotonic()
         self.failure: SpecctlError | None = None
         self.loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece | SpecctlError | None] = asyncio.Queue()

@@ -14,6 +14,7 @@ import copy
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -95,7 +96,7 @@ def room_for(
     if memory is not None:
         slots = min(slots, max(0, memory - chunk - shared) // slot)
     if slots < 1:
-        own = "serve a shorter context (max_len), or give it more memory"
+        own = "serve a shorter context (--max-len), or give it more memory (--memory)"
         raise ResourceError(
             "the cache of one row does not fit in memory",
             found=f"{_size(memory or 0)} for caches",
@@ -118,6 +119,13 @@ def drafter_bytes(target: Target, drafter: Drafter, policy: Policy, length: int)
         needs, space = needs.without_copy(), replace(space, target_kv=nothing)
     taps = len(needs.taps) * target.spec.hidden_size * target.dtype.itemsize
     return drafter.slot_bytes(space) + taps * length
+
+
+def _free(error: BaseException | None) -> None:
+    """Let go of what the frames of a failure hold, which may be half of the memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _size(num_bytes: int) -> str:
@@ -203,12 +211,12 @@ class Service:
         timeout = self.limits.queue_timeout
         try:
             guard = Guard(self.target.spec.vocab_size, self._say)
-            engine = self._engine(guard)
             shared = self._desk, self.counters, self.on_finish, timeout
-            worker = Worker(engine, guard, *shared, self._carry_out)
+            worker = Worker(self._engine(guard), guard, *shared, self._carry_out)
         except Exception as error:
             self._fail(error)
             return
+        del guard  # the worker alone holds what an exchange is to free
         self._worker = worker
         self._desk.enter("ready", only_from=("loading",))
         try:
@@ -283,15 +291,19 @@ class Service:
             engine = self._made(wanted, guard)
         except Exception as error:
             LOG.warning("the drafter was not exchanged: %s", place_of(error))
+            _free(error)
             order.settle(error)
             return
         kept = worker.guard
-        worker.replace(engine, guard)  # the caches of before are free for the new ones
+        worker.replace(engine, guard)
+        kept.let_go()  # the caches of before are free for the new ones
         try:
             engine.open(self.room.context)
             if guard.why_off is not None:
                 raise ResourceError("the new drafter could not be opened", found=guard.why_off)
         except Exception as error:
+            _free(error)
+            guard.let_go()
             order.settle(error)
             off = kept.why_off
             engine = self._made(before if off is None else replace(before, drafter=None), kept)

@@ -288,7 +288,7 @@ class Worker:
     def _enter(self, ticket: Ticket) -> None:
         ask = ticket.ask
         stream = TextStream(self._decoder(ask.shown), ask.sampling.stop, ask.keeps_stop)
-        job = ServerJob(next(self._numbers), ticket, stream, time.monotonic())
+        job = ServerJob(next(self._numbers), ticket, stream, ticket.since)  # an exchange held it
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:
             self.engine.submit(job.index, job.request)

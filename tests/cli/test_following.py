@@ -7,28 +7,41 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from specctl.core.errors import SpecctlError
-from specctl.core.traffic_files import segment_path
+from specctl.cli.options.following import (
+    NEWEST,
+    _check_writer,
+    _newest,
+    check_server,
+    post_swap,
+)
+from specctl.cli.options.recipe_flags import TrainingFlags
+from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError
+from specctl.core.traffic_files import Writer, note_writer, segment_path
 from specctl.train.pretrain.data import train_tokenizer
 
 
 class Admin(http.server.BaseHTTPRequestHandler):
-    """In the place of a server: notes what it was sent, and answers with `code`."""
+    """In the place of a server: notes what it was sent, and answers with `code` and `body`."""
 
     code = 200
+    body = b'{"drafter": "new"}'
     sent: list[tuple[str, str | None, Any]]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.sent.append((self.path, self.headers["Authorization"], json.loads(body)))
+        self.do_GET()
+
+    def do_GET(self) -> None:
         self.send_response(self.code)
         self.send_header("Location", "http://127.0.0.1:1/")
         self.end_headers()
-        self.wfile.write(b'{"drafter": "new"}')
+        self.wfile.write(self.body)
 
     def log_message(self, *words: Any) -> None:
         pass
@@ -38,7 +51,7 @@ class Admin(http.server.BaseHTTPRequestHandler):
 def admin() -> Iterator[tuple[str, type[Admin]]]:
     handler = type("Handler", (Admin,), {"sent": []})
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", handler
         server.shutdown()
 
@@ -46,8 +59,6 @@ def admin() -> Iterator[tuple[str, type[Admin]]]:
 def test_the_server_gets_the_package_and_the_key_follows_no_redirect(
     admin: Any, tmp_path: Path
 ) -> None:
-    from specctl.cli.options.following import post_swap
-
     url, handler = admin
     assert post_swap(url, tmp_path / "package", "the-key,another") == {"drafter": "new"}
     assert handler.sent == [
@@ -56,8 +67,63 @@ def test_the_server_gets_the_package_and_the_key_follows_no_redirect(
     handler.code = 302
     with pytest.raises(SpecctlError, match="302"):
         post_swap(url, tmp_path / "package", "the-key")
-    with pytest.raises(SpecctlError, match="not reached"):
+    with pytest.raises(ResourceError, match="GET /v1/drafter"):
         post_swap("http://127.0.0.1:1", tmp_path / "package", "the-key")
+    handler.code, handler.body = 200, b"<html>some other server</html>"
+    with pytest.raises(SpecctlError, match="200: <html>some other"):
+        post_swap(url, tmp_path / "package", "the-key")
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "key", "said"),
+    [
+        (
+            401,
+            b'{"error": {"message": "the API key is not valid"}}',
+            "k",
+            "401: the API key is not.*head -n 1",
+        ),
+        (404, b'{"error": {"message": "there is no GET /v1/drafter"}}', "k", "--admin-key-file"),
+        (200, b"[]", "k", "200: \\[\\]"),
+        (200, b'{"drafter": null}', "two\nlines", "several lines"),
+        (200, b'{"drafter": null}', " ,", "found: nothing"),
+    ],
+)
+def test_a_swap_that_cannot_be_made_is_refused_before_the_training(
+    admin: Any, code: int, body: bytes, key: str, said: str
+) -> None:
+    url, handler = admin
+    handler.code, handler.body = code, body
+    with pytest.raises(SpecctlError, match=said):
+        check_server(url, key)
+
+
+def test_addresses_that_are_none_and_servers_that_are_away_are_said(admin: Any) -> None:
+    for url in ("http://[::1", "http://h:99999", "ftp://h", "h:8000", "http://h/v1"):
+        with pytest.raises(SpecctlError, match="not the address"):
+            check_server(url, "k")
+    with pytest.raises(ResourceError, match="does not answer"):
+        check_server("http://127.0.0.1:1", "k")
+    check_server(admin[0], "k,another")
+
+
+def test_traffic_of_another_target_is_not_learned_as_the_drafters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "specctl.export.package.manifest.read_manifest",
+        lambda folder: SimpleNamespace(target=SimpleNamespace(name="tiny", fingerprint="a" * 64)),
+    )
+    flags = TrainingFlags()
+    _check_writer(flags, tmp_path, tmp_path)  # a server of before did not say it
+    note_writer(tmp_path, Writer("tiny", "a" * 64))
+    _check_writer(flags, tmp_path, tmp_path)
+    note_writer(tmp_path, Writer("other", "b" * 64))
+    for refused in (flags, TrainingFlags(target="tiny")):
+        with pytest.raises(IncompatibleError, match=r"answers of other.*--target other"):
+            _check_writer(refused, tmp_path, tmp_path)
+    _check_writer(TrainingFlags(target="other"), tmp_path, tmp_path)
+    _check_writer(TrainingFlags(allow=["target"]), tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +151,6 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(
 
 
 def test_the_newest_traffic_is_copied_once_for_a_run(tmp_path: Path) -> None:
-    from specctl.cli.options.following import NEWEST, _newest
-
     lines = [b'{"text": "%d"}\n' % number for number in range(NEWEST + 5)]
     segment_path(tmp_path, 1).write_bytes(b"".join(lines[:10]))
     segment_path(tmp_path, 2).write_bytes(b"".join(lines[10:]))
@@ -135,5 +199,17 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     result = ran.json["result"]
     assert result["is_better"] == (result["tau_after"] > result["tau_before"])
     assert result["swapped"] == result["is_better"] == bool(handler.sent)
+    few = tmp_path / "few"
+    few.mkdir()
+    segment_path(few, 1).write_text(lines[0])
+    ran = run("train-draft", "--follow", few, "--init", tmp_path / "first", "--out",
+              tmp_path / "few-2", "--swap", url, "--json", *small)  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "too little traffic" in ran.err
+    assert (ran.json["result"]["is_better"], ran.json["result"]["swapped"]) == (False, False)
+    planned = run("train-draft", "--follow", folder, "--init", tmp_path / "first", "--out",
+                  tmp_path / "third", "--dry-run", *small)  # fmt: skip
+    assert planned.code == 0, planned.err
+    assert not (tmp_path / "third.traffic.jsonl").exists()
     assert (out / "package" / "manifest.json").is_file()
     assert (tmp_path / "second.traffic.jsonl").read_text() == "".join(lines)

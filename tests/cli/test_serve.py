@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from specctl.cli.commands.serve import BATCHINGS
+from specctl.cli.commands.serve import BATCHINGS, _learning_line
+from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import Exit
 from specctl.runtime.batching import BATCHINGS as KNOWN
 from specctl.server.listen import ECHO_SECONDS
@@ -138,6 +139,23 @@ def test_a_server_from_its_first_line_to_its_last(start: Start, tmp_path: Path) 
     logs = [json.loads(line) for line in process.stderr.read().splitlines()]
     assert [log["status"] for log in logs if log["event"] == "request"] == [401, 200, 200, 200]
     assert [log["event"] for log in logs if log["event"] != "request"] == ["ready", "draining"]
+
+
+def test_kept_traffic_is_followed_by_the_command_that_learns_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept, target = Path("traffic"), TargetChoice("tiny")
+    for free in ("prompt-lookup", "none", "runs/a+prompt-lookup"):
+        line = _learning_line(kept, free, target)
+        assert line == "specctl distill --target tiny --data traffic"
+    package = Path("runs/a/package")
+    package.mkdir(parents=True)
+    (package / "manifest.json").touch()
+    follows = "specctl train-draft --target tiny --follow traffic --init runs/a --out runs/a-"
+    assert _learning_line(kept, "runs/a/package", target) == follows + "2"
+    Path("runs/a-2").mkdir()
+    assert _learning_line(kept, "runs/a", target) == follows + "3"
 
 
 @pytest.mark.proof

@@ -321,8 +321,10 @@ def test_what_does_not_fit_the_head_is_refused(
         check_shortlist(build(target, name, **options))
     given = {k: v for k, v in options.items() if k in ("head_rank", "head_candidates")}
     plain = build(target, name, **{k: v for k, v in options.items() if k not in given})
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(RecipeError, match=said) as refused:
         load_draft(plain, target, draft_options=given)
+    assert refused.value.where.startswith("--draft-option head_")
+    assert "write" not in refused.value.do  # there is no recipe to write it into
 
 
 def test_candidates_and_smoothing_without_a_rank_are_refused(target: Target) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specctl.api.drafting import load_draft
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Feed
@@ -167,6 +168,12 @@ def test_what_is_no_plan_and_what_has_no_such_matrices_are_refused(make_target: 
     with pytest.raises(IncompatibleError, match=r"q_proj none.*targets='\[o_proj, down_proj\]'"):
         made(make_target("phi3", num_layers=2, vocab=24))
     target = make_target(num_layers=2, vocab=24)
+    with pytest.raises(RecipeError, match=r"expected: 2 to 24 .* mask_id: 24"):
+        made(target, mask_id=99_999_999)
+    for mask_id in (25, 99_999_999):  # the ids are the target's, also when it is set anew
+        with pytest.raises(RecipeError, match="expected: 2 to 24"):
+            load_draft(made(target), target, draft_options={"mask_id": mask_id})
+    assert load_draft(made(target), target, draft_options={"mask_id": 24}).drafter is not None
     with pytest.raises(IncompatibleError, match="--dtype float32"):
         made(replace(target, lm=target.lm.in_bits("packed")))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specctl.core.errors import GateError, SpecctlError
+from specctl.core.errors import GateError, IncompatibleError, SpecctlError
 from specctl.drafters.mtp import Mtp, MtpNet, MtpOptions
 from specctl.export.formats import export
 from specctl.export.imports import import_published
@@ -23,6 +23,7 @@ from specctl.runtime.target.target import Target
 from specctl_testing.export.import_cases import same_tensors, taken
 from specctl_testing.export.mtp_cases import DENSE, MODELS, checkpoint, opened
 
+KEY = "num_nextn_predict_layers"
 SERVE = {"policy": "chain", "length": 2}
 
 
@@ -107,7 +108,7 @@ def test_a_tuned_module_goes_back_changed_and_nothing_else(tmp_path: Path) -> No
     torch.testing.assert_close(
         there["model.layers.2.eh_proj.weight"], tensors["model.layers.2.eh_proj.weight"] + 1.0
     )
-    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert json.loads((back / "config.json").read_text())[KEY] == 1
     assert any('"method": "mtp"' in line for line in manifest.served_by)
 
 
@@ -126,9 +127,23 @@ def test_a_target_without_a_module_gets_one(tmp_path: Path) -> None:
     )
     export(package, "mtp", back, target)
     config = json.loads((back / "config.json").read_text())
-    assert config["num_nextn_predict_layers"] == 1
+    assert config[KEY] == 1
     assert stored_module(back, layout_of(target.lm.module.config)).keys() == tensors.keys()
     every_tensor(back)
+    two = first_module(target, 2).options
+    assert (two.modules, two.shared) == (2, True)
+    path = folder / "config.json"
+    for count in (1000, -1):  # the message is about the file, not about an option
+        path.write_text(json.dumps(json.loads(path.read_text()) | {KEY: count}))
+        with pytest.raises(IncompatibleError, match=f"{KEY}: {count}, tensors of 0"):
+            first_module(target)
+
+
+def test_as_many_modules_as_the_target_carries_may_be_wanted(tmp_path: Path) -> None:
+    target, _ = checkpoint("glm4_moe", tmp_path, modules=2)
+    assert first_module(target, 2).options.modules == first_module(target).options.modules == 2
+    with pytest.raises(IncompatibleError, match=r"found: modules: 3, the checkpoint holds 2"):
+        first_module(target, 3)
 
 
 def changed(folder: Path, change: Any) -> None:
@@ -184,7 +199,7 @@ def test_a_module_that_is_another_is_refused(change: Any, told: str, tmp_path: P
 def test_a_number_of_modules_that_is_not_there_is_refused(tmp_path: Path) -> None:
     target, _ = checkpoint("glm4_moe", tmp_path / "checkpoint")
     path = tmp_path / "checkpoint" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 3}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {KEY: 3}))
     with pytest.raises(SpecctlError, match="another number of modules than it says"):
         own_module(target)
 

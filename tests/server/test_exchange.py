@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from specctl.cli.app.console import Console
+from specctl.cli.commands.serve import _name_in, _shelf
+from specctl.cli.options.loading import DraftChoice
 from specctl.core.drafter import DraftState, Space
 from specctl.core.errors import ResourceError, SpecctlError
 from specctl.drafters.prompt_lookup import PromptLookup
+from specctl.export.package.folder import save_package
+from specctl.runtime.engine.engine import Engine
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -23,6 +31,8 @@ from specctl.server.auth import Door, Keys
 from specctl.server.drafter_route import Shelf
 from specctl.server.engine_thread.exchange import Drafting
 from specctl.server.engine_thread.service import Busy, GenerateRequest, Limits, Service
+from specctl.server.errors import ApiError
+from specctl_testing.drafters.head_cases import make_heads
 from specctl_testing.runtime.keys import KEYS, RIGHT
 from specctl_testing.runtime.service_requests import (
     alone,
@@ -81,6 +91,43 @@ def test_answers_before_behind_and_during_an_exchange_are_what_they_are_alone(
     assert service.counters.drafts > 0
 
 
+def test_drafter_and_caches_of_before_are_free_when_the_new_ones_are_reserved(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of the drafter a moment later: it would be put back if that failed."""
+    service = Service(target, drafter_of(target), CHAIN, limits=Limits(max_batch=1, max_len=64))
+    drafter, caches = weakref.ref(service.drafting.drafter), list[Any]()
+    reserve, held = Engine.open, list[int]()
+
+    def opened(engine: Engine, context: int) -> None:
+        if engine.drafter is None:  # it warms the target up
+            reserve(engine, context)
+            return
+        gc.collect()
+        held.append(sum(cache() is not None for cache in caches))
+        reserve(engine, context)
+        caches.extend([weakref.ref(engine.reader.kv), weakref.ref(engine.drafting.state)])
+        if len(held) == 2:
+            raise RuntimeError("out of memory")
+
+    async def run() -> None:
+        service.start()
+        while service.status().state == "loading":
+            await asyncio.sleep(0.005)
+        for name in ("too-large", "suffix-automaton", "copyspec"):
+            await collect(service, GenerateRequest((10, 11), Sampling(max_new_tokens=4)))
+            with suppress(RuntimeError) if name == "too-large" else nullcontext():
+                known = "copyspec" if name == "too-large" else name
+                await service.exchange(lambda known=known: another(target, known), 60)
+
+    monkeypatch.setattr(Engine, "open", opened)
+    asyncio.run(run())
+    gc.collect()
+    assert held == [0] * 5  # the second one fails, and what was there comes back
+    assert drafter() is None
+    service.stop()
+
+
 class Broken(PromptLookup):
     """Cannot be opened."""
 
@@ -124,6 +171,8 @@ def test_what_cannot_serve_leaves_the_drafter_of_before(
 def test_an_exchange_that_waits_too_long_is_given_up_and_holds_nobody(target: Target) -> None:
     async def run() -> None:
         async with served(target, drafter_of(target), CHAIN, max_batch=1) as service:
+            waited = list[float]()
+            service.on_finish.append(lambda found: waited.append(found.queue_seconds))
             ticket = await service.submit(LONG)
             await anext(aiter(ticket))  # it is being decoded
             change = asyncio.create_task(service.exchange(lambda: another(target), 0.05))
@@ -138,6 +187,7 @@ def test_an_exchange_that_waits_too_long_is_given_up_and_holds_nobody(target: Ta
             ticket.cancel()
             assert [piece async for piece in held][-1].finish_reason == "length"
             assert [piece async for piece in gone] == []
+            assert max(waited) > 0.04  # what the exchange held is counted, too
             assert service.status().drafter == "prompt-lookup"
 
     asyncio.run(run())
@@ -192,6 +242,44 @@ def test_the_route_takes_the_admin_key_and_the_folder_alone(target: Target, tmp_
         assert shown["drafter"] == changed.json()["drafter"] == "suffix-automaton"
         assert abs(shown["since"] - time.time()) < 60
         assert client.get("/v1/models", headers=header).status_code == 401
+
+
+def test_a_folder_that_is_gone_is_no_fault_of_the_server(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "drafters", lambda path: pytest.fail("there is nothing to load"))
+    with pytest.raises(ApiError, match="it cannot be read: No such file"):
+        shelf.find("new")
+
+
+def test_a_package_is_served_by_the_servers_flags_under_its_name_in_the_folder(
+    target: Target, tmp_path: Path
+) -> None:
+    """A relative folder; flags that do not fit the package refuse it."""
+    drafter = make_heads(target, "eagle3")
+    about: dict[str, Any] = {"recipe_digest": "", "acceptance": None, "command": []}
+    package = tmp_path / "drafters" / "new" / "package"
+    package.parent.mkdir(parents=True)
+    serve = {"policy": "dynamic-tree", "length": 5}
+    save_package(drafter, target, package, serve=serve, **about)
+    os.symlink(tmp_path / "drafters", tmp_path / "link")
+    service = Service(target, drafter_of(target), CHAIN, limits=Limits(max_batch=1, max_len=64))
+
+    def drafting(**flags: Any) -> Drafting:
+        given = (DraftChoice("prompt-lookup", **flags), service, "fixed", "lossless")
+        shelf = _shelf(Console(), tmp_path / "link", *given)
+        assert shelf is not None
+        return shelf.load(shelf.find("new/package"))()
+
+    at_start = (str(package), "new/package"), ("prompt-lookup",) * 2, (str(tmp_path),) * 2
+    for given, name in at_start:  # so that it can be posted to come back
+        assert _name_in(tmp_path / "link", given) == name
+    found = drafting()
+    assert (found.name, found.policy.depth, found.policy.is_chain) == ("new/package", 5, False)
+    found = drafting(policy="chain", length=2, draft_options=["head_rank=4"])
+    assert (found.name, found.policy.depth, found.policy.is_chain) == ("new/package", 2, True)
+    assert found.drafter is not None
+    assert found.drafter.options.head_rank == 4
+    with pytest.raises(SpecctlError, match="--draft-option max_match"):
+        drafting(draft_options=["max_match=4"])
 
 
 def test_without_an_admin_key_there_is_no_such_route() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from specctl.cli.commands.serve import _recorder
-from specctl.core.errors import FileError, SpecctlError
-from specctl.core.traffic_files import newest_lines, segments
+from specctl.core.errors import FileError, IncompatibleError, SpecctlError
+from specctl.core.traffic_files import Writer, newest_lines, segments, writer_of
 from specctl.server.traffic import SEGMENTS, TrafficKeeper
 from specctl_testing.runtime.web import make_app, post
 
@@ -100,6 +100,24 @@ def test_one_folder_belongs_to_one_server(tmp_path: Path) -> None:
         TrafficKeeper(tmp_path, GIB)
     keeper.close()
     TrafficKeeper(tmp_path, GIB).close()
+    assert len(segments(tmp_path)) == 1  # starts without traffic leave nothing behind
+
+
+def test_a_folder_keeps_the_answers_of_one_target(tmp_path: Path) -> None:
+    ours, other = Writer("tiny", "a" * 64), Writer("big", "b" * 64)
+    keeper = TrafficKeeper(tmp_path, GIB)
+    keeper.begin(other)
+    keeper.begin(ours)  # nothing has been kept yet
+    keeper.put({"text": "x", "number": 1})
+    keeper.close()
+    assert writer_of(tmp_path) == ours
+    keeper = TrafficKeeper(tmp_path, GIB)
+    with pytest.raises(IncompatibleError, match="another target"):
+        keeper.begin(other)
+    keeper.begin(ours)
+    keeper.close()
+    assert (writer_of(tmp_path), numbers(tmp_path)) == (ours, [1])
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
 def test_a_killed_server_loses_nothing_that_was_counted(tmp_path: Path) -> None:

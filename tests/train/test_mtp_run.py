@@ -10,6 +10,7 @@ import pytest
 from specctl.core.errors import SpecctlError
 from specctl.drafters.mtp import Mtp
 from specctl.runtime.target.mtp_checkpoint import own_module
+from specctl.train.planning.plan import plan
 from specctl.train.run import train_draft
 from specctl_testing.export.mtp_cases import checkpoint
 from specctl_testing.train.small_runs import Talk, random_target, small_recipe, words
@@ -47,6 +48,8 @@ def test_training_starts_from_the_module_of_the_checkpoint(kind: str, tmp_path: 
 
 
 def test_a_target_that_carries_none_is_told(tmp_path: Path) -> None:
-    recipe = small_recipe("mtp", words(tmp_path), **FEW)
+    recipe, target = small_recipe("mtp", words(tmp_path), **FEW), random_target(0)
     with pytest.raises(SpecctlError, match="carries no module"):
-        train_draft(recipe, tmp_path / "run", target=random_target(0), reporter=Talk())
+        train_draft(recipe, tmp_path / "run", target=target, reporter=Talk())
+    with pytest.raises(SpecctlError, match="carries no module"):
+        plan(recipe, target.spec)  # nothing is loaded

@@ -68,7 +68,8 @@ def initial_of(part: DrafterPart, target: Target, load: Loader | None) -> Initia
     if name is None:
         return None
     if name == TARGET and carries(part):
-        module = first_module(target)
+        family_options(family(part.family), part)  # of the right types
+        module = first_module(target, part.options.get("modules"))
         return Initial(name, module, tensors_digest(module.tensors()))
     if name == TARGET:
         _only_small_lm(part)

@@ -22,6 +22,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.shortlist import check_shortlist
 from specctl.recipes.schema import Recipe, TrainPart
+from specctl.runtime.target.mtp_checkpoint import check_kind
 from specctl.train.assemble import check_states, family_options, trainable_family
 from specctl.train.data.context import check_context
 from specctl.train.features.capture import training_needs
@@ -154,6 +155,8 @@ def plan(
     shape = target_shape(recipe.target) if spec is None else shape_of(spec)
     check_states(recipe, shape.config)
     check_context(recipe, shape.spec)
+    if recipe.drafter.init == TARGET and carries(recipe.drafter):
+        check_kind(shape.config, recipe.target.name)
     is_cut = recipe.drafter.init == TARGET and not carries(recipe.drafter)
     if is_cut and (recipe.target.inflate or not shape.plain_head):
         raise uncuttable(recipe.target.name, shape.spec.model_type, recipe.target.inflate)

@@ -29,11 +29,12 @@ def relaxation(rule: str) -> Relaxation | None:
         try:
             values[at] = entry.knobs[at].read(number)
         except (IndexError, ValueError) as error:
+            usual = ":".join([name, *(f"{k.default:g}" for k in entry.knobs)])
             raise RecipeError(
                 f"relaxed rule {name} has other numbers",
                 where="serve.rule",
                 found=rule[:80],
                 expected=":".join([name, *(knob.meaning for knob in entry.knobs)]),
-                do=f"write rule: {':'.join([name, *(f'{k.default:g}' for k in entry.knobs)])}",
+                do=f"write rule: {usual}, on a command line --rule {usual}",
             ) from error
     return Relaxation(entry, tuple(values))

@@ -105,3 +105,23 @@ def test_the_engine_counts_every_round_by_question_and_context(tiny_target: Targ
     together = both.run([prompt, prompt[:9]], sampling, lambda answers: None)
     assert [one.seconds for one in together.answers] == [0.0, 0.0]
     assert together.token_ids == timed.token_ids
+
+
+def test_rows_of_relaxed_rules_are_marked(tiny_target: Target) -> None:
+    """In the table, in every detail, and in JSON; a lossless one beside it is not."""
+    prompt = tuple(tiny_target.encode("x = x + 1\n" * 4))
+    ways = [
+        engine_contender("plain", tiny_target),
+        engine_contender("copy", tiny_target, drafter_of(tiny_target)),
+        engine_contender("loose", tiny_target, drafter_of(tiny_target), rule="fly:0.5"),
+        scripted("theirs", []),
+    ]
+    report = bench(tiny_target, ways, [prompt], [SAMPLING], repeats=1)
+    marks = [row["verification"] for row in report.to_json()["rows"]]
+    assert marks[:2] == ["lossless:plain", "lossless:greedy"]
+    assert str(marks[2]).startswith("approximate:fly:0.5")
+    assert marks[3] is None
+    names = [row[0] for row in report.table().rows]
+    assert names == ["plain", "copy", "loose (approximate)", "theirs"]
+    assert "loose (approximate): its answers are not the target's own" in str(report.table())
+    assert [row.name for row in report.rows] == ["plain", "copy", "loose", "theirs"]

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from specctl.api.attention_only import attention_only
 from specctl.cli.options.names import check_drafting
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
+from specctl.recipes.serve import check_serve
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
@@ -207,8 +209,18 @@ def test_a_relaxed_rule_is_marked_and_refused_where_it_cannot_be(
     for tree in (make_policy({"policy": "static-tree"}), WatchedPolicy(StaticTree())):
         with pytest.raises(RecipeError, match="relaxes chains only"):
             Engine(target, drafter, tree, "fly")
-    with pytest.raises(SpecctlError, match="relaxes nothing"):
+    with pytest.raises(RecipeError, match="relaxes nothing"):
         generate(target, [[1, 2]], drafter=drafter, rule="typical", parallel=True)
+    by_flags = ["prompt-lookup"], True, None, "fly"
+    by_package = [tmp_path / "fly:0.5"], True
+    for before_loading in (by_flags, by_package):
+        with pytest.raises(RecipeError, match="relaxes nothing"):
+            attention_only(*before_loading)
+    assert attention_only([tmp_path / "fly:0.5"], False) == ()
+    assert attention_only([tmp_path / "fly:0.5"], True, None, "auto")
+    assert attention_only([tmp_path / "fly:0.5"], True, "static-tree")  # the rule was the chain's
+    with pytest.raises(ValueError, match="parallel beside rule fly"):
+        check_serve({"rule": "fly", "parallel": True})
     for wrong in ("fly:x", "fly:-1", "fly:1:0", "fly:1:2.5", "typical:1:2:3"):
         with pytest.raises(RecipeError, match="has other numbers"):
             check_drafting(None, wrong, None, None)  # before anything is loaded
