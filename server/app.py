@@ -80,8 +80,7 @@ class Front:
     async def answer(self, request: Request, body: Body) -> Response:
         """One answer, or a stream of events."""
         self.check_model(body.model)
-        is_other = isinstance(body, ResponsesRequest | MessagesRequest)
-        asked = body.as_chat() if is_other else body
+        asked = body if isinstance(body, ChatRequest | CompletionRequest) else body.as_chat()
         plan = await unless_gone(self.desk.plan(asked, request.state.owner), request.receive)
         request.state.ignored += plan.ignored
         answer = await self._submit(body, asked, plan)

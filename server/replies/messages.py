@@ -54,7 +54,7 @@ class MessagesAnswer(ApiAnswer):
                 found += self._begin(AnswerBlock(kind), {"type": kind, kind: ""})
                 found.append(self._delta(kind, text))
         for call in parts.calls:
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            block: Json = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             found += self._begin(AnswerBlock("tool_use", call.index), block)
             if call.arguments:
                 found.append(self._delta("tool_use", call.arguments))
