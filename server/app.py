@@ -23,13 +23,14 @@ from specctl.server.docs_page import DOCS, docs_route
 from specctl.server.drafter_route import Shelf, drafter_routes
 from specctl.server.engine_thread.contract import Serving, Status
 from specctl.server.engine_thread.service import Service
-from specctl.server.errors import ApiError, ErrorBody
+from specctl.server.errors import ApiError, ErrorBody, MessagesErrorBody
 from specctl.server.logs import RequestLog
 from specctl.server.metrics import TYPE, Metrics
 from specctl.server.page import page_routes
 from specctl.server.record import Recorder, chat_record, text_record
 from specctl.server.replies.answers import ApiAnswer, Choice
 from specctl.server.replies.message_parser import MessageParser
+from specctl.server.replies.messages import MessagesAnswer
 from specctl.server.replies.responses import ResponsesAnswer, repeated
 from specctl.server.replies.shapes import ChatAnswer, TextAnswer
 from specctl.server.replies.sse import (
@@ -43,6 +44,7 @@ from specctl.server.replies.tokens import TokenTexts
 from specctl.server.requests.body import BodyReader, StrictRoute
 from specctl.server.requests.chat_template import ChatStyle
 from specctl.server.requests.generate_request import DEFAULTS, GeneratePlan, RequestReader
+from specctl.server.requests.messages_fields import CountRequest, MessagesRequest
 from specctl.server.requests.protocol import ChatRequest, CompletionRequest
 from specctl.server.requests.responses_fields import ResponsesRequest
 from specctl.server.token_routes import token_routes
@@ -54,9 +56,13 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 EVENTS: dict[str, Any] = {"text/event-stream": {}}
 ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": EVENTS}}
+REFUSED_MESSAGES: dict[int | str, dict[str, Any]] = {
+    status: {"model": MessagesErrorBody} for status in REFUSALS
+}
+MESSAGES: dict[int | str, dict[str, Any]] = {**REFUSED_MESSAGES, 200: {"content": EVENTS}}
 
 
-Body = ChatRequest | CompletionRequest | ResponsesRequest
+Body = ChatRequest | CompletionRequest | ResponsesRequest | MessagesRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Front:
     async def answer(self, request: Request, body: Body) -> Response:
         """One answer, or a stream of events."""
         self.check_model(body.model)
-        asked = body.as_chat() if isinstance(body, ResponsesRequest) else body
+        asked = body if isinstance(body, ChatRequest | CompletionRequest) else body.as_chat()
         plan = await unless_gone(self.desk.plan(asked, request.state.owner), request.receive)
         request.state.ignored += plan.ignored
         answer = await self._submit(body, asked, plan)
@@ -115,6 +121,8 @@ class Front:
         }
         if isinstance(body, ResponsesRequest):
             return ResponsesAnswer(**about, asked=repeated(body, plan.asks[0].sampling))
+        if isinstance(body, MessagesRequest):
+            return MessagesAnswer(**about)
         return (ChatAnswer if isinstance(body, ChatRequest) else TextAnswer)(**about)
 
     async def _noted(
@@ -218,7 +226,7 @@ def create_app(
 
 
 def _api(app: FastAPI, front: Front) -> None:
-    """OpenAI's routes."""
+    """The routes of OpenAI's and Anthropic's clients."""
 
     @app.get("/v1/models", responses=REFUSALS)
     async def models() -> dict[str, Any]:
@@ -245,6 +253,18 @@ def _api(app: FastAPI, front: Front) -> None:
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         """Continue a conversation, in the shape of OpenAI's Responses API. Nothing is stored."""
         return await front.answer(request, body)
+
+    @app.post("/v1/messages", responses=MESSAGES)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        """Continue a conversation, in the shape of Anthropic's Messages API."""
+        return await front.answer(request, body)
+
+    @app.post("/v1/messages/count_tokens", responses=REFUSED_MESSAGES)
+    async def count_tokens(body: CountRequest) -> dict[str, int]:
+        """How many tokens a conversation has in the target's template."""
+        front.check_model(body.model)
+        prompts = await front.desk.in_thread(front.desk.prompts, body.as_chat())
+        return {"input_tokens": len(prompts.tokens[0])}
 
     @app.post("/v1/embeddings", responses=REFUSALS)
     async def embeddings() -> dict[str, Any]:

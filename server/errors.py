@@ -1,9 +1,10 @@
-"""Every error leaves in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Every error leaves in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; those of
+/v1/messages in Anthropic's: {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,14 @@ from specctl.server.engine_thread.contract import Busy, TooLong, Unavailable
 
 Path = tuple[int | str, ...]  # keys and places that lead through a body
 RETRY_SECONDS = 5  # sent with a 503: the server loads, or another one takes over
+MESSAGES = "/v1/messages"
+MESSAGES_KINDS = {"server_error": "api_error"}  # Anthropic's words where they are others
+MESSAGES_STATUS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 UNSUPPORTED = {
     "echo": "echo is not supported: the prompt's own log-probabilities are not computed",
     "suffix": "suffix is not supported: the target continues a prompt, it does not fill a gap",
@@ -47,6 +56,8 @@ UNSUPPORTED = {
     "truncation": "truncation is not supported: an input that does not fit is refused, never cut",
     "modalities": "only text is supported",
     "audio": "only text is supported",
+    "container": "containers are not supported: this server runs no code",
+    "mcp_servers": "mcp_servers are not supported: connect them on your side and send their tools",
 }
 
 
@@ -63,6 +74,20 @@ class ErrorBody(BaseModel):
     """The body of every answer that is no success."""
 
     error: ErrorDetail
+
+
+class MessagesErrorDetail(BaseModel):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """The body of every answer of /v1/messages that is no success."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
 
 
 class ApiError(HTTPException):
@@ -87,8 +112,18 @@ class ApiError(HTTPException):
         about = {"type": kind, "param": self.param, "code": self.code}
         return {"error": {"message": self.detail, **about}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def messages_body(self) -> dict[str, Any]:
+        """In the shape of Anthropic's Messages API."""
+        about = self.body()["error"]
+        kind = MESSAGES_KINDS.get(about["type"], about["type"])
+        kind = MESSAGES_STATUS.get(self.status_code, kind)
+        return {"type": "error", "error": {"type": kind, "message": about["message"]}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """In the shape that clients of that route read."""
+        is_messages = path == MESSAGES or path.startswith(MESSAGES + "/")
+        body = self.messages_body() if is_messages else self.body()
+        return JSONResponse(body, self.status_code, self.headers)
 
 
 def api_error(error: SpecctlError) -> ApiError:
@@ -125,19 +160,21 @@ def install(app: FastAPI) -> None:
     def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if isinstance(error, ApiError):
-            return error.response()
+            return error.response(request.url.path)
         what = f"{request.method} {request.url.path[:200]}"
         found = {404: f"there is no {what}", 405: f"this route does not answer {what}"}
         message = found.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=error.headers).response(
+            request.url.path
+        )
 
     def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return invalid_field(error.errors(), error.body).response()
+        return invalid_field(error.errors(), error.body).response(request.url.path)
 
     def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, SpecctlError)
-        return api_error(error).response()
+        return api_error(error).response(request.url.path)
 
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)

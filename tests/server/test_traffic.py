@@ -51,6 +51,7 @@ def test_requests_that_opt_out_are_not_kept_and_others_are_for_the_owner(tmp_pat
         ("/v1/chat/completions", {**hidden, "stream": True}),
         ("/v1/completions", {"prompt": "secret"}),
         ("/v1/responses", {"input": "secret"}),
+        ("/v1/messages", {**hidden, "max_tokens": 9}),
     ):
         assert post(app, path, {**body, "store": False}).status_code == 200
     assert post(app, "/v1/completions", {"prompt": "secret", "store": "no"}).status_code == 400
