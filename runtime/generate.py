@@ -142,7 +142,7 @@ def generate(
     decoder = TokenDecoder.of(target) if sampling.stop else plain
     outputs = tuple(_output(t, c, decoder) for t, c in zip(texts, completions, strict=True))
     rule = "chain" if parallel and sampling.temperature > 0 else rule
-    mark = verification_of(rule, drafter, policy, sampled=sampling.temperature > 0)
+    mark = verification_of(rule, drafter, policy, sampling.temperature > 0, target)
     return Generated(
         outputs, summarize(completions, engine, seconds, f"{mark['class']}:{mark['rule']}")
     )

@@ -49,6 +49,7 @@ from specctl.runtime.target.device import (
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, NamedEnds, ends_of
 from specctl.runtime.target.few_bits import as_packed, check_alone, measured_in_few_bits
 from specctl.runtime.target.lora_folder import beside, load_model
+from specctl.runtime.target.mixture import Mixture, mixed, parse
 from specctl.runtime.target.rounding import Rounding
 from specctl.runtime.target.spoken_to import why_text
 
@@ -85,7 +86,9 @@ class Target:
     them, and `base_fingerprint` is that of the weights alone; `spread` says how the weights are
     spread over devices, files or processes, None for one device; `ends` where each of `eos_ids`
     comes from; `notes` what is to be said of how its folder was read; `rounding` how far weights in
-    few bits are from those that are stored, None where they are not in few bits."""
+    few bits are from those that are stored, None where they are not in few bits; `mixture` the
+    model beside it and the law of both, whose fingerprint is another than that of the weights
+    alone."""
 
     name: str
     revision: str | None
@@ -105,6 +108,7 @@ class Target:
     ends: EndsOfText = NO_ENDS
     notes: tuple[str, ...] = ()
     rounding: Rounding | None = None
+    mixture: Mixture | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -154,7 +158,7 @@ class Target:
     def is_recorded(self) -> bool:
         """Whether rounds are recorded on a GPU. One of ours that was loaded without is not, and
         feature-level drafters are not for it."""
-        return not isinstance(self.lm, FastLlama)
+        return not isinstance(self.lm, FastLlama) and self.mixture is None
 
     @property
     def device(self) -> torch.device:
@@ -320,6 +324,7 @@ def load_target(
     tensor_parallel: bool = False,
     is_widened: bool = False,
     wanted: Sequence[AttentionOnly] = (),
+    mix: str | None = None,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder or GGUF
     file, or a hub id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped
@@ -333,7 +338,14 @@ def load_target(
     torchrun, which then all do the same; either way the forward is transformers' own.
     `dtype` "int8" or "int4": weights of 8 or 4 bits, another model than the published one
     (few_bits.py); "gguf": a GGUF file's matrices as it packs them, which "auto" takes on a CPU that
-    reads them so, but where `is_widened`, to train with. `wanted`: what needs attention only."""
+    reads them so, but where `is_widened`, to train with. `wanted`: what needs attention only.
+    `mix`: LAW=MODEL, a mixture of both (mixture.py)."""
+    if mix is not None:
+        mixture = parse(mix)
+        _check_mix(compile, device_map, tensor_parallel, inflate, adapters)
+        how_loaded = {"dtype": dtype, "device": device, "offline": offline}
+        own = load_target(name, revision=revision, **how_loaded, wanted=wanted)
+        return mixed(own, load_target(mixture.model, **how_loaded), mixture)
     spread = Spread(device_map, tensor_parallel)
     _check_spread(spread, inflate, compile, adapters)
     check_alone(dtype, compile, spread.is_asked, inflate, adapters)
@@ -394,6 +406,25 @@ def _check_spread(
             "merge the adapter first (peft: merge_and_unload, save_pretrained) and give that folder"
             if given[0] == "--adapter"
             else f"leave out {given[0]}",
+        )
+
+
+def _check_mix(
+    compile: bool | None,
+    device_map: str | None,
+    tensor_parallel: bool,
+    inflate: str | None,
+    adapters: Sequence[str],
+) -> None:
+    """Refuse what a mixture of two models does not go with."""
+    words = {"--compile": compile, "--device-map": device_map, "--tp": tensor_parallel}
+    words |= {"--inflate": inflate, "--adapter": adapters}
+    given = [flag for flag, value in words.items() if value]
+    if given:
+        raise one_of_two(
+            "a mixture is made of two models as they are published, on one device",
+            f"--mix and {given[0]}",
+            f"leave out {given[0]}",
         )
 
 
