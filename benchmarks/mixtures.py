@@ -72,9 +72,8 @@ def main() -> None:
     lines = words.prompts.read_text(encoding="utf-8").splitlines()
     lines = lines[:: max(1, len(lines) // words.count)][: words.count]
     prompts = [own.encode_chat(json.loads(line)["messages"]) for line in lines]
-    print(
-        "| law | T | tau | distance | log-loss of the text under the target |\n|---|---|---|---|---|"
-    )
+    print("| law | T | tau | distance | log-loss under the target |")
+    print("|---|---|---|---|---|")
     for law in words.laws:
         whole = mixed(own, beside, parse(f"{law}={words.beside}"))
         for t in (0.0, 1.0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import given_flags
@@ -73,7 +73,7 @@ class TargetChoice:
         target_option("--tp", help="Tensor parallel over the processes of torchrun."),
     ] = False
 
-    def or_own(self, *drafts: str) -> TargetChoice:
+    def or_own(self, *drafts: str) -> Self:
         """This choice; where none was named, the target that the first package was made for, else
         tiny."""
         from specctl.api.families import check_stored

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -343,9 +343,9 @@ def load_target(
     if mix is not None:
         mixture = parse(mix)
         _check_mix(compile, device_map, tensor_parallel, inflate, adapters)
-        how_loaded = {"dtype": dtype, "device": device, "offline": offline}
-        own = load_target(name, revision=revision, **how_loaded, wanted=wanted)
-        return mixed(own, load_target(mixture.model, **how_loaded), mixture)
+        alike = partial(load_target, dtype=dtype, device=device, offline=offline)
+        own = alike(name, revision=revision, wanted=wanted)
+        return mixed(own, alike(mixture.model), mixture)
     spread = Spread(device_map, tensor_parallel)
     _check_spread(spread, inflate, compile, adapters)
     check_alone(dtype, compile, spread.is_asked, inflate, adapters)
@@ -417,8 +417,8 @@ def _check_mix(
     adapters: Sequence[str],
 ) -> None:
     """Refuse what a mixture of two models does not go with."""
-    words = {"--compile": compile, "--device-map": device_map, "--tp": tensor_parallel}
-    words |= {"--inflate": inflate, "--adapter": adapters}
+    words: dict[str, object] = {"--compile": compile, "--device-map": device_map}
+    words |= {"--tp": tensor_parallel, "--inflate": inflate, "--adapter": adapters}
     given = [flag for flag, value in words.items() if value]
     if given:
         raise one_of_two(
