@@ -82,11 +82,11 @@ def load_target(
     return Target.from_model(target, tokenizer or _tokenizer_of(target), name)
 
 
-def _named(name: str, **how: Any) -> Target:
+def _named(name: str, mix: str | None = None, **how: Any) -> Target:
     """The target of that name, and warnings of what is to be known of it."""
-    from specctl.runtime.target.target import load_target as load
+    from specctl.runtime.target.mixed import load_mixed
 
-    found = load(name, **how)
+    found = load_mixed(mix, name, **how)
     for note in found.notes:
         warnings.warn(note, stacklevel=3)
     if found.rounding is not None and found.rounding.is_doubtful:

@@ -24,7 +24,8 @@ from specctl.core.drafter import Drafter
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.mixture import mixed, parse
+from specctl.runtime.target.mixed import mixed
+from specctl.runtime.target.mixture import parse
 from specctl.runtime.target.target import Target
 
 LAWS = ("contrast:0:0", "contrast:0:0.1", "contrast:0.2:0.1", "contrast:0.5:0.1", "contrast:1:0.1",

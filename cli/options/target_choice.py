@@ -147,7 +147,7 @@ class TargetChoice:
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
         if self.offline:
             go_offline()
-        from specctl.runtime.target.target import load_target
+        from specctl.runtime.target.mixed import load_mixed
 
         if self.inflate is not None:
             from specctl.runtime.target.inflate import size_named
@@ -163,7 +163,8 @@ class TargetChoice:
         is_new = is_to_be_built()
         if is_new:
             console.say(BUILDING)
-        target = load_target(
+        target = load_mixed(
+            self._mix(),
             self.name,
             revision=self.revision,
             dtype=self.dtype,
@@ -176,7 +177,6 @@ class TargetChoice:
             device_map=self.device_map,
             tensor_parallel=self.tensor_parallel,
             wanted=wanted,
-            mix=self._mix(),
         )
         is_needed = target.device.type == "cpu" and (is_new or is_given_up())
         if is_needed and (missing := library().missing):

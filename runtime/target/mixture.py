@@ -21,24 +21,18 @@ Letters: T fed tokens, V target vocabulary; axes before them are of any kind.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.models.mixed_lm import MixedLM
-
-if TYPE_CHECKING:
-    from specctl.runtime.target.target import Target
+from specctl.core.errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class MixingLaw:
     """A law of mixtures. `scores(log p, log q, numbers)`: log-scores, [..., T, V] as both are.
     `numbers`: name, default, least and largest value of each; `exact`: those with which the law is
     the target's own."""
@@ -86,10 +80,10 @@ def switched(log_p_TV: Tensor, log_q_TV: Tensor, numbers: tuple[float, ...]) -> 
 
 
 _FS_GEN = "https://arxiv.org/abs/2406.12295"
-LAWS: Mapping[str, Law] = {
+LAWS: Mapping[str, MixingLaw] = {
     law.name: law
     for law in (
-        Law(
+        MixingLaw(
             "contrast",
             "what the target finds probable and the other does not (contrastive decoding)",
             "https://arxiv.org/abs/2311.08981",
@@ -97,7 +91,7 @@ LAWS: Mapping[str, Law] = {
             (("beta", 0.5, 0.0, 100.0), ("alpha", 0.1, 0.0, 1.0)),
             (0.0, 0.0),
         ),
-        Law(
+        MixingLaw(
             "average",
             "the mean of both probabilities",
             _FS_GEN,
@@ -105,7 +99,7 @@ LAWS: Mapping[str, Law] = {
             (("weight", 0.5, 0.0, 1.0),),
             (1.0,),
         ),
-        Law(
+        MixingLaw(
             "product",
             "the weighted geometric mean of both",
             _FS_GEN,
@@ -113,7 +107,7 @@ LAWS: Mapping[str, Law] = {
             (("weight", 0.5, 0.0, 1.0),),
             (1.0,),
         ),
-        Law(
+        MixingLaw(
             "switch",
             "the target where the other is unsure, else the other",
             _FS_GEN,
@@ -187,25 +181,3 @@ def parse(word: str) -> Mixture:
             do=f"write --mix {':'.join([name, *(f'{d:g}' for _, d, _, _ in known)])}={model}",
         ) from error
     return Mixture(name, tuple(numbers), model)
-
-
-def mixed(target: Target, beside: Target, mixture: Mixture) -> Target:
-    """The mixture of both as a target. Raises IncompatibleError where their ids differ."""
-    ours, theirs = target.spec.vocab_size, beside.spec.vocab_size
-    if ours != theirs or target.tokenizer_fingerprint != beside.tokenizer_fingerprint:
-        are_others = "other tokens" if ours == theirs else f"{theirs:,} ids"
-        raise IncompatibleError(
-            "a mixture needs two models of the same tokens",
-            where="--mix",
-            found=f"{are_others} of {beside.name}",
-            expected=f"the {ours:,} ids of {target.name}, with the same tokenizer",
-            do="name a smaller model of the same family",
-        )
-    about = f"{target.fingerprint} {beside.fingerprint} {mixture.law} {mixture.numbers}"
-    return replace(
-        target,
-        lm=MixedLM(target.lm, beside.lm, mixture.mixing()),
-        fingerprint=hashlib.sha256(about.encode()).hexdigest(),
-        base_fingerprint=target.fingerprint,
-        mixture=mixture,
-    )

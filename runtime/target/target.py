@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ from specctl.runtime.target.device import (
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, NamedEnds, ends_of
 from specctl.runtime.target.few_bits import as_packed, check_alone, measured_in_few_bits
 from specctl.runtime.target.lora_folder import beside, load_model
-from specctl.runtime.target.mixture import Mixture, mixed, parse
+from specctl.runtime.target.mixture import Mixture
 from specctl.runtime.target.rounding import Rounding
 from specctl.runtime.target.spoken_to import why_text
 
@@ -324,7 +324,6 @@ def load_target(
     tensor_parallel: bool = False,
     is_widened: bool = False,
     wanted: Sequence[AttentionOnly] = (),
-    mix: str | None = None,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder or GGUF
     file, or a hub id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped
@@ -338,14 +337,7 @@ def load_target(
     torchrun, which then all do the same; either way the forward is transformers' own.
     `dtype` "int8" or "int4": weights of 8 or 4 bits, another model than the published one
     (few_bits.py); "gguf": a GGUF file's matrices as it packs them, which "auto" takes on a CPU that
-    reads them so, but where `is_widened`, to train with. `wanted`: what needs attention only.
-    `mix`: LAW=MODEL, a mixture of both (mixture.py)."""
-    if mix is not None:
-        mixture = parse(mix)
-        _check_mix(compile, device_map, tensor_parallel, inflate, adapters)
-        alike = partial(load_target, dtype=dtype, device=device, offline=offline)
-        own = alike(name, revision=revision, wanted=wanted)
-        return mixed(own, alike(mixture.model), mixture)
+    reads them so, but where `is_widened`, to train with. `wanted`: what needs attention only."""
     spread = Spread(device_map, tensor_parallel)
     _check_spread(spread, inflate, compile, adapters)
     check_alone(dtype, compile, spread.is_asked, inflate, adapters)
@@ -406,25 +398,6 @@ def _check_spread(
             "merge the adapter first (peft: merge_and_unload, save_pretrained) and give that folder"
             if given[0] == "--adapter"
             else f"leave out {given[0]}",
-        )
-
-
-def _check_mix(
-    compile: bool | None,
-    device_map: str | None,
-    tensor_parallel: bool,
-    inflate: str | None,
-    adapters: Sequence[str],
-) -> None:
-    """Refuse what a mixture of two models does not go with."""
-    words: dict[str, object] = {"--compile": compile, "--device-map": device_map}
-    words |= {"--tp": tensor_parallel, "--inflate": inflate, "--adapter": adapters}
-    given = [flag for flag, value in words.items() if value]
-    if given:
-        raise one_of_two(
-            "a mixture is made of two models as they are published, on one device",
-            f"--mix and {given[0]}",
-            f"leave out {given[0]}",
         )
 
 

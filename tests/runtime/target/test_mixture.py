@@ -13,8 +13,9 @@ from specctl.models.mixed_lm import MixedLM
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.mixture import LAWS, Mixture, mixed, parse
-from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.mixed import load_mixed, mixed
+from specctl.runtime.target.mixture import LAWS, Mixture, parse
+from specctl.runtime.target.target import Target
 from specctl_testing.hybrids import tiny_hybrid
 from specctl_testing.models import build_model
 
@@ -159,7 +160,7 @@ def test_texts_are_as_long_as_both_models_allow(pair: tuple[Target, Target]) -> 
 )
 def test_what_is_no_mixture_is_refused_before_anything_is_read(word: str, found: str) -> None:
     with pytest.raises(RecipeError) as error:
-        load_target("no-such-model", mix=word)
+        load_mixed(word, "no-such-model")
     assert error.value.found == f"'{found}'"
     assert "--mix" in str(error.value.do)
 
@@ -178,7 +179,7 @@ def test_two_models_of_other_tokens_or_with_recurrent_states_are_refused(
     with pytest.raises(IncompatibleError, match="attention alone"):
         MixedLM(pair[0].lm, recurrent.lm, mixture.mixing())
     with pytest.raises(SpecctlError, match="mixture") as clash:
-        load_target("tiny", mix="average=tiny", compile=True)
+        load_mixed("average=tiny", "tiny", compile=True)
     assert clash.value.found == "--mix and --compile"
 
 
