@@ -82,6 +82,8 @@ def target_words(target: Target) -> list[str]:
         words += ["--revision", record.revision]
     if target.inflated is not None:
         words += ["--inflate", target.inflated]
+    if target.mixture is not None:
+        words += ["--mix", str(target.mixture)]
     for one in target.adapters:
         words += ["--adapter", one.text()]
     return [*words, "--dtype", target.dtype_name]

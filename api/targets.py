@@ -38,6 +38,7 @@ def load_target(
     adapters: Sequence[str] = (),
     device_map: str | None = None,
     tensor_parallel: bool = False,
+    mix: str | None = None,
 ) -> Target:
     """The target of that name: an alias such as "tiny" or "llama3-8b", a folder, or a hub id.
 
@@ -45,7 +46,8 @@ def load_target(
     `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a .json file, for a
     target that one device does not hold; `tensor_parallel`: spread over torchrun's processes.
     `compile`: rounds are recorded in fixed shapes (CUDA graphs); None: on a GPU, where our own
-    forward reads the target.
+    forward reads the target. `mix`: LAW[:NUMBER...]=MODEL, a target whose law is made of both
+    (docs/verification.md).
     A transformers model is frozen, put in evaluation mode and used as it is, with `tokenizer`, else
     the one of the folder or repository it was loaded from. A Target is returned as it is.
     """
@@ -66,6 +68,7 @@ def load_target(
             adapters=adapters,
             device_map=device_map,
             tensor_parallel=tensor_parallel,
+            mix=mix,
         )
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(
@@ -79,15 +82,17 @@ def load_target(
     return Target.from_model(target, tokenizer or _tokenizer_of(target), name)
 
 
-def _named(name: str, **how: Any) -> Target:
+def _named(name: str, mix: str | None = None, **how: Any) -> Target:
     """The target of that name, and warnings of what is to be known of it."""
-    from specctl.runtime.target.target import load_target as load
+    from specctl.runtime.target.mixed import load_mixed
 
-    found = load(name, **how)
+    found = load_mixed(mix, name, **how)
     for note in found.notes:
         warnings.warn(note, stacklevel=3)
     if found.rounding is not None and found.rounding.is_doubtful:
         warnings.warn(found.rounding.warning(found.dtype_name), stacklevel=3)
+    if found.mixture is not None:
+        warnings.warn(found.mixture.warning(name), stacklevel=3)
     return found
 
 
@@ -188,6 +193,7 @@ def target_json(target: Target) -> dict[str, Any]:
         "spread": target.spread,
         "inflated": target.inflated,
         "adapters": [asdict(one) for one in target.adapters],
+        "mixture": None if target.mixture is None else str(target.mixture),
         "note": inflated_note(target) if target.inflated else None,
         "rounding": None if target.rounding is None else asdict(target.rounding),
     }

@@ -129,16 +129,22 @@ def generate(
     plain = TokenDecoder(lambda ids: _text(target, ids))  # reads no vocabulary, which takes time
     decoder = TokenDecoder.of(target) if sampling.stop else plain
     outputs = tuple(_output(t, c, decoder) for t, c in zip(texts, completions, strict=True))
-    mark = mark_of(rule, drafter, policy, sampled=sampling.temperature > 0, parallel=parallel)
+    mark = mark_of(rule, drafter, policy, target, sampling, parallel)
     return Generated(outputs, summarize(completions, engine, seconds, mark))
 
 
 def mark_of(
-    rule: str, drafter: Drafter | None, policy: Policy, *, sampled: bool, parallel: bool
+    rule: str,
+    drafter: Drafter | None,
+    policy: Policy,
+    target: Target,
+    sampling: Sampling,
+    parallel: bool,
 ) -> str:
     """Class and rule of what is emitted, as results show them."""
+    sampled = sampling.temperature > 0
     rule = "chain" if parallel and sampled else rule
-    found = verification_of(rule, drafter, policy, sampled=sampled)
+    found = verification_of(rule, drafter, policy, sampled, target)
     return f"{found['class']}:{found['rule']}"
 
 

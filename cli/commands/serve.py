@@ -21,7 +21,7 @@ from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.serving import AccessFlags, LimitFlags
-from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice, loading
+from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, loading
 from specctl.core.errors import SpecctlError, one_of_two, unknown
 from specctl.core.installed import pip_install
 from specctl.core.plugins import declared
@@ -53,7 +53,7 @@ def serve(
     draft: DraftChoice,
     access: AccessFlags,
     limit: LimitFlags,
-    target: TargetChoice = OWN_TARGET,
+    target: AnsweringChoice = OWN_ANSWERING,
     drafter: Word = None,
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the model for clients; else --target.")
@@ -304,7 +304,7 @@ def _service(
         why_off="no drafter was given" if draft.drafter is None else None,
         drafter_name=draft.name if draft.drafter is not None else None,
     )
-    mark = verification_of(rule, draft.drafter, service.policy, sampled=True)
+    mark = verification_of(rule, draft.drafter, service.policy, True, target)
     return service, str(mark["class"])
 
 
@@ -344,7 +344,7 @@ def _shelf(
         draft = replace(draft, name=_name_in(folder, str(path)))
         assert draft.drafter is not None, "a folder is a drafter"
         assert draft.policy is not None, "a drafter has a policy"
-        mark = verification_of(rule, draft.drafter, draft.policy, sampled=True)["class"]
+        mark = verification_of(rule, draft.drafter, draft.policy, True, target)["class"]
         if mark != verification or draft.rule not in ("auto", rule):
             raise SpecctlError(
                 "another drafter would change what answers are",

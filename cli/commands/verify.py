@@ -16,7 +16,7 @@ from specctl.cli.options.flags import Allow, Chat, TranslateFlag
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.names import check_drafter
 from specctl.cli.options.prompts import tell_chat
-from specctl.cli.options.target_choice import OWN, TargetChoice, loading
+from specctl.cli.options.target_choice import OWN, AnsweringChoice, loading
 from specctl.core.errors import GateError
 from specctl.core.hub_access import go_offline
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specctl.api.verify import VerifyResult
     from specctl.runtime.proof.proof_report import Check
 
-OWN_TARGET = TargetChoice(name=OWN, dtype="float32")  # no name: what the package was made for
+OWN_TARGET = AnsweringChoice(name=OWN, dtype="float32")  # no name: what the package was made for
 
 
 def verify(
@@ -41,7 +41,7 @@ def verify(
     allow: Allow = None,
     translate: TranslateFlag = "auto",
     chat: Chat = None,
-    target: TargetChoice = OWN_TARGET,
+    target: AnsweringChoice = OWN_TARGET,
 ) -> None:
     """Verify a drafter against its target (without --target, the one it was made for).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import given_flags
@@ -73,7 +73,7 @@ class TargetChoice:
         target_option("--tp", help="Tensor parallel over the processes of torchrun."),
     ] = False
 
-    def or_own(self, *drafts: str) -> TargetChoice:
+    def or_own(self, *drafts: str) -> Self:
         """This choice; where none was named, the target that the first package was made for, else
         tiny."""
         from specctl.api.families import check_stored
@@ -98,7 +98,7 @@ class TargetChoice:
         """The flags that name this target to the next command; none for what nobody named. What is
         as in `like` (else the defaults) is left out, and so are the fields `but`."""
         name = [] if self.name == OWN else ["--target", self.name]
-        return [*name, *given_flags(self, like or TargetChoice(), ("name", *but))]
+        return [*name, *given_flags(self, like or type(self)(), ("name", *but))]
 
     def measured_words(self) -> list[str]:
         """The same for a command that runs in one process: what was spread over several is spread
@@ -147,7 +147,7 @@ class TargetChoice:
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
         if self.offline:
             go_offline()
-        from specctl.runtime.target.target import load_target
+        from specctl.runtime.target.mixed import load_mixed
 
         if self.inflate is not None:
             from specctl.runtime.target.inflate import size_named
@@ -163,7 +163,8 @@ class TargetChoice:
         is_new = is_to_be_built()
         if is_new:
             console.say(BUILDING)
-        target = load_target(
+        target = load_mixed(
+            self._mix(),
             self.name,
             revision=self.revision,
             dtype=self.dtype,
@@ -186,11 +187,35 @@ class TargetChoice:
             _tell_rounding(console, target.rounding, target.dtype_name)
         if target.spread is not None:
             console.say(f"target {self.name}: {target.spread}; its forward is transformers'")
+        if target.mixture is not None:
+            console.warn(target.mixture.warning(self.name))
         if target.inflated:
             from specctl.api.targets import inflated_note
 
             console.warn(inflated_note(target))
         return target
+
+    def _mix(self) -> str | None:
+        """The mixture that answers in the target's place, where the command can name one."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweringChoice(TargetChoice):
+    """The target flags of commands that answer with it."""
+
+    mix: Annotated[
+        str | None,
+        target_option(
+            "--mix",
+            metavar="LAW=MODEL",
+            help="Answer by a law of two models, not by the target's own: contrast:0.5:0.1=MODEL, "
+            "average, product or switch (docs/verification.md).",
+        ),
+    ] = None
+
+    def _mix(self) -> str | None:
+        return self.mix
 
 
 def _tell_rounding(console: Console, rounding: Rounding, dtype: str) -> None:
@@ -201,6 +226,7 @@ def _tell_rounding(console: Console, rounding: Rounding, dtype: str) -> None:
 
 
 OWN_TARGET = TargetChoice(name=OWN)
+OWN_ANSWERING = AnsweringChoice(name=OWN)
 
 
 def loading(target: TargetChoice) -> str:

@@ -8,7 +8,7 @@ acceptance may be let through by name, what cannot work at all may not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
@@ -243,6 +243,8 @@ def _are_among(eos_ids: Sequence[int], target: Target) -> bool:
 
 def _weights(manifest: Manifest, target: Target) -> list[Mismatch]:
     record = manifest.target
+    if target.mixture is not None:  # the target's own layers are in it
+        target = replace(target, fingerprint=str(target.base_fingerprint), mixture=None)
     if record.fingerprint == target.fingerprint:
         return []
     if _is_padded_only(manifest, target):

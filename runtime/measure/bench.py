@@ -106,7 +106,7 @@ def engine_contender(
 
     def mark(sampling: Sampling) -> str:
         grown = policy if policy is not None else default_policy(drafter)
-        return mark_of(rule, drafter, grown, sampled=sampling.temperature > 0, parallel=parallel)
+        return mark_of(rule, drafter, grown, target, sampling, parallel)
 
     return Contender(name, run, mark)
 

@@ -49,6 +49,7 @@ from specctl.runtime.target.device import (
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, NamedEnds, ends_of
 from specctl.runtime.target.few_bits import as_packed, check_alone, measured_in_few_bits
 from specctl.runtime.target.lora_folder import beside, load_model
+from specctl.runtime.target.mixture import Mixture
 from specctl.runtime.target.rounding import Rounding
 from specctl.runtime.target.spoken_to import why_text
 
@@ -85,7 +86,9 @@ class Target:
     them, and `base_fingerprint` is that of the weights alone; `spread` says how the weights are
     spread over devices, files or processes, None for one device; `ends` where each of `eos_ids`
     comes from; `notes` what is to be said of how its folder was read; `rounding` how far weights in
-    few bits are from those that are stored, None where they are not in few bits."""
+    few bits are from those that are stored, None where they are not in few bits; `mixture` the
+    model beside it and the law of both, whose fingerprint is another than that of the weights
+    alone."""
 
     name: str
     revision: str | None
@@ -105,6 +108,7 @@ class Target:
     ends: EndsOfText = NO_ENDS
     notes: tuple[str, ...] = ()
     rounding: Rounding | None = None
+    mixture: Mixture | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -154,7 +158,7 @@ class Target:
     def is_recorded(self) -> bool:
         """Whether rounds are recorded on a GPU. One of ours that was loaded without is not, and
         feature-level drafters are not for it."""
-        return not isinstance(self.lm, FastLlama)
+        return not isinstance(self.lm, FastLlama) and self.mixture is None
 
     @property
     def device(self) -> torch.device:

@@ -10,6 +10,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.direct import Direct
+from specctl.runtime.target.target import Target
 from specctl.runtime.verify import check_legal, default_rule
 from specctl.runtime.verify.relaxed import relaxation
 
@@ -59,12 +60,15 @@ def rule_for(rule: str, tree: DraftTree, all_greedy: bool, usual: str) -> str:
 
 
 def verification_of(
-    rule: str, drafter: Drafter | None, policy: Policy, sampled: bool
+    rule: str, drafter: Drafter | None, policy: Policy, sampled: bool, target: Target
 ) -> Mapping[str, str]:
-    """Class and rule of what an engine with this configuration emits."""
+    """Class and rule of what an engine with this configuration emits. Of a mixture the class names
+    the law that it holds for."""
     relaxed = None if drafter is None else relaxation(rule)
     is_lossless = drafter is None or (drafter.lossless and relaxed is None)
     lossless = "lossless" if is_lossless else "approximate"
+    if target.mixture is not None:
+        lossless += f" of {target.mixture.law_text}"
     if drafter is None:
         name = "plain"
     elif relaxed is not None:

@@ -15,7 +15,7 @@ from specctl.cli.options.flags import Compile
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
-from specctl.cli.options.target_choice import OWN_TARGET, TargetChoice
+from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice
 
 LONG_ANSWERS = SamplingFlags(max_new_tokens=512)
 
@@ -24,7 +24,7 @@ def chat(
     console: Console,
     draft: DraftChoice,
     grammar: GrammarFlags,
-    target: TargetChoice = OWN_TARGET,
+    target: AnsweringChoice = OWN_ANSWERING,
     sampling: SamplingFlags = LONG_ANSWERS,
     drafter: Word = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,

@@ -114,7 +114,8 @@ class ChatSession:
         turns, engine = [*self.past, *self.turns], self._engine
         assert engine is not None, "nothing was answered yet"
         sampled = self.sampling.temperature > 0
-        mark = verification_of(engine.rule, self.draft.drafter, engine.policy, sampled)
+        drafter, policy = self.draft.drafter, engine.policy
+        mark = verification_of(engine.rule, drafter, policy, sampled, engine.target)
         seconds = sum(turn.seconds for turn in turns)
         done = [turn.completion for turn in turns]
         return summarize(done, engine, seconds, f"{mark['class']}:{mark['rule']}")

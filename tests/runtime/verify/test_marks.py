@@ -87,7 +87,7 @@ def test_every_rule_names_its_paper_and_no_kind_is_without_a_rule() -> None:
 def test_an_approximate_drafter_is_marked_in_every_output(target: Any, drafter: Any) -> None:
     drafter.lossless = False
     for sampled in (False, True):
-        mark = verification_of("auto", drafter, make_policy({"policy": "chain"}), sampled)
+        mark = verification_of("auto", drafter, make_policy({"policy": "chain"}), sampled, target)
         assert mark["class"] == "approximate"
     sampling = Sampling(temperature=1.0, max_new_tokens=4)
     made = generate(target, [[1, 2]], drafter=drafter, sampling=sampling)

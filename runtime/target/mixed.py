@@ -1,0 +1,70 @@
+"""Two models as one target: the same tokens, one device, the law of a mixture (mixture.py)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from specctl.core.attention_only import AttentionOnly
+from specctl.core.errors import IncompatibleError, one_of_two
+from specctl.models.mixed_lm import MixedLM
+from specctl.runtime.target.mixture import Mixture, parse
+from specctl.runtime.target.target import Target, load_target
+
+# What takes the weights of one model apart, blows them up, adds to them or records their rounds.
+ALONE = {
+    "compile": "--compile",
+    "device_map": "--device-map",
+    "tensor_parallel": "--tp",
+    "inflate": "--inflate",
+    "adapters": "--adapter",
+}
+
+
+def load_mixed(
+    mix: str | None,
+    name: str,
+    *,
+    revision: str | None = None,
+    wanted: Sequence[AttentionOnly] = (),
+    **how: Any,
+) -> Target:
+    """`load_target`, and with `mix` (LAW=MODEL) the mixture of that target and the model named,
+    which is loaded alike. What a mixture does not go with is refused before anything is read."""
+    if mix is None:
+        return load_target(name, revision=revision, wanted=wanted, **how)
+    mixture = parse(mix)
+    given = [flag for key, flag in ALONE.items() if how.get(key)]
+    if given:
+        raise one_of_two(
+            "a mixture is made of two models as they are published, on one device",
+            f"--mix and {given[0]}",
+            f"leave out {given[0]}",
+        )
+    how = {key: value for key, value in how.items() if key not in ALONE}
+    own = load_target(name, revision=revision, wanted=wanted, **how)
+    return mixed(own, load_target(mixture.model, **how), mixture)
+
+
+def mixed(target: Target, beside: Target, mixture: Mixture) -> Target:
+    """The mixture of both as a target. Raises IncompatibleError where their ids differ."""
+    ours, theirs = target.spec.vocab_size, beside.spec.vocab_size
+    if ours != theirs or target.tokenizer_fingerprint != beside.tokenizer_fingerprint:
+        are_others = "other tokens" if ours == theirs else f"{theirs:,} ids"
+        raise IncompatibleError(
+            "a mixture needs two models of the same tokens",
+            where="--mix",
+            found=f"{are_others} of {beside.name}",
+            expected=f"the {ours:,} ids of {target.name}, with the same tokenizer",
+            do="name a smaller model of the same family",
+        )
+    about = f"{target.fingerprint} {beside.fingerprint} {mixture.law} {mixture.numbers}"
+    return replace(
+        target,
+        lm=MixedLM(target.lm, beside.lm, mixture.mixing()),
+        fingerprint=hashlib.sha256(about.encode()).hexdigest(),
+        base_fingerprint=target.fingerprint,
+        mixture=mixture,
+    )

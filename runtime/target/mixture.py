@@ -1,0 +1,183 @@
+"""Mixtures: targets whose law is made of p, the target's own, and q, that of a model beside it.
+
+`--mix LAW=MODEL`, with the law's numbers behind colons: `contrast:0.5:0.1=qwen2.5-0.5b`. Drafts for
+a mixture are verified against the mixture's law, so drafted and plain decoding have one law; but it
+is another than the target's, which every result says. With the numbers that `exact` gives it is the
+target's own.
+
+`contrast`: contrastive decoding (arXiv 2210.15097; with drafts of the weaker model 2311.08981):
+
+    score(x) = (1 + beta) log p(x) - beta log q(x)   where p(x) >= alpha max p, else never
+
+`average` and `product`: the arithmetic and the geometric mean of the two models, `switch`: one of
+them by the entropy of the other (FS-GEN, arXiv 2406.12295, has all such collaborations of a large
+and a small model as functions of their logits):
+
+    p' = weight p + (1 - weight) q      log p' ~ weight log p + (1 - weight) log q
+    p' = p where H(q) > threshold (in nats), else q
+
+Letters: T fed tokens, V target vocabulary; axes before them are of any kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specctl.core.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class MixingLaw:
+    """A law of mixtures. `scores(log p, log q, numbers)`: log-scores, [..., T, V] as both are.
+    `numbers`: name, default, least and largest value of each; `exact`: those with which the law is
+    the target's own."""
+
+    name: str
+    summary: str
+    paper: str
+    scores: Callable[[Tensor, Tensor, tuple[float, ...]], Tensor]
+    numbers: tuple[tuple[str, float, float, float], ...]
+    exact: tuple[float, ...]
+
+
+def contrasted(log_p_TV: Tensor, log_q_TV: Tensor, numbers: tuple[float, ...]) -> Tensor:
+    beta, alpha = numbers
+    if beta == 0:  # 0 times the -inf of what q never says is no number
+        scores_TV = log_p_TV
+    else:
+        scores_TV = (1 + beta) * log_p_TV - beta * log_q_TV
+        scores_TV = scores_TV.masked_fill(log_p_TV == -torch.inf, -torch.inf)
+    if alpha == 0:
+        return scores_TV
+    least_T1 = log_p_TV.amax(-1, keepdim=True) + math.log(alpha)
+    return scores_TV.masked_fill(log_p_TV < least_T1, -torch.inf)
+
+
+def averaged(log_p_TV: Tensor, log_q_TV: Tensor, numbers: tuple[float, ...]) -> Tensor:
+    (weight,) = numbers
+    if weight in (0, 1):
+        return log_p_TV if weight else log_q_TV
+    return torch.logaddexp(log_p_TV + math.log(weight), log_q_TV + math.log1p(-weight))
+
+
+def multiplied(log_p_TV: Tensor, log_q_TV: Tensor, numbers: tuple[float, ...]) -> Tensor:
+    (weight,) = numbers
+    if weight in (0, 1):
+        return log_p_TV if weight else log_q_TV
+    return weight * log_p_TV + (1 - weight) * log_q_TV
+
+
+def switched(log_p_TV: Tensor, log_q_TV: Tensor, numbers: tuple[float, ...]) -> Tensor:
+    (threshold,) = numbers
+    q_TV = log_q_TV.exp()
+    entropy_T1 = -torch.where(q_TV > 0, q_TV * log_q_TV, 0.0).sum(-1, keepdim=True)
+    return torch.where(entropy_T1 > threshold, log_p_TV, log_q_TV)
+
+
+_FS_GEN = "https://arxiv.org/abs/2406.12295"
+LAWS: Mapping[str, MixingLaw] = {
+    law.name: law
+    for law in (
+        MixingLaw(
+            "contrast",
+            "what the target finds probable and the other does not (contrastive decoding)",
+            "https://arxiv.org/abs/2311.08981",
+            contrasted,
+            (("beta", 0.5, 0.0, 100.0), ("alpha", 0.1, 0.0, 1.0)),
+            (0.0, 0.0),
+        ),
+        MixingLaw(
+            "average",
+            "the mean of both probabilities",
+            _FS_GEN,
+            averaged,
+            (("weight", 0.5, 0.0, 1.0),),
+            (1.0,),
+        ),
+        MixingLaw(
+            "product",
+            "the weighted geometric mean of both",
+            _FS_GEN,
+            multiplied,
+            (("weight", 0.5, 0.0, 1.0),),
+            (1.0,),
+        ),
+        MixingLaw(
+            "switch",
+            "the target where the other is unsure, else the other",
+            _FS_GEN,
+            switched,
+            (("threshold", 1.0, -1.0, 100.0),),
+            (-1.0,),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A law with its numbers, and the model beside the target."""
+
+    law: str
+    numbers: tuple[float, ...]
+    model: str
+
+    def __str__(self) -> str:
+        return f"{self.law_text}={self.model}"
+
+    @property
+    def law_text(self) -> str:
+        """The law with its numbers."""
+        return ":".join([self.law, *(f"{number:g}" for number in self.numbers)])
+
+    def warning(self, target: str) -> str:
+        """What a user should know of everything that this mixture writes."""
+        if self.numbers == LAWS[self.law].exact:
+            return f"with these numbers {self} is {target} alone"
+        return (
+            f"answers are those of {self.law_text} over {target} and {self.model}, not of {target} "
+            "alone; drafting changes nothing of them"
+        )
+
+    def mixing(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The law as a function of both models' log-probabilities."""
+        scores, numbers = LAWS[self.law].scores, self.numbers
+        return lambda log_p_TV, log_q_TV: scores(log_p_TV, log_q_TV, numbers)
+
+
+def parse(word: str) -> Mixture:
+    """`LAW[:NUMBER...]=MODEL`; RecipeError for anything else."""
+    law, _, model = word.partition("=")
+    name, *given = law.split(":")
+    if name not in LAWS or not model:
+        raise RecipeError(
+            "this names no mixture of two models",
+            where="--mix",
+            found=ascii(word)[:120],
+            expected=f"LAW=MODEL, with a law of {', '.join(LAWS)}",
+            do="write --mix contrast:0.5:0.1=MODEL",
+        )
+    known = LAWS[name].numbers
+    try:
+        numbers = [float(number) for number in given]
+        if len(numbers) > len(known):
+            raise ValueError
+        numbers += [default for _, default, _, _ in known[len(numbers) :]]
+        bounds = zip(numbers, known, strict=True)
+        if not all(least <= number <= most for number, (_, _, least, most) in bounds):
+            raise ValueError
+    except ValueError as error:
+        expected = (f"{each} ({least:g} to {most:g})" for each, _, least, most in known)
+        raise RecipeError(
+            f"the law {name} has other numbers",
+            where="--mix",
+            found=ascii(law)[:120],
+            expected=":".join([name, *expected]),
+            do=f"write --mix {':'.join([name, *(f'{d:g}' for _, d, _, _ in known)])}={model}",
+        ) from error
+    return Mixture(name, tuple(numbers), model)
