@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Needs, Space
-from specctl.core.errors import RecipeError
+from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
@@ -52,8 +52,8 @@ OTHERWISE = "set drafter.options.reads and head_dims to layers of the target and
 
 @dataclass(frozen=True, slots=True)
 class SharedKvOptions(FeatureOptions):
-    """`layers` of the drafter, `width` wide (None: as the target), with as many query heads as the
-    target. Of each layer, in order: which of the target's layers it `reads` (None: the last), the
+    """`layers` of the drafter, `width` wide, with so many query `heads` (None: as the target). Of
+    each layer, in order: which of the target's layers it `reads` (None: the last), the
     width of the heads there (`head_dims`, None: the target's), the newest known tokens that it sees
     beside the newest of all (`windows`, 0: all; None: all), and the rotation of the target's keys
     there: `rope_thetas` and how many pairs of numbers are `rotated`, 0: all (None: the target's
@@ -64,6 +64,7 @@ class SharedKvOptions(FeatureOptions):
     feature_weight: float = 0.0
     layers: Count = 2
     width: Count | None = None
+    heads: Count | None = None
     reads: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     windows: tuple[int, ...] | None = None
@@ -103,7 +104,7 @@ class SharedKvOptions(FeatureOptions):
         wanted = spec.intermediate_size * width // spec.hidden_size
         return QuerySizes(
             width,
-            spec.num_heads,
+            self.heads or spec.num_heads,
             self.head_dims or (spec.head_dim,) * self.layers,
             self.intermediate or max(ROUND, wanted // ROUND * ROUND),
             spec.norm_eps,
@@ -178,10 +179,19 @@ class SharedKv(FeatureDrafter):
         return self.cache.lm
 
     def bind(self, borrowed: Borrowed) -> None:
-        head_dims = self.options.sizes(self.spec).head_dims
-        widths = dict(zip(self.reads, head_dims, strict=True))
-        layers = tuple(sorted(widths))
-        self._cache = TargetCache(borrowed, self.spec, layers, OTHERWISE, widths)
+        sizes = self.options.sizes(self.spec)
+        widths = dict(sorted(zip(self.reads, sizes.head_dims, strict=True)))
+        self._cache = TargetCache(borrowed, self.spec, tuple(widths), OTHERWISE, widths)
+        for layer in widths:
+            keys = self.lm.kv_shape(layer).key_heads
+            if sizes.num_heads % keys:
+                raise IncompatibleError(
+                    "the drafter's query heads cannot share the target's heads of keys",
+                    found=f"{sizes.num_heads} query heads, {keys} of keys in layer {layer}",
+                    expected="a multiple of the latter",
+                    do=f"write heads: {keys}",
+                    where="drafter.options.heads",
+                )
         self.borrowed = borrowed
         if self._is_fresh:
             rows_KD = head_rows(borrowed, self.vocab).detach()

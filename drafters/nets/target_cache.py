@@ -47,7 +47,7 @@ class TargetCache:
         self.lm: LanguageModel = borrowed.layers() if widths is None else borrowed.showing(layers)
         for layer in layers:
             found, wanted = self.lm.kv_shape(layer), self.shape.kv
-            if widths is not None and found.key_heads and spec.num_heads % found.key_heads == 0:
+            if widths is not None:
                 wanted = KVShape(found.key_heads, widths[layer], found.key_heads, widths[layer])
             if found != wanted:
                 raise IncompatibleError(
