@@ -378,8 +378,9 @@ class HfLM(LanguageModel):
     def check_showing(self, layers: Sequence[int]) -> None:
         """Tried on five tokens: layers that scale their residual, or add more than an attention
         and an MLP to it (Gemma 4), are not lent, and show what they cache all the same."""
-        is_whole = not (self.states or is_spread(self.module))
-        if not is_whole or any(self.kv_shape(layer).size == 0 for layer in layers):
+        shapes = self.kv_layers  # too few of a model that is planned with, and never tried
+        keeps_none = any(shapes[layer].size == 0 for layer in layers if layer < len(shapes))
+        if self.states or is_spread(self.module) or keeps_none:
             self.check_lending()
         if tuple(layers) in self._shown:
             return

@@ -112,6 +112,16 @@ def test_of_a_target_without_shared_layers_the_last_ones_are_read(
     torch.testing.assert_close(*ours, rtol=1e-4, atol=1e-4)
 
 
+def test_it_shows_what_it_caches_and_lends_no_layers(target: Target, whole_target: Target) -> None:
+    """Keys by `key_value` are the cached ones although a residual changes between layers; a layer
+    that reads another's cache has none to show."""
+    with pytest.raises(IncompatibleError, match="a residual that changes"):
+        whole_target.lm.check_lending()
+    whole_target.lm.check_showing((2, 3))
+    with pytest.raises(IncompatibleError, match="read another layer's cache"):
+        target.lm.check_showing((1, 2))
+
+
 class Recorder(LengthChooser):
     """Drafts as long as the policy allows and keeps what the rounds did."""
 
