@@ -210,6 +210,13 @@ class Borrowed:
         self.lm.check_lending()
         return self.lm
 
+    def showing(self, layers: Sequence[int]) -> LanguageModel:
+        """The model whose cache of these layers may be read; an error where it may not."""
+        if self.lm is None:
+            return self.layers()
+        self.lm.check_showing(layers)
+        return self.lm
+
 
 class LanguageModel(ABC):
     """A decoder-only LM without per-request state; caches are handed in."""
@@ -326,6 +333,11 @@ class LanguageModel(ABC):
     def check_lending(self) -> None:
         """Raise IncompatibleError where layers cannot be run apart from each other."""
         return
+
+    def check_showing(self, layers: Sequence[int]) -> None:
+        """Raise IncompatibleError where `key_value` of these layers is not what a forward caches.
+        Layers may do so that cannot be run apart."""
+        self.check_lending()
 
     def linear_at(self, layer: int, name: str) -> tuple[int, int] | None:
         """Outputs and inputs of that linear layer, where `Feed.added` may add to what it puts out;

@@ -9,7 +9,7 @@ tokens, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
@@ -228,6 +228,7 @@ class HfLM(LanguageModel):
         self._devices = layer_devices(model, self.spec.num_layers)
         self._decoder: DecoderParts | None = None
         self._lends = False
+        self._shown: set[tuple[int, ...]] = set()  # layers whose `key_value` has been tried
         self._absorbs = False  # latents are read as they are: only where that has been tried
         if kv_layers or self.embedding.is_meta:
             self._implementation = _choose_attention(model)
@@ -373,22 +374,53 @@ class HfLM(LanguageModel):
             check_parts(self.module, run, self.spec.hidden_size)
         self._lends = True
 
+    @torch.no_grad()
+    def check_showing(self, layers: Sequence[int]) -> None:
+        """Tried on five tokens: layers that scale their residual, or add more than an attention
+        and an MLP to it (Gemma 4), are not lent, and show what they cache all the same."""
+        shapes = self.kv_layers  # too few of a model that is planned with, and never tried
+        keeps_none = any(shapes[layer].size == 0 for layer in layers if layer < len(shapes))
+        if self.states or is_spread(self.module) or keeps_none:
+            self.check_lending()
+        if tuple(layers) in self._shown:
+            return
+        ids_1T = torch.arange(5, device=self.device)[None] % self.spec.vocab_size
+        position_1T, masks = (
+            torch.arange(5, device=self.device)[None],
+            self.document_masks(ids_1T * 0),
+        )
+        cached = self._cached(ids_1T, position_1T, masks)
+        taps = self.dense(ids_1T, position_1T, masks, tuple(layers), logits=False).taps
+        shown = self.key_value({layer: taps[layer] for layer in layers}, position_1T)
+        for layer in layers:
+            for mine, theirs in zip(shown[layer], cached[layer], strict=True):
+                if not torch.allclose(mine.float(), theirs.float(), rtol=1e-2, atol=1e-3):
+                    raise refused(self.module, f"layer {layer} caches more than its input says")
+        self._shown.add(tuple(layers))
+
     def key_value(
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
         B, T = position_BT.shape
         everything = torch.ones(B, 1, T, T, dtype=torch.bool, device=self.device)
         masks = Masks(everything, dict.fromkeys(self.windows, everything))
-        cache = _HeldCache(self.spec.num_layers, T)
         with self._parts().only(SubLayers(tuple(state), ()), state):
-            self.module.base_model(
-                input_ids=torch.zeros_like(position_BT),
-                attention_mask=self._mask(masks),
-                position_ids=position_BT,
-                past_key_values=cache,
-                use_cache=True,
-            )
-        return {layer: cache.found[layer] for layer in state}
+            found = self._cached(torch.zeros_like(position_BT), position_BT, masks)
+        return {layer: found[layer] for layer in state}
+
+    def _cached(
+        self, ids_BT: Tensor, position_BT: Tensor, masks: Masks
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """What a forward leaves in an empty cache, by layer."""
+        cache = _HeldCache(self.spec.num_layers, ids_BT.shape[1])
+        self.module.base_model(
+            input_ids=ids_BT,
+            attention_mask=self._mask(masks),
+            position_ids=position_BT,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return cache.found
 
     def _taps(self, out: Any, feed: Feed) -> dict[int, Tensor]:
         states, want = out.hidden_states, (*feed.ids_BT.shape, self.spec.hidden_size)

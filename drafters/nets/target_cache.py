@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.kv_cache import KVShape
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.blocks import LayerShape, rotary
@@ -23,11 +24,17 @@ from specctl.models.rope import rope_of
 
 
 class TargetCache:
-    """Keys and values of the target's `layers`, all with the spec's heads. `instead`: what to do
-    about a target that has none to show."""
+    """Keys and values of the target's `layers`, all with the spec's heads, or of the `widths` that
+    a drafter has for them, as many heads as there are. `instead`: what to do about a target that
+    has none to show."""
 
     def __init__(
-        self, borrowed: Borrowed, spec: ModelSpec, layers: tuple[int, ...], instead: str
+        self,
+        borrowed: Borrowed,
+        spec: ModelSpec,
+        layers: tuple[int, ...],
+        instead: str,
+        widths: Mapping[int, int] | None = None,
     ) -> None:
         if borrowed.lm is None:
             raise IncompatibleError(
@@ -36,16 +43,18 @@ class TargetCache:
                 expected="a target that is loaded here",
                 do=f"load the target here, or {instead}",
             )
-        self.lm: LanguageModel = borrowed.layers()
         self.shape, self.layers = LayerShape.of(spec), layers
+        self.lm: LanguageModel = borrowed.layers() if widths is None else borrowed.showing(layers)
         for layer in layers:
-            found = self.lm.kv_shape(layer)
-            if found != self.shape.kv:
+            found, wanted = self.lm.kv_shape(layer), self.shape.kv
+            if widths is not None:
+                wanted = KVShape(found.key_heads, widths[layer], found.key_heads, widths[layer])
+            if found != wanted:
                 raise IncompatibleError(
                     "the target's cache does not hold keys and values that a drafter can attend to",
                     found=f"layer {layer} keeps {found.key_heads} keys of {found.key_width} and "
                     f"{found.value_heads} values of {found.value_width} numbers a token",
-                    expected=f"{spec.num_kv_heads} of {spec.head_dim} each",
+                    expected=f"{wanted.key_heads} of {wanted.key_width} each",
                     do=instead,
                 )
         rope = rope_of(spec, spec.head_dim, spec.rope_theta)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Drafter, RoundView, Space, StepState
-from specctl.core.language_model import Borrowed
+from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.drafters import families
 from specctl.drafters.nets.routed import PREFIX
 from specctl.export.formats import ExportSource
@@ -70,9 +70,10 @@ def _rounded(source: ExportSource, rows_VD: Tensor) -> Tensor:
     return rows_VD.detach().to(CPU, getattr(torch, source.manifest.dtype))
 
 
-def twin(source: ExportSource, drafter: AnyDrafter) -> AnyDrafter:
+def twin(source: ExportSource, drafter: AnyDrafter, lm: LanguageModel | None = None) -> AnyDrafter:
     """The drafter in float64 on the CPU, bound to the same target, whose rows it widens as it reads
-    them (a copy of them all would take gigabytes); the original is untouched."""
+    them (a copy of them all would take gigabytes); the original is untouched. `lm`: what stands for
+    the target where the drafter reads its layers."""
     made = copy.copy(drafter)
     made.module = copy.deepcopy(drafter.module)
     made.to(CPU, torch.float64)
@@ -86,6 +87,7 @@ def twin(source: ExportSource, drafter: AnyDrafter) -> AnyDrafter:
             _rounded(source, borrowed.head_VD),
             1.0,
             None if bias is None else bias.cpu(),
+            lm,
         )
     )
     return made

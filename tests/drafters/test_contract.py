@@ -58,7 +58,7 @@ TYPICAL = [
 SLOW = (
     "aded", "chimera", "clover", "dflash", "dflash2", "dfly", "domino", "dspark", "easyspec",
     "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr", "moa", "mtp",
-    "p-eagle", "pass", "ppd", "s3d", "sorted", "superposed", "swift", "uno",
+    "p-eagle", "pass", "ppd", "s3d", "shared-kv", "sorted", "superposed", "swift", "uno",
     "xpress",
 )  # fmt: skip
 SAMPLED = [
