@@ -29,8 +29,8 @@ def follow_policy(
     *,
     sampling: Sampling | None = None,
     tokenizer: Any = None,
-    learning_rate: float = 1e-3,
-    optimizer: str = "adamw",
+    learning_rate: float = 2e-3,
+    optimizer: str = "muon",
     rows: int = 8,
     keep: int = 256,
     batch: int = 16,
@@ -44,7 +44,7 @@ def follow_policy(
 
     The policy is only read, and its weights are not copied. Call this when its adapters are added
     and it lies on its device. `sampling` may set temperature, seed, max_new_tokens and stops.
-    `learning_rate`, `optimizer` ("adamw" or "muon") and `rows` of a step are how the drafter
+    `learning_rate`, `optimizer` ("muon" or "adamw") and `rows` of a step are how the drafter
     learns, `seed` in which order; its weights are changed in place. `drafting`: `tree`, `length`
     and `nodes` of the drafts, as `policy`, `length` and `nodes` of `generate`; `rule`. `allow` is
     that of load_drafter.
