@@ -180,6 +180,7 @@ def beside(model: Any, tokenizer: Any, package: Path, given: Any) -> Any:
             temperature=given.temperature, max_new_tokens=given.new_tokens, seed=given.seed
         ),
         learning_rate=given.follow_rate,
+        rows=given.rows,
         keep=given.keep,
         batch=given.batch,
         seed=given.seed,
@@ -192,18 +193,19 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="recipes/tiny", help="a folder of transformers")
     parser.add_argument("--draft", help="a package for it; one is trained if it is left out")
     parser.add_argument("--draft-steps", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=32, help="of the policy")
+    parser.add_argument("--steps", type=int, default=24, help="of the policy")
     parser.add_argument("--every", type=int, default=2, help="steps of the policy")
     parser.add_argument("--follow", type=int, default=6, help="steps of the drafter; 0: frozen")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--follow-rate", type=float, default=2e-3)
-    parser.add_argument("--keep", type=int, default=128, help="rollouts to learn from")
-    parser.add_argument("--prompts-per-step", type=int, default=4)
-    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--keep", type=int, default=64, help="rollouts to learn from")
+    parser.add_argument("--rows", type=int, default=4, help="of a step of the drafter")
+    parser.add_argument("--prompts-per-step", type=int, default=2)
+    parser.add_argument("--generations", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--measured", type=int, default=64, help="held-out prompts")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--measured", type=int, default=40, help="held-out prompts")
     parser.add_argument("--measured-tokens", type=int, default=48)
     parser.add_argument("--no-control", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -219,16 +221,22 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     package = first_drafter(given)
     model, tokenizer = policy_of(given.target)
     follower = beside(model, tokenizer, package, given)
-    tau = {"before": measured(follower.target, follower.drafter, held, given)}
+    tau: dict[str, list[float]] = {}
+
+    def measure(name: str, target: Any, drafter: Any) -> None:
+        tau[name] = measured(target, drafter, held, given)
+        print(f"{name}: tau {mean(tau[name])}", flush=True)
+
+    measure("before", follower.target, follower.drafter)
     rollouts = RolloutFunction(follower, given.every, given.follow)
     began = time.perf_counter()
     log = trained(model, tokenizer, prompts, rollouts, given)
     seconds = time.perf_counter() - began
     after, old = follower.target, specctl.load_drafter(package)
-    tau["frozen"] = measured(after, old, held, given)
-    tau["following"] = measured(after, follower.drafter, held, given)
+    measure("frozen", after, old)
+    measure("following", after, follower.drafter)
     if not given.no_control:
-        tau["control"] = measured(after, control(package, prompts, given), held, given)
+        measure("control", after, control(package, prompts, given))
     shares = {"rollouts": rollouts.rollout_seconds, "following": rollouts.follow_seconds}
     rewards = [line["reward"] for line in log if "reward" in line]
     result = {"tau": tau, "seconds": seconds, **shares, "rewards": rewards}
