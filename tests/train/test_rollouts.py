@@ -16,7 +16,7 @@ from specctl.drafters import family
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.moving import MovingTarget
 from specctl.train import rollouts as module
-from specctl.train.rollouts import RolloutDrafter
+from specctl.train.rollouts import RolloutDrafter, at_temperature
 from specctl_testing.models import build_model
 
 VOCAB, NEW = 64, 24
@@ -154,10 +154,11 @@ def test_the_drafter_learns_and_the_policy_is_only_read() -> None:
 
 
 def test_the_loss_has_the_temperature_of_the_rollouts() -> None:
-    _, follower = policy_and("eagle3", Sampling(temperature=0.5))
+    _, follower = policy_and("eagle3", Sampling(temperature=0.5), num_layers=2)
     assert follower.drafter.options.temperature == 0.5
-    with pytest.raises(RecipeError, match="temperature"):
-        policy_and("hydra", Sampling(temperature=0.5), num_layers=2)
+    lookup = specctl.load_drafter("prompt-lookup", follower.target)
+    with pytest.raises(RecipeError, match="knows no temperature"):
+        at_temperature(lookup, 0.5)
 
 
 def test_adapters_are_part_of_the_policy_and_come_first() -> None:
@@ -193,6 +194,20 @@ def test_what_cannot_work_is_refused(given: dict[str, Any], named: str) -> None:
     words = {"policy": policy, "drafter": follower.drafter} | given
     with pytest.raises(SpecctlError, match=named):
         specctl.follow_policy(words.pop("policy"), words.pop("drafter"), **words)
+
+
+def test_a_policy_in_bfloat16_is_followed_by_a_drafter_in_float32() -> None:
+    policy, follower = policy_and(
+        "eagle3", Sampling(temperature=1.0, max_new_tokens=4), num_layers=2, dtype=torch.bfloat16
+    )
+    before = {name: weight.clone() for name, weight in follower.drafter.tensors().items()}
+    assert all(len(ids) == 4 for ids in follower.rollouts(PROMPTS).ids)
+    assert follower.follow(1).skipped == 0
+    after = follower.drafter.tensors()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert {weight.dtype for weight in after.values()} == {torch.float32}
+    assert follower.rollouts(PROMPTS).stats.drafted > 0
+    assert policy.dtype == torch.bfloat16
 
 
 def test_there_is_nothing_to_follow_before_the_first_rollouts() -> None:
