@@ -79,7 +79,7 @@ def load_target(
             do='specctl.load_target("tiny")',
         )
     name = str(getattr(target, "name_or_path", "") or type(target).__name__)
-    return Target.from_model(target, tokenizer or _tokenizer_of(target), name)
+    return Target.from_model(target, tokenizer or tokenizer_of(target), name)
 
 
 def _named(name: str, mix: str | None = None, **how: Any) -> Target:
@@ -96,7 +96,7 @@ def _named(name: str, mix: str | None = None, **how: Any) -> Target:
     return found
 
 
-def _tokenizer_of(model: Any) -> Any:
+def tokenizer_of(model: Any) -> Any:
     """The tokenizer that lies where the model came from; None if there is none."""
     from transformers import AutoTokenizer
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specctl.api.drafting import load_drafter
     from specctl.api.export import export
     from specctl.api.generate import generate
+    from specctl.api.policy import follow_policy
     from specctl.api.prune import prune
     from specctl.api.targets import load_target
     from specctl.api.train import distill, train
@@ -40,6 +41,7 @@ _HOMES = {
     "derive_recipe": "specctl.api.derive",
     "distill": "specctl.api.train",
     "export": "specctl.api.export",
+    "follow_policy": "specctl.api.policy",
     "generate": "specctl.api.generate",
     "load_drafter": "specctl.api.drafting",
     "load_target": "specctl.api.targets",
@@ -59,6 +61,7 @@ __all__ = [
     "derive_recipe",
     "distill",
     "export",
+    "follow_policy",
     "generate",
     "load_drafter",
     "load_target",
