@@ -29,14 +29,13 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import DraftState, Family, RoundView, Space
 from specctl.core.spec import ModelSpec
 from specctl.drafters.corrected_blocks import CorrectedBlocks
+from specctl.drafters.dflare import mixtures, nearest
 from specctl.drafters.dflash import STD, DFlashOptions, InjectedNet
 from specctl.drafters.nets.blocks import RmsNorm
 from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
 from specctl.drafters.nets.routed import ServedHead, read_head
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.corrected_state import CorrectedState
-
-NEAR = 2.0  # how fast a layer's first mixture falls off around the depth that is its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +79,6 @@ class FlyNet(InjectedNet):
         self.correction = SlotCorrection(spec, options.inner or spec.hidden_size)
 
 
-def nearest(num_layers: int, num_taps: int) -> Tensor:
-    """[layers, taps]: mixtures that begin at the depth as far up as the layer is, as DFlare's do
-    (arXiv 2606.02091): -2 |t - t*|."""
-    own = torch.linspace(0, num_taps - 1, num_layers)
-    return -NEAR * (torch.arange(num_taps) - own[:, None]).abs()
-
-
 class StateCorrection(Correction):
     """The carry is the embedding of the newest token."""
 
@@ -128,8 +120,7 @@ class DFly(CorrectedBlocks):
         if not self.options.fusion:
             return super().rows(state_BTD, next_ids_BT)
         net = self.module
-        taps = torch.unflatten(state_BTD, -1, (-1, self.spec.hidden_size))
-        own = net.fusion.softmax(-1).to(taps) @ taps  # [B, T, layers, D]
+        own = mixtures(net.fusion, state_BTD)
         fused: Tensor = net.fc_norm(net.fc(state_BTD)[..., None, :] + own)
         return fused.flatten(-2)
 

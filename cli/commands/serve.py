@@ -21,7 +21,7 @@ from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
 from specctl.cli.options.serving import AccessFlags, LimitFlags
-from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, loading
+from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice, loading
 from specctl.core.errors import SpecctlError, one_of_two, unknown
 from specctl.core.installed import pip_install
 from specctl.core.plugins import declared

@@ -109,7 +109,7 @@ class BlockNet(PrefixNet):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             own_BTD = self.features_of(index, x_BTD)
-            kv.update(index, *layer.self_attn.key_value(own_BTD, rope_BT2E))
+            kv.update(index, *layer.self_attn.injected(own_BTD, rope_BT2E))
         return self.features_of(0, x_BTD)
 
     def features_of(self, index: int, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class BlockNet(PrefixNet):
         rope_BM2E = rotary(block.position_BM, shape.head_dim, shape.rope_theta)
 
         def one(layer: DecoderLayer, x_BSD: Tensor, z_BMD: Tensor) -> Tensor:
-            key, value = layer.self_attn.key_value(x_BSD, known_BS2E)
+            key, value = layer.self_attn.injected(x_BSD, known_BS2E)
             known = KeySet(block.text.gathered(key), block.text.gathered(value), block.known)
             out_BMD: Tensor = layer(z_BMD, rope_BM2E, _behind(known, block.own))
             return out_BMD

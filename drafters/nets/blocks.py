@@ -170,6 +170,11 @@ class Eagle3Attention(nn.Module):
         key = rotate(self.k_norm(self._heads(self.k_proj(x_BTI))), rope_BT2E)
         return key, self._heads(self.v_proj(x_BTI))
 
+    def injected(self, x_BSI: Tensor, rope_BS2E: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of features that stand before the rows; like theirs unless a family has
+        projections of its own for them."""
+        return self.key_value(x_BSI, rope_BS2E)
+
     def _heads(self, x_BTI: Tensor) -> Tensor:
         B, T, _ = x_BTI.shape
         return x_BTI.view(B, T, -1, self.shape.head_dim).transpose(1, 2)

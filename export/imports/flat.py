@@ -51,20 +51,30 @@ ARCHITECTURES = {
     "DSparkDraftModel": "dspark",
     "DominoDraftModel": "domino",
     "LiLiCorrDraftModel": "lilicorr",
+    "Qwen3DFlashDraftModel": "dflash",
+    "Qwen3DFlyModel": "dfly",
+    "QwenDFlareDraftModel": "dflare",
     "Qwen3XPressModel": "xpress",
     "DFlashQwen3XPressModel": "xpress",
 }
+LAYERED = (
+    "dflare",
+    "dfly",
+)  # named by `model_arch`, too, beside an architecture of DFlash or DSpark
 PROJECTORS = ("dflash2", "domino", "dspark", "lilicorr")  # of DFlashDraftModel; xpress has none
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """The family of a flat folder of blocks, by its architecture and by `projector_type`; None for
-    any other configuration. A DFlashDraftModel without a projector is a DFlash to every engine."""
+    """The family of a flat folder of blocks, by its architecture, `model_arch` and
+    `projector_type`; None for any other configuration. A DFlashDraftModel that says neither is a
+    DFlash to every engine."""
     named = config.get("architectures")
     if {"speculators_config", "speculators_model_type"} & config.keys():
         return None
     if not isinstance(named, list) or len(named) != 1:
         return None
+    if config.get("model_arch") in LAYERED and named[0] in (DFLASH, *ARCHITECTURES):
+        return str(config["model_arch"])
     if named[0] != DFLASH:
         return ARCHITECTURES.get(named[0]) if isinstance(named[0], str) else None
     nested = config.get("dflash_config")

@@ -4,16 +4,22 @@ layers. ModelOpt has DSpark's heads under names of its own.
 
 A block of DFlash has one place more than it drafts, the root's, which does not speak; DSpark's root
 does. Copies of the target's embedding and LM head (DeepSpec) are compared and left out.
+
+JetSpec is a DFlash that says `causal_head`, or in NeMo `causal`; where no key says it, every reader
+takes the block for DFlash's, whose slots see each other. NeMo's JetSpec said nothing at first: of
+a folder of NeMo's (architecture Qwen3DFlashDraftModel) that says nothing, the causal block is
+another reading, and tau says which drafts further.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from specctl.export.imports import Imported, Importer
-from specctl.export.imports.blocks import refuse_variants
+from specctl.export.imports.blocks import CAUSAL_KEYS, drafter_of, refuse_variants
 from specctl.export.imports.flat import (
     FlatRules,
     imported,
@@ -28,6 +34,9 @@ from specctl.export.layouts.blocks import MARKOV
 from specctl.export.readers.sglang_blocks import DFLASH, DSPARK, SglangBlocks
 from specctl.runtime.target.target import Target
 
+MIXTURES = "layer_fusion_weights"  # of DFly and DFlare
+NEMO = "Qwen3DFlashDraftModel"
+JETSPEC = "with a causal block, as NeMo's JetSpec before it wrote dflash_config.causal"
 HEADS = {theirs: ours for ours, theirs in MARKOV.items()}
 OF_SPARK = {
     "projector_type": (None, "dspark"),
@@ -48,11 +57,23 @@ def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
 def read(published: Published, target: Target) -> Imported:
     body = published.config
     family, settings = kind_of(body), settings_of(body)
+    if MIXTURES in published.tensors:
+        what = (
+            "every layer has its own mixture of the target's depths, which engines would leave out"
+        )
+        wanted = "Qwen3DFlyModel, QwenDFlareDraftModel, or model_arch: dfly or dflare"
+        raise refused(what, f"{MIXTURES} in a {body['architectures'][0]}", wanted, REPAIR)
     size = number_of(settings, "block_size", 2)
     if family == "dflash":
         refuse_variants(settings)
         reading = reading_of(body, "dflash", size - 1, {})
-        return imported(published, target, reading, FlatRules(DFLASH, partial(_read, DFLASH)))
+        found = imported(published, target, reading, FlatRules(DFLASH, partial(_read, DFLASH)))
+        if body["architectures"] != [NEMO] or any(
+            settings.get(key) is not None for key in CAUSAL_KEYS
+        ):
+            return found
+        other = drafter_of(replace(reading, is_causal=True), published.tensors, target)
+        return replace(found, readings={JETSPEC: other})
     refuse_variants(settings, **OF_SPARK)
     for key in SPARK_KEYS:
         if body.get(key, settings.get(key)) != settings.get(key):
@@ -69,4 +90,9 @@ def _read(architecture: str, folder: Any, *target: Any) -> SglangBlocks:
     return SglangBlocks(folder, architecture, *target)
 
 
-IMPORTER = Importer("flat-blocks", "architectures DFlashDraftModel, Qwen3DSparkModel", knows, read)
+IMPORTER = Importer(
+    "flat-blocks",
+    "architectures DFlashDraftModel, Qwen3DFlashDraftModel, Qwen3DSparkModel",
+    knows,
+    read,
+)

@@ -16,12 +16,22 @@ SHARED = {  # our prefix -> theirs; the mask has no place of its own
     "net.layers.": "layers.",
     "norm.": "norm.",
 }
-OWN = {  # of a family's correction, as engines name it
+OWN = {  # of a family's correction, as engines name it; of a family's stack, where it differs
     "dflash": {},
     "dflash2": {
         "selector.predecessor.weight": "candidate_selector.predecessor_codebook",
         "selector.successor.weight": "candidate_selector.successor_codebook",
         "selector.hidden.": "candidate_selector.hidden_projection.",
+    },
+    "dflare": {
+        "fusion": "layer_fusion_weights",
+    },
+    "dfly": {
+        "fc.": "context_proj.",
+        "fc_norm.": "context_norm.",
+        "norm.": "final_norm.",
+        "fusion": "layer_fusion_weights",
+        "correction.": "hidden_correction.",
     },
     "domino": {
         "memory.weight_ih": "prefix_gru.weight_ih_l0",
@@ -55,6 +65,15 @@ OWN = {  # of a family's correction, as engines name it
     },
 }
 OTHERS = {  # as other toolkits name it: their prefix -> ours
+    "dflare": {  # AngelSpec
+        "context_norm.": "fc_norm.",
+        "final_norm.": "norm.",
+    },
+    "dfly": {  # vLLM, once it has read such a folder
+        "fc.": "fc.",
+        "hidden_norm.": "fc_norm.",
+        "norm.": "norm.",
+    },
     "dspark": {  # ModelOpt, without the modules around
         "markov_w1.": "before.",
         "markov_w2.": "bias.",

@@ -181,6 +181,8 @@ def _load(manifest: Manifest) -> str:
             + "".join(f"\n\n    {line}" for line in manifest.served_by)
         )
     if manifest.format != "specctl":
+        if not manifest.served_by:
+            return "## Use\n\nNo command of a released engine serves this folder."
         lines = "\n".join(f"    {line}" for line in manifest.served_by)
         return f"## Use\n\nWith the paths of your machine filled in:\n\n{lines}"
     return (

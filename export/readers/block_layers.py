@@ -63,13 +63,24 @@ def context_rows(params: Params, sizes: LayerSizes, taken_SI: Tensor) -> Tensor:
     return rms_norm(joined_SD, params["hidden_norm.weight"], sizes.eps)
 
 
-@torch.no_grad()
 def through_block(
     params: Params, sizes: LayerSizes, taken_SI: Tensor, x_TD: Tensor, masks: Sequence[RowMask]
 ) -> Tensor:
     """[T, D]: the normed states of the block's rows; one mask per layer."""
     context_SD = context_rows(params, sizes, taken_SI)
-    for layer, mask in enumerate(masks):
+    return through_layers(params, sizes, [context_SD] * len(masks), x_TD, masks)
+
+
+@torch.no_grad()
+def through_layers(
+    params: Params,
+    sizes: LayerSizes,
+    contexts: Sequence[Tensor],
+    x_TD: Tensor,
+    masks: Sequence[RowMask],
+) -> Tensor:
+    """The same behind the rows [S, D] of each layer's own."""
+    for layer, (context_SD, mask) in enumerate(zip(contexts, masks, strict=True)):
         own = f"layers.{layer}"
         attended = partial(
             attention,

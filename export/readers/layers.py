@@ -69,13 +69,13 @@ def attention(
     window: int | None = None,
 ) -> Tensor:
     """[T, D]: attention of consecutive rows to themselves, or of rows that stand behind a context,
-    whose keys and values are made of other inputs; to the newest `window` rows, itself counted."""
+    whose keys and values are made of other inputs, and by other projections where the checkpoint
+    has them (`k_proj_target`); to the newest `window` rows, itself counted."""
     num_before = 0 if context_SI is None else len(context_SI)
-    seen_LI = x_TI if context_SI is None else torch.cat([context_SI, x_TI])
-    position_L = torch.arange(len(seen_LI))
+    position_L = torch.arange(num_before + len(x_TI))
     query = _heads(tensors, f"{name}.q", x_TI, sizes)
-    key = _heads(tensors, f"{name}.k", seen_LI, sizes)
-    value = _heads(tensors, f"{name}.v", seen_LI, sizes)
+    key = _heads(tensors, f"{name}.k", x_TI, sizes, context_SI)
+    value = _heads(tensors, f"{name}.v", x_TI, sizes, context_SI)
     query = rotated(query, position_L[num_before:], sizes)
     key = rotated(key, position_L, sizes)
     group = sizes.heads // sizes.kv_heads
@@ -89,10 +89,17 @@ def attention(
     return F.linear(out_HTE.transpose(0, 1).flatten(1), tensors[f"{name}.o_proj.weight"])
 
 
-def _heads(tensors: Tensors, name: str, x_TI: Tensor, sizes: LayerSizes) -> Tensor:
-    """[H, T, E]: a projection, normed where the checkpoint has a norm for it."""
-    out_TI = F.linear(x_TI, tensors[f"{name}_proj.weight"])
-    out_THE = out_TI.view(len(x_TI), -1, sizes.head_dim)
+def _heads(
+    tensors: Tensors, name: str, x_TI: Tensor, sizes: LayerSizes, context_SI: Tensor | None = None
+) -> Tensor:
+    """[H, S + T, E]: a projection of the context and of the rows behind it, normed where the
+    checkpoint has a norm for it."""
+    own = tensors[f"{name}_proj.weight"]
+    out_TI = F.linear(x_TI, own)
+    if context_SI is not None:
+        weight = tensors.get(f"{name}_proj_target.weight", own)
+        out_TI = torch.cat([F.linear(context_SI, weight), out_TI])
+    out_THE = out_TI.view(len(out_TI), -1, sizes.head_dim)
     if f"{name}_norm.weight" in tensors:
         out_THE = rms_norm(out_THE, tensors[f"{name}_norm.weight"], sizes.eps)
     return out_THE.transpose(0, 1)

@@ -134,7 +134,11 @@ class SglangBlocks:
         if self.is_spark and not getattr(self.config, "sample_from_anchor", True):
             raise gate("sample_from_anchor: false", "an anchor that speaks")
         x_TD = self.embedding_VD[torch.tensor([trial.ids[-1], *[mask_id] * (size - 1)])]
-        return through_block(self.params, self.sizes, self.taken(trial), x_TD, self.masks)
+        return self.through(self.taken(trial), x_TD)
+
+    def through(self, taken_SI: Tensor, x_TD: Tensor) -> Tensor:
+        """[T, D]: the normed states of these rows behind the captured states."""
+        return through_block(self.params, self.sizes, taken_SI, x_TD, self.masks)
 
     def spoken(self, trial: Trial) -> Tensor:
         """[N + 1, D]: the normed states of the rows that speak."""

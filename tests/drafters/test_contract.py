@@ -35,7 +35,8 @@ from specctl.runtime.target.target import Target
 SIZE = 24
 # Five layers are the published default; the contract is the same with two.
 SMALL: dict[str, dict[str, Any]] = {
-    name: {"layers": 2, "taps": (0, 2)} for name in ("dflash", "dfly", "dspark", "domino", "xpress")
+    name: {"layers": 2, "taps": (0, 2)}
+    for name in ("dflare", "dflash", "dfly", "dspark", "domino", "xpress")
 }
 SMALL["uno"] = {"loss": "kl"}  # a random target's next tokens cannot be foreseen: tv stays high
 SMALL["domino"]["base_weight"] = 0.5  # at the first step the correction learns nothing, else
@@ -56,10 +57,10 @@ TYPICAL = [
 ]
 # Whose 1,500 texts take more than two seconds.
 SLOW = (
-    "aded", "chimera", "clover", "dflash", "dflash2", "dfly", "domino", "dspark", "easyspec",
-    "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr", "moa", "mtp",
-    "p-eagle", "pass", "ppd", "s3d", "shared-kv", "sorted", "superposed", "swift", "uno",
-    "xpress",
+    "aded", "chimera", "clover", "dflare", "dflash", "dflash2", "dfly", "domino", "dspark",
+    "easyspec", "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr",
+    "moa", "mtp", "p-eagle", "pass", "ppd", "s3d", "shared-kv", "sorted", "superposed", "swift",
+    "uno", "xpress",
 )  # fmt: skip
 SAMPLED = [
     pytest.param(name, policy, {}, marks=pytest.mark.proof) if name in SLOW else (name, policy, {})

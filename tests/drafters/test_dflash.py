@@ -136,3 +136,53 @@ def test_five_depths_and_five_layers_are_the_default(make_target: Any) -> None:
         assert drafter.module.fc.in_features == 5 * 32
         assert len(drafter.module.net.layers) == 5
     assert make_heads(target, "p-eagle").options.taps == (2, 4, 5)  # EAGLE-3's
+
+
+# -- DFlare ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_dflare_with_one_mixture_and_one_projection_is_dflash(
+    make_target: Any, make_batch: Any, drive: Any
+) -> None:
+    """The mixture is a matrix that joins the depths, each by its share."""
+    target = make_target(num_layers=3, vocab=24)
+    options: dict[str, Any] = {"num_heads": 3, "taps": (0, 1, 3), "mask_id": 5}
+    plain = make_heads(target, "dflash", **options)
+    layered = make_heads(target, "dflare", **options)
+    shares = torch.tensor([0.3, -1.2, 0.8])
+    tensors = dict(plain.tensors())
+    eye = torch.eye(target.spec.hidden_size)
+    tensors["fc.weight"] = torch.cat([share * eye for share in shares.softmax(-1)], dim=1)
+    plain.load_tensors(tensors)
+    del tensors["fc.weight"]
+    tensors["fusion"] = shares.expand_as(layered.module.fusion).clone()
+    for name in list(tensors):
+        for part in ("k_proj", "v_proj"):
+            if f".{part}." in name:
+                tensors[name.replace(part, f"{part}_target")] = tensors[name].clone()
+    layered.load_tensors(tensors)
+    batch = make_batch(target, plain)
+    for ours, theirs in zip(layered.unroll(batch), plain.unroll(batch), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    text = batch.ids_BS[0, :8].tolist()
+    served = [drive(target, one).chain_logits(text, len(text)) for one in (layered, plain)]
+    torch.testing.assert_close(*served, rtol=1e-4, atol=1e-4)
+
+
+def test_every_layer_of_dflare_begins_at_its_own_depth_and_learns_apart(
+    make_target: Any, make_batch: Any
+) -> None:
+    target = make_target(num_layers=5, vocab=24)
+    drafter = make_heads(target, "dflare", num_heads=2, layers=3, taps=(1, 2, 3, 4, 5))
+    net = drafter.module
+    assert net.fusion.argmax(1).tolist() == [0, 2, 4]
+    assert torch.equal(net.fusion[1], torch.tensor([-4.0, -2.0, 0.0, -2.0, -4.0]))
+    attention = net.net.layers[0].self_attn
+    out = drafter.loss(make_batch(target, drafter))
+    grads = torch.autograd.grad(
+        out.sum, [net.fusion, attention.k_proj_target.weight, attention.v_proj_target.weight]
+    )
+    assert (grads[0].abs().amax(1) > 0).all()
+    assert all(grad.abs().max() > 0 for grad in grads[1:])
+    assert not any(name.startswith("fc.") for name in drafter.tensors())

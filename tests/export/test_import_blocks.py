@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specctl.core.errors import GateError, SpecctlError
+from specctl.export.formats import export
+from specctl.export.imports import Imported, import_published
 from specctl.export.package.folder import load_drafter
+from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import KEPT, Change, saying, swapped, without
 from specctl_testing.export.import_cases import Config, Tensors, same_tensors, taken
@@ -54,18 +59,75 @@ def test_flat_blocks_come_back(
     assert report.notes == ()
 
 
-def test_a_causal_block_that_only_other_readers_know_of_is_read_and_said(
+JETSPEC = (  # the keys of JetSpec/jetspec-qwen3-8b besides dflash_config's
+    "architectures", "attention_bias", "attention_dropout", "block_size", "dflash_config", "dtype",
+    "eos_token_id", "head_dim", "hidden_act", "hidden_size", "initializer_range",
+    "intermediate_size", "layer_types", "max_position_embeddings", "model_type",
+    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "num_target_layers",
+    "rms_norm_eps", "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window",
+    "vocab_size",
+)  # fmt: skip
+
+
+def jet_spec(config: Config, tensors: Tensors) -> None:
+    """As published: `causal_head` alone, which SGLang does not read, says that it is causal."""
+    for key in config.keys() - set(JETSPEC):
+        del config[key]
+    config["dflash_config"] = {
+        key: config["dflash_config"][key] for key in (*NESTED, "causal_head")
+    }
+
+
+def no_word(config: Config, tensors: Tensors) -> None:
+    jet_spec(config, tensors)
+    del config["dflash_config"]["causal_head"]
+
+
+def of_nemo(config: Config, tensors: Tensors) -> None:
+    no_word(config, tensors)
+    config["architectures"] = ["Qwen3DFlashDraftModel"]
+
+
+def test_the_published_jetspec_stays_causal_there_and_back(
     target: Target, publish: Any, tmp_path: Path
 ) -> None:
-    """JetSpec writes `causal_head`, which SGLang does not read."""
-
-    def jet_spec(config: Config, tensors: Tensors) -> None:
-        del config["is_causal"], config["dflash_config"]["causal"]
-
-    _, folder = publish("sglang", jet_spec, family="dflash", mask_id=9, causal=True)
+    own = {"mask_id": 9, "causal": True, "num_heads": 15}
+    drafter, folder = publish("sglang", jet_spec, family="dflash", **own)
     report = taken(folder, target, tmp_path / "package")
     assert [note.split(",")[0] for note in report.notes] == ["the block is causal"]
-    assert load_drafter(tmp_path / "package", target).options.causal
+    found: Any = load_drafter(tmp_path / "package", target)
+    assert found.is_causal
+    assert same_tensors(found, drafter.to(target.device, target.dtype))
+    export(tmp_path / "package", "sglang", tmp_path / "again", target)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["dflash_config"]["causal_head"]
+    ours, theirs = load_file(tmp_path / "again" / WEIGHTS), load_file(folder / WEIGHTS)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for name in (MANIFEST, CARD):
+        (tmp_path / "again" / name).unlink()
+    assert taken(tmp_path / "again", target, tmp_path / "twice").notes == ()
+    assert load_drafter(tmp_path / "twice", target).options == found.options
+
+
+@pytest.mark.parametrize(("change", "others"), [(no_word, []), (of_nemo, ["with a causal block"])])
+def test_without_a_word_a_block_is_dflashs(
+    change: Change, others: list[str], target: Target, publish: Any, tmp_path: Path
+) -> None:
+    """As every reader takes it. NeMo's JetSpec said nothing at first: there both are measured."""
+    _, folder = publish("sglang", change, family="dflash", mask_id=9, causal=True)
+    seen: list[Imported] = []
+
+    def stop(found: Imported, serve: Any) -> Any:
+        seen.append(found)
+        raise GateError("read", found="it", expected="it", do="go on")
+
+    with pytest.raises(GateError, match="read"):
+        import_published(folder, target, tmp_path / "out", command=["x"], measure=stop)
+    (found,) = seen
+    assert not found.drafter.options.causal
+    assert [named.split(",")[0] for named in found.readings] == others
+    assert all(other.options.causal for other in found.readings.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -255,7 +255,7 @@ def test_formats_are_told_apart_by_their_configuration() -> None:
     "config",
     [
         {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
-        {"architectures": ["Qwen3DFlyModel"], "model_type": "qwen3"},
+        {"architectures": ["FlashMapModel"], "model_type": "flashmap"},
         {"architectures": ["LlamaForCausalLMEagle3", "LlamaForCausalLM"], "model_type": "llama"},
     ],
     ids=lambda config: config["architectures"][0],
@@ -265,7 +265,7 @@ def test_what_is_not_imported_is_no_format(config: Config) -> None:
         find_importer(config, {"model.mtp_layers.0.input_proj.weight", "fc.weight"})
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+@pytest.mark.parametrize("kind", ["mtp", "eagle", "jetspec"])
 def test_other_kinds_of_the_speculators_format_are_named(
     kind: str, target: Target, publish: Any, tmp_path: Path
 ) -> None:

@@ -331,7 +331,7 @@ VOCAB = 24
 KEPT = [0, 1, 2, 3, 5, 8, 11, 12, 13, 20, 21]
 SMALL: dict[str, dict[str, Any]] = {
     name: {"layers": 2, "taps": (0, 2)}
-    for name in ("dflash", "dflash2", "dfly", "domino", "dspark", "lilicorr", "xpress")
+    for name in ("dflare", "dflash", "dflash2", "dfly", "domino", "dspark", "lilicorr", "xpress")
 }
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4], [11, 12, 11, 12, 11], [7])
 

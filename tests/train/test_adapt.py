@@ -25,6 +25,7 @@ from specctl.train.planning.plan import plan
 
 # What no module of its own holds, so that an adapter has no name for it.
 NAMELESS = {
+    "dflare": {"fusion"},
     "dfly": {"fusion"},
     "domino": {"memory"},
     "falcon": {"lstm"},

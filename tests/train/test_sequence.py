@@ -151,6 +151,7 @@ SHARING: dict[str, dict[str, Any]] = {
     "clover": {},
     "coral": {"ttt_steps": 3, "noise": 0.0, "head_groups": 3, "head_top": 1},
     "dflash": {**ALL, "layers": 2, "d_pace": 0.25, "window": 8},
+    "dflare": {**ALL, "layers": 2},
     "dflash2": {**ALL, "layers": 2, "rank": 4},
     "dfly": {**ALL, "layers": 2, "inner": 8},
     "domino": {**ALL, "layers": 2, "rank": 4, "state": 8, "base_weight": 0.5},

@@ -126,7 +126,7 @@ def written_tensors(source: ExportSource, taps: Sequence[int] | None) -> dict[st
         for name, tensor in source.drafter.tensors().items()
         if not name.startswith(PREFIX)
     }
-    for name in ("fc.weight", "mask_hidden"):  # one block per tap on the last axis
+    for name in ("fc.weight", "fusion", "mask_hidden"):  # one block per tap on the last axis
         if name in tensors and len(order) > 1:
             blocks = tensors[name].chunk(len(order), dim=-1)
             tensors[name] = torch.cat([blocks[at] for at in order], dim=-1).contiguous()

@@ -27,7 +27,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]  # of config 
 # Fewer layers and depths than the published ones, which a target of four layers has not.
 SMALL: dict[str, dict[str, Any]] = {
     name: {"layers": 2, "taps": (1, 2, 3)}
-    for name in ("dflash", "dflash2", "domino", "dspark", "lilicorr", "xpress")
+    for name in ("dflare", "dflash", "dflash2", "dfly", "domino", "dspark", "lilicorr", "xpress")
 }
 SMALL["dflash2"] |= {"candidates": 3, "rank": 8, "conv_group": 4}
 SMALL["lilicorr"] |= {"candidates": 4, "width": 24, "factor": 12}
