@@ -30,6 +30,7 @@ NAMELESS = {
     "falcon": {"lstm"},
     "lilicorr": {"lattice"},
     "uno": {"layers"},
+    "jump": {"layers"},
     **{name: {"tokens"} for name in ("k-forcing", "lexical-unit", "pass", "ppd", "s3d")},
 }
 # A random target is sure of nothing; a correction learns beside the block from the first step on.
