@@ -130,18 +130,6 @@ def test_the_loss_is_kl_and_the_states_error_of_every_step(
     assert "state/1" in out.metrics
 
 
-def test_the_state_learns_what_embeddings_alone_cannot_say(
-    make_target: Any, make_batch: Any, train_a_little: Any
-) -> None:
-    target, found = make_target(num_layers=4, vocab=24), dict[str, float]()
-    for name, options in (("whole", {}), ("blind", {"reads_state": False})):
-        drafter = made(target, 0.0, num_heads=2, stride=1, rank=None, **options)
-        train_a_little(target, drafter, 40)
-        metrics = drafter.loss(make_batch(target, drafter)).metrics
-        found[name] = float(metrics["state"][0] / metrics["state"][1])
-    assert found["whole"] < 0.8 * found["blind"], found
-
-
 def test_what_is_no_jump_and_what_has_no_place_for_additions_is_refused(make_target: Any) -> None:
     target = make_target(num_layers=3, vocab=24)
     for options in ({"first": 0}, {"first": 3}, {"source": 3}, {"first": 2, "source": 1}):
