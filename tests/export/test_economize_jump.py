@@ -91,7 +91,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"use_state": False}, "use_state: False"),
     ({"source_layer": 4}, "between layers"),
     ({"lora_rank": 5}, "another shape"),
-    ({"exit_layer": None}, "readout"),
+    ({"exit_layer": None}, r"no layers\.1"),
 ]
 
 
