@@ -128,9 +128,9 @@ def _options(block: Any, target: Target) -> JumpOptions:
     first, source = said["target_layer"], said["source_layer"]
     last = spec.num_layers if said.get("exit_layer") is None else said["exit_layer"]
     if not 1 <= first <= source < spec.num_layers:
-        what, found = "a jump between layers where ours does not go", f"{first}, {source}"
+        what, there = "a jump between layers where ours does not go", f"{first}, {source}"
         expected = f"1 <= target_layer <= source_layer < {spec.num_layers}"
-        raise refused(what, found, expected, ELSEWHERE, f"config.json:{JUMP}")
+        raise refused(what, there, expected, ELSEWHERE, f"config.json:{JUMP}")
     return JumpOptions(
         num_heads=HORIZON,
         first=first,
