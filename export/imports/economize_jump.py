@@ -129,8 +129,8 @@ def _options(block: Any, target: Target) -> JumpOptions:
     last = spec.num_layers if said.get("exit_layer") is None else said["exit_layer"]
     if not 1 <= first <= source < spec.num_layers:
         what, there = "a jump between layers where ours does not go", f"{first}, {source}"
-        expected = f"1 <= target_layer <= source_layer < {spec.num_layers}"
-        raise refused(what, there, expected, ELSEWHERE, f"config.json:{JUMP}")
+        wanted = f"1 <= target_layer <= source_layer < {spec.num_layers}"
+        raise refused(what, there, wanted, ELSEWHERE, f"config.json:{JUMP}")
     return JumpOptions(
         num_heads=HORIZON,
         first=first,

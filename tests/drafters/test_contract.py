@@ -58,7 +58,8 @@ TYPICAL = [
 # Whose 1,500 texts take more than two seconds.
 SLOW = (
     "aded", "chimera", "clover", "dflash", "dflash2", "dfly", "domino", "dspark", "easyspec",
-    "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr", "moa", "mtp",
+    "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "jump", "k-forcing", "lilicorr", "moa",
+    "mtp",
     "p-eagle", "pass", "ppd", "s3d", "sorted", "superposed", "swift", "uno",
     "xpress",
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Feed
 from specctl.core.sub_layers import SubLayers
+from specctl.core.tree import NodeKind
 from specctl.drafters.jump import Jump, JumpOptions
 from specctl.drafters.losses.head_losses import weighted_sum
 from specctl.drafters.uno import Uno, UnoOptions
+from specctl.runtime.proof.enumerate import Case, enumerate_case
 from specctl.runtime.target.target import Target
 
 TEXT = [3, 1, 4, 1, 5, 9]
@@ -101,6 +104,23 @@ def test_siblings_and_their_children_are_made_of_their_own_parents(
         alone_K = by_hand.chain_logits([*TEXT, *path], len(TEXT))[-1]
         torch.testing.assert_close(children_MK[row], alone_K, rtol=1e-4, atol=1e-4)
     assert (children_MK[0] - children_MK[1]).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_what_is_drafted_leaves_the_targets_distribution(make_target: Any, drive: Any) -> None:
+    """Every draft of a chain of two and every coin, enumerated."""
+    target, heat, prompt = make_target("llama", num_layers=3, vocab=4), 1.3, [1, 2, 3, 1]
+    drafter, p, q = made(target), dict[Any, Any](), dict[Any, Any]()
+    for path in (path for depth in range(3) for path in product(range(4), repeat=depth)):
+        text = torch.tensor([[*prompt, *path]])
+        masks, at = target.lm.document_masks(text * 0), torch.arange(text.shape[1])[None]
+        row_V = target.lm.dense(text, at, masks).logits_BTV[0, -1]
+        walked_NK = drive(target, drafter).chain_logits([*prompt, *path], len(prompt))
+        p[path], q[path] = (
+            (each.double() / heat).softmax(-1).numpy() for each in (row_V, walked_NK[-1])
+        )
+    assert min(abs(p[path] - q[path]).max() for path in ((), (1,))) > 1e-2
+    assert enumerate_case(Case("jump", "chain", NodeKind.IID, (-1, 0), p, q, 4)).error < 1e-12
 
 
 def test_the_loss_is_kl_and_the_states_error_of_every_step(
