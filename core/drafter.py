@@ -361,6 +361,12 @@ class Drafter(ABC):
         """The drafter as a model over the target's ids, if it can write text without the target."""
         return None
 
+    def remarks(self, is_packed: bool) -> list[str]:
+        """What a plan is to say of drafting with it. `is_packed`: a CPU reads the matrices of the
+        target as its file packs them, unless it is given another dtype."""
+        del is_packed
+        return []
+
     @property
     def head_width(self) -> int | None:
         """How wide its LM head is, if it can be read in two steps (`nets/shortlist.py`)."""

@@ -28,21 +28,22 @@ from torch import Tensor, nn
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, RoundView, Space
-from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.errors import RecipeError
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
-from specctl.core.row_additions import (
-    ATTENTION,
-    MLP,
-    Factors,
-    Place,
-    RowAdditions,
-    linear_sizes,
-)
+from specctl.core.row_additions import ATTENTION, MLP, Factors, Place, RowAdditions
 from specctl.core.spec import ModelSpec
+from specctl.drafters.nets.low_rank import (
+    OF_PACKED,
+    LinearName,
+    check_names,
+    check_places,
+    factors_of,
+    pairs_of,
+)
 from specctl.drafters.nets.options import SERVED
 from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.nets.routed import read_head, served_head
-from specctl.drafters.option_checks import MOST_IDS, Count, OneOf, Within
+from specctl.drafters.option_checks import MOST_IDS, Count, Within
 from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind
 
 PERIOD = 4096  # positions behind which a draft's noise repeats
@@ -60,21 +61,14 @@ class UnoOptions(PlacesOptions):
     loss: str = "tv"
     rank: Count = 16
     alpha: Annotated[float, Within(1e-3, 1e6)] = 32.0
-    targets: tuple[Annotated[str, OneOf(ATTENTION + MLP)], ...] = ATTENTION + MLP
+    targets: tuple[LinearName, ...] = ATTENTION + MLP
     mask_id: Annotated[int, Within(2, MOST_IDS)] | None = field(default=None, metadata=SERVED)
     stages: tuple[Count, ...] | None = None
     fresh_noise: bool = True
 
     def __post_init__(self) -> None:
         PlacesOptions.__post_init__(self)
-        if not self.targets or len({*self.targets}) < len(self.targets):
-            raise RecipeError(
-                "additions are made to some linear layers, each named once",
-                where="drafter.options.targets",
-                found=str(list(self.targets)),
-                expected=", ".join(ATTENTION + MLP),
-                do="leave targets out: all of them",
-            )
+        check_names(self.targets)
         stages = self.stages or (self.num_heads - 1,)
         if list(stages) != sorted({*stages}) or stages[-1] < self.num_heads - 1:
             raise RecipeError(
@@ -86,25 +80,12 @@ class UnoOptions(PlacesOptions):
             )
 
 
-class LowRankPair(nn.Module):
-    """A [rank, inputs] and B [outputs, rank] of one matrix; B begins as zero."""
-
-    def __init__(self, outputs: int, inputs: int, rank: int) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.empty(rank, inputs).normal_(std=inputs**-0.5))
-        self.up = nn.Parameter(torch.zeros(outputs, rank))
-
-
 class UnoNet(nn.Module):
     """The pairs of every layer, by the names of its linear layers."""
 
     def __init__(self, spec: ModelSpec, options: UnoOptions) -> None:
         super().__init__()
-        sizes = linear_sizes(spec)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({n: LowRankPair(*sizes[n], options.rank) for n in options.targets})
-            for _ in range(spec.num_layers)
-        )
+        self.layers = pairs_of(spec, options.targets, options.rank, spec.num_layers)
 
 
 def fixed_noise(size: int, device: torch.device) -> Tensor:
@@ -133,32 +114,17 @@ class Uno(PlacesDrafter):
 
     def bind(self, borrowed: Borrowed) -> None:
         super().bind(borrowed)
-        for (layer, name), one in self.factors().items():
-            shape = one.up.shape[0], one.down.shape[1]
-            found = self.lm.linear_at(layer, name)
-            if found != shape:
-                raise IncompatibleError(
-                    "this target has no place for additions on some rows alone",
-                    found=f"layer {layer}: {name} {'none' if found is None else list(found)}",
-                    expected=f"a linear layer {list(shape)} of that layer alone, not packed in few "
-                    "bits",
-                    do=self._instead(),
-                )
+        check_places(self.lm, self.factors(), "choose pass, which adds nothing to matrices")
 
-    def _instead(self) -> str:
-        """What helps where some of the linear layers are not there."""
-        if getattr(self.lm, "bits", None) is not None:  # auto packs a GGUF file's on a CPU
-            return "load the target with --dtype float32"
-        other, layers = "choose pass, which adds nothing to matrices", range(self.spec.num_layers)
-        there = [
-            name
-            for name, shape in linear_sizes(self.spec).items()
-            if all(self.lm.linear_at(layer, name) == shape for layer in layers)
-        ]
-        if not there:
-            return other
-        named = f"--set drafter.options.targets='[{', '.join(there)}]'"
-        return f"name those that it has: {named}, or {other}"
+    def remarks(self, is_packed: bool) -> list[str]:
+        found = [OF_PACKED] if is_packed else []
+        if self.vocab is not None:
+            size = f"{self.vocab.size:,} of {self.spec.vocab_size:,} ids"
+            found.append(
+                f"drafts name {size}: where the target's next token is another, a round of two "
+                "passes emits it alone, and not two tokens at least"
+            )
+        return found
 
     def behind(self, state_BAD: Tensor) -> Tensor:
         raise AssertionError("noise is fed by its ids")
@@ -173,12 +139,7 @@ class Uno(PlacesDrafter):
 
     def factors(self) -> dict[Place, Factors]:
         """What is added where."""
-        scale = self.options.alpha / self.options.rank
-        return {
-            (index, name): Factors(pair.down, pair.up, scale)
-            for index, layer in enumerate(self.module.layers)
-            for name, pair in layer.items()  # type: ignore[operator]
-        }
+        return factors_of(self.module.layers, self.options.alpha / self.options.rank)
 
     def noise(self, position_X: Tensor, is_fixed: bool) -> Tensor:
         """[X]: ids of rows of noise at these positions."""

@@ -266,6 +266,7 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         ("time", f"{duration(low)} to {duration(high)} ({plan.basis})"),
         *((f"  {part.name}", _part_text(part)) for part in plan.parts),
         *_hours_rows(plan),
+        *(("then", text) for text in plan.remarks),
     ]
     console.table(("what", "how much"), rows)
 

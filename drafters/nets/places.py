@@ -117,9 +117,15 @@ class PlacesDrafter(SelfDrafter):
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over places of the loss of predicting `reach` + i ahead, times decay^i or D-PACE's
         weights."""
-        options, lm = self.options, self.lm
         anchor_BA = self._anchors(batch)
-        ready_BATD = self._read(batch, anchor_BA, lm)
+        ready_BATD = self._read(batch, anchor_BA, self.lm)
+        return weighted_sum(self._compared(batch, anchor_BA, ready_BATD))
+
+    def _compared(
+        self, batch: TrainBatch, anchor_BA: Tensor, ready_BATD: Tensor
+    ) -> list[tuple[float, LossOut]]:
+        """The loss of each place, and what it weighs."""
+        options = self.options
         how, places, parts = options.compared(), [], []
         teacher, head = (
             teacher_logits(batch, how, self.vocab),
@@ -135,7 +141,7 @@ class PlacesDrafter(SelfDrafter):
             share = options.decay**i if options.d_pace is None else 1.0
             out = head_loss(ready_RD, head, rows, self.vocab, how, teacher)
             parts.append((share, out))
-        return weighted_sum(parts)
+        return parts
 
     def _anchors(self, batch: TrainBatch) -> Tensor:
         """[B, A]: positions in random order, those behind which all places have something to say

@@ -27,7 +27,7 @@ from specctl.drafters.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
-from specctl.export.imports.heads import ELSEWHERE, REPAIR, refused, with_head
+from specctl.export.imports.heads import ELSEWHERE, JUMP, REPAIR, refused, with_head
 from specctl.export.imports.published import Published
 from specctl.export.layouts.engines import LENGTH, taps_of_layer_ids
 from specctl.export.readers import sglang_eagle, vllm_eagle3
@@ -46,7 +46,7 @@ NEEDED = (
 
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
     named = config.get("architectures")
-    if "speculators_config" in config or "speculators_model_type" in config:
+    if {"speculators_config", "speculators_model_type", JUMP} & config.keys():
         return False
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
         return False

@@ -19,6 +19,7 @@ from specctl.drafters.nets.heads import head_rows
 from specctl.runtime.target.target import Target
 
 AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
+JUMP = "economize_jump"  # of config.json: a folder that is no EAGLE-3 head, whatever it is called
 STORED = {torch.float32, torch.float16, torch.bfloat16}
 
 

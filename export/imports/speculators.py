@@ -11,7 +11,7 @@ from typing import Any
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of
-from specctl.export.imports.heads import ELSEWHERE, count_of, refused, with_head
+from specctl.export.imports.heads import ELSEWHERE, JUMP, count_of, refused, with_head
 from specctl.export.imports.layers import FULL, SLIDING
 from specctl.export.imports.published import Published
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
@@ -24,7 +24,8 @@ OTHER_KINDS = (*BLOCKS, "peagle", "xpress")
 
 def knows(config: Mapping[str, Any], names: Set[str]) -> bool:
     is_ours = "speculators_config" in config or "speculators_model_type" in config
-    return is_ours and config.get("speculators_model_type") not in OTHER_KINDS
+    is_head = JUMP not in config
+    return is_ours and is_head and config.get("speculators_model_type") not in OTHER_KINDS
 
 
 def read(published: Published, target: Target) -> Imported:

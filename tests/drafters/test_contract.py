@@ -39,6 +39,7 @@ SMALL: dict[str, dict[str, Any]] = {
     for name in ("dflare", "dflash", "dfly", "dspark", "domino", "xpress")
 }
 SMALL["uno"] = {"loss": "kl"}  # a random target's next tokens cannot be foreseen: tv stays high
+SMALL["jump"] = {"num_heads": 4, "stride": 1}
 SMALL["domino"]["base_weight"] = 0.5  # at the first step the correction learns nothing, else
 # As many candidates as tokens: what is outside them has no score to compare.
 SMALL["dflash2"] = {"layers": 2, "taps": (0, 2), "candidates": SIZE}
@@ -58,9 +59,9 @@ TYPICAL = [
 # Whose 1,500 texts take more than two seconds.
 SLOW = (
     "aded", "chimera", "clover", "dflare", "dflash", "dflash2", "dfly", "domino", "dspark",
-    "easyspec", "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "k-forcing", "lilicorr",
-    "moa", "mtp", "p-eagle", "pass", "ppd", "s3d", "shared-kv", "sorted", "superposed", "swift",
-    "uno", "xpress",
+    "easyspec", "falcon", "fspad", "glide", "goose", "gumiho", "jakiro", "jump", "k-forcing",
+    "lilicorr", "moa", "mtp", "p-eagle", "pass", "ppd", "s3d", "shared-kv", "sorted", "superposed",
+    "swift", "uno", "xpress",
 )  # fmt: skip
 SAMPLED = [
     pytest.param(name, policy, {}, marks=pytest.mark.proof) if name in SLOW else (name, policy, {})
@@ -77,7 +78,7 @@ AS_SERVED = {
     "feature_weight": 0.0, "hidden_weight": 0.0, "noise": 0.0, "dropout": 0.0, "glance": 0.0,
     "passes": 1, "head_weight": None, "early_weight": 0.0, "base_weight": 0.0,
     "free_weight": 0.0, "choice_weight": 1.0, "penalty_weight": 0.0, "whole_blocks": False,
-    "fresh_noise": False,
+    "fresh_noise": False, "stride": 1,
 }  # fmt: skip
 
 

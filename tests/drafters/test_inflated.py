@@ -21,7 +21,7 @@ LAYERS, LARGE, WIDTH = 6, 13, 32
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), (20, 2, 20), (8, 8))
 CHAINS = (
     "layer-skip", "kangaroo", "eesd", "m2r2", "calm", "del", "depth-decay", "skip-layers", "swift",
-    "easyspec", "s3d", "pass", "k-forcing", "quantspec", "uno",
+    "easyspec", "s3d", "pass", "k-forcing", "quantspec", "uno", "jump",
 )  # fmt: skip
 TREES = ("layer-skip", "kangaroo", "m2r2", "hidden-transfer", "moa", "glide")
 CASES = [*((name, "chain") for name in CHAINS), *((name, "dynamic-tree") for name in TREES)]

@@ -34,7 +34,7 @@ from specctl_testing.runtime.states import opened_states
 CHAIN = make_policy({"policy": "chain", "length": 4})
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), (20, 2, 20), (8, 8))
 EXITS = ("layer-skip", "kangaroo", "eesd", "m2r2")
-SHARED = (*EXITS, "skip-layers", "depth-decay", "calm", "del")
+SHARED = (*EXITS, "skip-layers", "depth-decay", "calm", "del", "jump")
 MODELS = ("llama", "transformers", "gemma2")  # ours; its wrapper; windows
 CASES = [("llama", name, heat) for name in EXITS[:2] for heat in (0.0, 1.0)]
 CASES += [("llama", name, float(at % 2)) for at, name in enumerate(SHARED[2:])]

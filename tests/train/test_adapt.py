@@ -31,10 +31,11 @@ NAMELESS = {
     "falcon": {"lstm"},
     "lilicorr": {"lattice"},
     "uno": {"layers"},
+    "jump": {"layers"},
     **{name: {"tokens"} for name in ("k-forcing", "lexical-unit", "pass", "ppd", "s3d")},
 }
 # A random target is sure of nothing; a correction learns beside the block from the first step on.
-OPTIONS = {"lexical-unit": {"unit": 0.01}, "domino": {"base_weight": 0.5}}
+OPTIONS = {"lexical-unit": {"unit": 0.01}, "domino": {"base_weight": 0.5}, "jump": {"num_heads": 2}}
 FAMILIES = [name for name, family in families().items() if family.trainable]
 
 

@@ -25,6 +25,7 @@ from specctl.recipes.schema import Recipe, TrainPart
 from specctl.runtime.target.mtp_checkpoint import check_kind
 from specctl.train.assemble import check_states, family_options, trainable_family
 from specctl.train.data.context import check_context
+from specctl.train.data.written.writing_target import is_read_packed
 from specctl.train.features.capture import training_needs
 from specctl.train.features.kept import Form
 from specctl.train.features.remote_shards import is_url
@@ -78,6 +79,7 @@ class RunPlan:
     basis: str
     sources: tuple[SourceShare, ...] = ()
     added: int = 0  # numbers that joint training adds to the target, which it changes
+    remarks: tuple[str, ...] = ()  # of drafting with what is trained
 
     @property
     def cluster(self) -> Cluster:
@@ -132,6 +134,7 @@ class RunPlan:
             "parts": [part.to_json() for part in self.parts],
             "basis": self.basis,
             "data": [source.to_json() for source in self.sources],
+            **({"remarks": list(self.remarks)} if self.remarks else {}),
         }
 
 
@@ -181,6 +184,7 @@ def plan(
         steps=recipe.train.steps,
         sources=source_shares(recipe.data),
         added=counts.added,
+        remarks=tuple(drafter.remarks(spec is None and is_read_packed(recipe.target))),
         parts=(*elsewhere, *timed.parts),
         basis=timed.basis + (", without the time of servers" if elsewhere else ""),
     )

@@ -95,3 +95,17 @@ def test_writing_is_the_fullest_moment_where_the_copy_is_large(
     held = plan(recipe_of(), flops_per_second=1e9).held
     assert held.moment == "answers are written"
     assert held.host_bytes > 10**10
+
+
+@pytest.mark.parametrize("given", ["auto", "float32"])
+def test_a_plan_says_that_nothing_is_added_to_a_packed_file(
+    packed: Target, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """Whatever it is trained in: drafting reads the file anew."""
+    sets = [*SMALL, f"target.dtype={given}"]
+    (said,) = plan(load_recipe("uno", sets)).remarks
+    assert "--dtype float32" in said
+    assert plan(load_recipe("jump", [*sets, "drafter.options.rank=null"])).remarks == ()
+    monkeypatch.setattr(writing, "_packed_bytes", lambda *given: 0)
+    (said,) = plan(load_recipe("uno", [*sets, "vocab.size=2048"])).remarks
+    assert "2,048 of 6,144 ids" in said

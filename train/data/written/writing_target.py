@@ -42,6 +42,11 @@ def packed_copy(part: TargetPart) -> int:
     return _packed_bytes(part.name, part.revision) if is_as_stored else 0
 
 
+def is_read_packed(part: TargetPart) -> bool:
+    """Whether a CPU reads the target as its file packs it, where nobody names another dtype."""
+    return packed_copy(part.model_copy(update={"dtype": "auto"})) > 0
+
+
 def written_in(recipe: Recipe, target: Target) -> str:
     """The precision in which the target writes, under which its answers are kept."""
     return PACKED if writes_packed(recipe, target) else str(target.dtype)
