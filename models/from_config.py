@@ -40,9 +40,9 @@ def architecture_of(model: Any) -> dict[str, Any] | None:
     is_plain = is_plain and type(model) is MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not is_plain or getattr(config, "quantization_config", None):
         return None
-    told = json.loads(config.to_json_string(use_diff=True))
+    fields = json.loads(config.to_json_string(use_diff=True))
     known = _known(type(config))
-    found = {key: value for key, value in told.items() if key in known and key not in BESIDE}
+    found = {key: value for key, value in fields.items() if key in known and key not in BESIDE}
     return {**found, "model_type": config.model_type, "vocab_size": config.vocab_size}
 
 
