@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from specctl.api.families import family_infos
 from specctl.core.attention_only import AttentionOnly, borrowing, of_serving
+from specctl.core.errors import SpecctlError
+from specctl.core.model_folder import CONFIG
+from specctl.models.hf_spec import PLAIN_HEADS, has_state_layers
 from specctl.recipes.built_in import as_path_word
 from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.recipes.files import recipe_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.published import path_named
 from specctl.recipes.serve import check_in_parallel
+from specctl.recipes.targets import ResolvedTarget, resolve
+from specctl.runtime.target.checkpoint_folder import read_object
 
 
 def attention_only(
@@ -33,6 +39,40 @@ def attention_only(
     settings = {"parallel": parallel, "rule": rule}
     given = {name: value for name, value in settings.items() if value is not None}
     return tuple(found for one in drafters for found in _of_one(one, given, policy))
+
+
+def of_recipe(name: str) -> tuple[AttentionOnly, ...]:
+    """Of a recipe, as its training refuses a target."""
+    recipe = load_recipe(name)
+    serve = recipe.serve.model_dump()
+    return tuple(_of_settings(recipe.drafter.family, recipe.drafter.options, serve))
+
+
+def is_recurrent(target: str) -> bool:
+    """Whether the configuration of a target says that it has recurrent layers. The hub is left
+    alone: a repository that is not here counts as one of attention alone."""
+    folder = _config_folder(resolve(target))
+    if folder is None:
+        return False
+    named = read_object(folder / CONFIG).get("architectures") or [""]
+    if named[0] in PLAIN_HEADS:  # most are, and need no transformers to say so
+        return False
+    from specctl.runtime.target.checkpoint import check_config
+
+    with suppress(SpecctlError):  # loading it says what is wrong with it
+        return has_state_layers(check_config(folder, is_read_only=True))
+    return False
+
+
+def _config_folder(target: ResolvedTarget) -> Path | None:
+    """The folder on this machine that holds the configuration of a target, if there is one."""
+    if target.repo is not None:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(target.repo, CONFIG, revision=target.revision)
+        return Path(found).parent if isinstance(found, str) else None
+    path = target.path
+    return path if path is not None and (path / CONFIG).is_file() else None
 
 
 def _of_one(drafter: object, given: Mapping[str, Any], policy: object) -> Iterator[AttentionOnly]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
+from specctl.api.initial_shape import following_init
 from specctl.api.progress import Progress, as_reporter
 from specctl.api.recipe import RecipeLike, recipe_of
 from specctl.core.errors import FileError, RecipeError, SpecctlError
@@ -53,8 +54,8 @@ def derive_recipe(
     `result.choices` has each value with its reason."""
     from specctl.train.planning.derive import derive
 
-    made = recipe_of(recipe, target, settings)
     reporter = as_reporter(progress)
+    made = following_init(recipe_of(recipe, target, settings), reporter.warn)
     return derive(made, seconds_of(time), reporter, processes, before, engines_of)
 
 

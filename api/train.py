@@ -10,6 +10,7 @@ from typing import Any
 from accelerate import PartialState
 
 from specctl.api.failures import raises_user_errors
+from specctl.api.initial_shape import following_init
 from specctl.api.measurement import Measurement, run_words
 from specctl.api.preflight import check_allowed, check_out, check_run
 from specctl.api.progress import Progress, as_reporter, warnings_of
@@ -132,7 +133,7 @@ def train(
     reporter = as_reporter(progress)
     check_allowed(allow)
     model = in_memory(target)
-    made = recipe_of(recipe, model or target, settings)
+    made = following_init(recipe_of(recipe, model or target, settings), reporter.warn)
     if model is not None and model.device.type != PartialState().device.type:
         raise IncompatibleError(
             "the target is on another device than training",

@@ -3,7 +3,8 @@
 An ordinary Llama of few layers over the target's tokenizer; it reads tokens only, never features,
 so it works with any target of that tokenizer and as `assistant_model` in transformers. Row t
 predicts token t + 1 (A0). Depth costs latency and width hardly does, hence few and wide layers
-(arXiv 2402.01528).
+(arXiv 2402.01528). Any other causal LM of transformers takes the place of the Llama where
+`architecture` says so: recurrent and hybrid ones read each document of a packed row by itself.
 Letters: B rows, D hidden width, K draft vocabulary, R flat rows, S sequence, T fed tokens, V target
 vocabulary.
 """
@@ -11,7 +12,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, Family, Needs, Space
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.core.kv_cache import SlotKV
+from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 from specctl.core.row_part import RowPart
 from specctl.core.spec import ModelSpec
@@ -28,11 +29,12 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits, with_stretch
 from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
-from specctl.drafters.nets.options import CompareOptions
+from specctl.drafters.nets.options import ADDED, CompareOptions
 from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.recurrent_lm_state import FILL_CHUNK, RecurrentLmState
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.models.from_config import WHERE, lm_from, move, tied_names
 from specctl.models.rope import rope_of
 
 
@@ -43,7 +45,8 @@ class SmallLmOptions(CompareOptions):
     LM head (a trimmed head is never tied). With drafter.init = "target" all sizes but the depth
     follow the target, and `from_layers` says which of its layers are kept (None: evenly spaced,
     with the first and the last). `head_groups` splits the LM head's rows, of which the `head_top`
-    best groups are read (CORAL)."""
+    best groups are read (CORAL). `architecture`: keys of a config.json with their `model_type`, in
+    place of all sizes: any causal language model of transformers, recurrent ones as well."""
 
     layers: int | None = None
     width: int | None = None
@@ -61,10 +64,13 @@ class SmallLmOptions(CompareOptions):
     rope_theta: float | None = None
     head_groups: int | None = None
     head_top: int = 4
+    architecture: dict[str, Any] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         CompareOptions.__post_init__(self)
         check_routing(self.head_groups, self.head_top)
+        if self.architecture is not None:
+            self._check_alone()
         for name in ("layers", "width", "heads", "kv_heads", "head_dim", "intermediate", "window"):
             size, most = getattr(self, name), 1_000 if name == "layers" else 1_000_000
             if size is not None and not 1 <= size <= most:
@@ -86,6 +92,34 @@ class SmallLmOptions(CompareOptions):
                 expected="ascending layer numbers of the target, one per layer of the draft",
                 do="leave drafter.options.layers out",
             )
+
+    def _check_alone(self) -> None:
+        """Refuse what an `architecture` would leave without effect, or what cannot read it."""
+        if type(self) is not SmallLmOptions:
+            raise RecipeError(
+                "this family drafts with a Llama-shaped model alone",
+                where=WHERE,
+                found=str((self.architecture or {}).get("model_type"))[:80],
+                expected=f"family {SmallLm.family} beside an architecture",
+                do=f"--set drafter.family={SmallLm.family}, or leave architecture out",
+            )
+        usual = SmallLmOptions()
+        given = [name for name in LLAMA_ONLY if getattr(self, name) != getattr(usual, name)]
+        if given:
+            raise RecipeError(
+                "the architecture says every size of the draft",
+                where=f"drafter.options.{given[0]}",
+                found=f"{given[0]} beside architecture",
+                expected="one of the two",
+                do=f"leave {given[0]} out, or set it in the architecture by its own name",
+            )
+
+
+LLAMA_ONLY = (  # options that an `architecture` takes the place of, or has no part for
+    "layers", "width", "heads", "kv_heads", "head_dim", "intermediate", "tied", "qk_norm",
+    "from_layers", "attention_bias", "output_bias", "window", "norm_eps", "rope_theta",
+    "head_groups", "head_rank",
+)  # fmt: skip
 
 
 def draft_shape(options: SmallLmOptions, spec: ModelSpec, vocab: VocabMap | None) -> LlamaShape:
@@ -160,6 +194,29 @@ def _draft_spec(shape: LlamaShape, target: ModelSpec) -> ModelSpec:
     )
 
 
+def _own_ids(lm: LanguageModel, spec: ModelSpec) -> VocabMap | None:
+    """The ids of a model that has fewer than the target, padded otherwise; None: all."""
+    size = lm.spec.vocab_size
+    if size >= spec.vocab_size:
+        return None
+    return VocabMap(torch.arange(size, device=lm.device), spec.vocab_size)
+
+
+def _whole_vocab(lm: LanguageModel, spec: ModelSpec, vocab: VocabMap | None) -> VocabMap | None:
+    """The vocabulary of a draft whose LM head has a row for each of its ids."""
+    own = _own_ids(lm, spec)
+    size = spec.vocab_size if own is None else own.size
+    if vocab is not None and vocab.size != size:
+        raise RecipeError(
+            "only a Llama-shaped draft model has an LM head for part of the vocabulary",
+            where="vocab.size",
+            found=f"{vocab.size:,} of {spec.vocab_size:,} ids, with {WHERE}",
+            expected="the whole vocabulary",
+            do="--set vocab.size=null",
+        )
+    return own
+
+
 class WholeRows(SlotKV):
     """What the layers of a forward over a stretch of rows attend to: keys and values of whole rows,
     gathered as they come. It keeps nothing."""
@@ -189,6 +246,9 @@ class SmallLm(Drafter):
         vocab: VocabMap | None = None,
         lm: LanguageModel | None = None,
     ) -> None:
+        if lm is None and options.architecture is not None:
+            lm = lm_from(options.architecture, spec.vocab_size)
+            vocab = _whole_vocab(lm, spec, vocab)
         super().__init__(options, spec, vocab)
         if lm is None:
             shape = draft_shape(options, spec, vocab)
@@ -206,10 +266,7 @@ class SmallLm(Drafter):
     def from_lm(cls, lm: LanguageModel, spec: ModelSpec) -> SmallLm:
         """A loaded language model as drafter. A vocabulary padded differently from the target's is
         accepted: surplus rows are never drafted, missing ids are treated as cut."""
-        vocab = None
-        if lm.spec.vocab_size < spec.vocab_size:
-            vocab = VocabMap(torch.arange(lm.spec.vocab_size, device=lm.device), spec.vocab_size)
-        return cls(SmallLmOptions(), spec, vocab, lm)
+        return cls(SmallLmOptions(), spec, _own_ids(lm, spec), lm)
 
     @property
     def head_width(self) -> int | None:
@@ -224,9 +281,25 @@ class SmallLm(Drafter):
             self.router.arrange(head_rows(borrowed, self.vocab))
         self._is_fresh = False
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Of tied weights the first."""
+        found, again = super().tensors(), self._tied()
+        return {name: tensor for name, tensor in found.items() if name not in again}
+
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_tensors(tensors)
+        tied = self._tied().items()
+        also = {name: tensors[first] for name, first in tied if first in tensors}
+        super().load_tensors({**tensors, **also})
         self._is_fresh = False
+
+    def _tied(self) -> Mapping[str, str]:
+        return {} if isinstance(self.module, LlamaModel) else tied_names(self.module)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Drafter:
+        if not isinstance(self.module, LlamaModel):
+            move(self.module, device, dtype)
+            dtype = None
+        return super().to(device, dtype)
 
     def open(self, space: Space) -> LmState:
         return RecurrentLmState(self, space) if self.lm.state_bytes else LmState(self, space)
@@ -338,8 +411,27 @@ class VocabRestrictedLM(LanguageModel):
     def borrowed(self) -> Borrowed:
         return self.lm.borrowed()
 
-    def new_kv(self, num_slots: int, max_len: int) -> SlotKV:
-        return self.lm.new_kv(num_slots, max_len)
+    @property
+    def state_bytes(self) -> int:
+        return self.lm.state_bytes
+
+    @property
+    def pending_bytes(self) -> int:
+        return self.lm.pending_bytes
+
+    @property
+    def kv_layers(self) -> tuple[KVShape, ...]:
+        return self.lm.kv_layers
+
+    @property
+    def kv_devices(self) -> tuple[torch.device, ...]:
+        return self.lm.kv_devices
+
+    def document_masks(self, document_BS: Tensor) -> Masks:
+        return self.lm.document_masks(document_BS)
+
+    def cache_of(self, num_slots: int, max_len: int, dtype: torch.dtype) -> SlotKV:
+        return self.lm.cache_of(num_slots, max_len, dtype)
 
 
 FAMILY = Family(

@@ -26,6 +26,7 @@ from specctl.core import language_model
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
+from specctl.core.only_shapes import has_only_shapes
 from specctl.core.slot_state import StateShape
 from specctl.core.sub_layers import SubLayers
 from specctl.models.as_published import is_head_changed, own_attention
@@ -230,7 +231,7 @@ class HfLM(LanguageModel):
         self._lends = False
         self._shown: set[tuple[int, ...]] = set()  # layers whose `key_value` has been tried
         self._absorbs = False  # latents are read as they are: only where that has been tried
-        if kv_layers or self.embedding.is_meta:
+        if kv_layers or self.embedding.is_meta or has_only_shapes():
             self._implementation = _choose_attention(model)
         else:
             self._try(model)

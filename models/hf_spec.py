@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -39,6 +40,16 @@ LOGIT_DIVISOR = "logits_mup_width_multiplier"
 HEAD_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 USUAL_HEAD = 64  # width of a head, for drafters of a model that has no heads itself
 ALIBI = ("bloom", "mpt")  # no switch says so in their configurations
+KERNELS = logging.getLogger("transformers.integrations.hub_kernels")
+
+
+def _is_no_hint(record: logging.LogRecord) -> bool:
+    """Whether it is no advice to install a fused scan: rounds do not call these, and training is
+    said to gain from them in docs/targets.md."""
+    return "falling back to its reference" not in record.getMessage()
+
+
+KERNELS.addFilter(_is_no_hint)  # a filter that is there already is not added again
 
 
 def field_of(config: Any, name: str, default: Any = None) -> Any:

@@ -10,7 +10,6 @@ A picked row is a document. Letters: B rows, Q picked rows, S sequence, T fed to
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +23,6 @@ from specctl.models.hf_lm import HfLM
 from specctl.models.hf_spec import refuse_stateful
 
 NO_KV = (KVShape(0, 0, 0, 0),)
-KERNELS = logging.getLogger("transformers.integrations.hub_kernels")
-
-
-def _is_no_hint(record: logging.LogRecord) -> bool:
-    """Whether it is no advice to install a fused scan: rounds do not call these, and training is
-    said to gain from them in docs/targets.md."""
-    return "falling back to its reference" not in record.getMessage()
-
-
-KERNELS.addFilter(_is_no_hint)  # a filter that is there already is not added again
 
 
 @dataclass(frozen=True, slots=True)

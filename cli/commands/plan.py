@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.api.derive import is_derived
+from specctl.api.initial_shape import following_init
 from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
@@ -111,6 +112,7 @@ def plan(
     if scaling:
         plan_scaling(console, loaded, run.folder(loaded), run)
         return
+    loaded = following_init(loaded, console.warn)
     if cluster is not None:
         for each in runs_of(loaded):
             check_rows(each.train.rows, each.train.groups(cluster.processes))

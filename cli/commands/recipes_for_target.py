@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specctl.api.attention_only import is_recurrent, of_recipe
 from specctl.api.families import family_infos
 from specctl.api.models_here import drafts_for
 from specctl.cli.app.console import Console
@@ -56,6 +57,8 @@ class TargetChoices:
 
 def fitting(target: str, made: Sequence[RecipeInfo], every: Sequence[RecipeInfo]) -> TargetChoices:
     """What fits a target, for which these of all recipes were `made`."""
+    if is_recurrent(target):  # what its rounds would refuse is left out
+        every = [info for info in every if not of_recipe(info.name)]
     infos = {info.name: info for info in every}
     is_embedded = is_same(target, EMBEDDED)
     own = sorted(made, key=lambda info: usual_first(info.name, info.family))
@@ -115,7 +118,10 @@ def _methods(target: str, infos: dict[str, RecipeInfo]) -> Iterator[FittingChoic
 def _usual_first(infos: dict[str, RecipeInfo], usual: Sequence[str]) -> list[RecipeInfo]:
     """All recipes: the usual ones, then those called like their family, then the others."""
     rest = sorted(infos.values(), key=lambda info: (info.name != info.family, info.name))
-    return [*(infos[name] for name in usual), *(i for i in rest if i.name not in usual)]
+    return [
+        *(infos[name] for name in usual if name in infos),
+        *(i for i in rest if i.name not in usual),
+    ]
 
 
 # -- printed ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specctl.api.derive import is_derived, read_by
+from specctl.api.initial_shape import following_init
 from specctl.api.measurement import ESTIMATED
 from specctl.api.preflight import (
     BEFORE,
@@ -55,6 +56,7 @@ def run_training(
     if flags.offline:
         go_offline()
     check_allowed(flags.allow or ())
+    recipe = following_init(recipe, console.warn)
     if is_launched():
         watch_front()
     has_more = "data" in (flags.allow or ())

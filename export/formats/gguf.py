@@ -19,7 +19,13 @@ from torch import Tensor
 
 from specctl.core.errors import SpecctlError
 from specctl.export.formats import TARGET, ExportSource, Format
-from specctl.export.formats.hf import compare_logits, own_logits, probe_ids, widened
+from specctl.export.formats.hf import (
+    compare_logits,
+    own_logits,
+    probe_ids,
+    refuse_other_architectures,
+    widened,
+)
 from specctl.export.layouts.blocks import check_confidence, mask_row
 from specctl.export.layouts.engines import draft_length, gate
 from specctl.export.layouts.llama_cpp import blocks, eagle3, library
@@ -77,6 +83,8 @@ def fits(source: ExportSource) -> None:
         eagle3.refuse(source)
     elif source.manifest.family in BLOCKS:
         blocks.refuse(source)
+    else:
+        refuse_other_architectures(source)
 
 
 def layout(source: ExportSource) -> object:

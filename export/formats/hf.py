@@ -3,6 +3,7 @@
 
 The vocabulary always has one row per target token (engines compare the two sizes). A trimmed draft
 is scattered back; see `specctl.export.layouts.widen` for why the cut rows can never be drafted.
+One of another architecture is written as transformers keeps it, with as many rows as it has.
 Letters: B rows, K draft vocabulary, S sequence, T fed tokens, V target vocabulary.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,39 +38,77 @@ from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.pretrained import inspect_folder, quietly
 from specctl.export.package.tensors import compare_tensors, write_tensors
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.models.from_config import move
 from specctl.runtime.target.checkpoint_folder import from_folder
 from specctl.runtime.target.save_target import write_tokenizer
 
 
 def write(source: ExportSource, folder: Path) -> None:
-    wide = widened(source)
-    write_tensors(wide.tensors, folder / WEIGHTS)
+    plain = _plain(source)
+    write_tensors(plain.tensors, folder / WEIGHTS)
     if source.target.tokenizer is not None:
         write_tokenizer(source.target.tokenizer, folder)
-    dump_json(config_of(wide.shape, source), folder / "config.json")
+    dump_json(plain.config, folder / "config.json")
     dump_json(_generation_config(source), folder / "generation_config.json")
     list_files(folder)  # no tokenizer may have written anything but plain files
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """What a transformers folder holds: weights and config.json."""
+
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+
+
+def _plain(source: ExportSource) -> _Plain:
+    drafter = source.drafter
+    if isinstance(drafter.module, LlamaModel):
+        wide = widened(source)
+        return _Plain(wide.tensors, config_of(wide.shape, source))
+    architecture = drafter.options.architecture
+    if architecture is None:
+        raise IncompatibleError(
+            "this draft cannot be written as a transformers folder",
+            found=type(drafter.module).__name__,
+            expected="a draft that was trained, pruned or packaged by specctl",
+            do="--to specctl, or use the transformers folder that the draft came from",
+        )
+    assert drafter.module is not None
+    more = {"architectures": [type(drafter.module).__name__], "use_cache": True}
+    more |= {"vocab_size": drafter.lm.spec.vocab_size} if isinstance(drafter, SmallLm) else {}
+    config = {**architecture, **more, **special_ids(source), **dtype_fields(source)}
+    return _Plain(_own_tensors(source), config)
+
+
+def refuse_other_architectures(source: ExportSource) -> None:
+    """Raise where a format holds Llama-shaped drafts alone."""
+    if isinstance(source.drafter, SmallLm) and not isinstance(source.drafter.module, LlamaModel):
+        raise IncompatibleError(
+            "this format holds Llama-shaped drafts alone",
+            found=type(source.drafter.module).__name__,
+            expected="a draft trained without an architecture of its own",
+            do="--to hf or --to specctl",
+        )
 
 
 def widened(source: ExportSource) -> Widened:
     """The draft over the target's whole vocabulary, in the dtype of the package."""
     drafter = source.drafter
     assert isinstance(drafter, SmallLm)
-    if not isinstance(drafter.module, LlamaModel):
-        raise IncompatibleError(
-            "only a Llama-shaped draft can be written as a transformers folder",
-            found=type(drafter.module).__name__,
-            expected="a draft trained or pruned by specctl",
-            do="--to specctl, or use the transformers folder that the draft came from",
-        )
+    refuse_other_architectures(source)
+    assert isinstance(drafter.module, LlamaModel)
+    kept_K = None if drafter.vocab is None else drafter.vocab.ids_K.cpu()
+    return widen(drafter.module.shape, _own_tensors(source), kept_K)
+
+
+def _own_tensors(source: ExportSource) -> dict[str, Tensor]:
     dtype = getattr(torch, source.manifest.dtype)
-    tensors = {
+    return {
         n: t.detach().to("cpu", dtype, copy=True).contiguous()
-        for n, t in drafter.tensors().items()
+        for n, t in source.drafter.tensors().items()
         if not n.startswith(PREFIX)  # the whole head is written, a router has no place there
     }
-    kept_K = None if drafter.vocab is None else drafter.vocab.ids_K.cpu()
-    return widen(drafter.module.shape, tensors, kept_K)
 
 
 def config_of(shape: LlamaShape, source: ExportSource) -> dict[str, Any]:
@@ -139,8 +179,7 @@ def check(source: ExportSource, folder: Path) -> None:
     """Read the folder back: the same tensors, the same logits in transformers, cut rows below."""
     check_files(folder)
     inspect_folder(folder)
-    wide = widened(source)
-    compare_tensors(wide.tensors, load_file(folder / WEIGHTS))
+    compare_tensors(_plain(source).tensors, load_file(folder / WEIGHTS))
     ids_1S = probe_ids(source)
     compare_logits(source, _their_logits(folder, ids_1S), own_logits(source, ids_1S), _gate)
 
@@ -175,8 +214,12 @@ def own_logits(source: ExportSource, ids_1S: Tensor) -> Tensor:
     """[1, S, K] logits of the draft by our own forward, in float64 on the CPU."""
     drafter = source.drafter
     assert isinstance(drafter, SmallLm)
-    assert isinstance(drafter.module, LlamaModel)
-    lm = FastLlama(copy.deepcopy(drafter.module).to("cpu", torch.float64), drafter.lm.spec)
+    copied = copy.deepcopy(drafter.module)
+    if not isinstance(copied, LlamaModel):
+        move(copied, torch.device("cpu"), torch.float64)
+        with torch.no_grad():
+            return drafter.draft_logits(copied(ids_1S, use_cache=False).logits)
+    lm = FastLlama(copied.to("cpu", torch.float64), drafter.lm.spec)
     document_1S, position_1S = torch.zeros_like(ids_1S), torch.arange(ids_1S.shape[1])[None]
     with torch.no_grad():
         out = lm.dense(ids_1S, position_1S, lm.document_masks(document_1S))
@@ -206,6 +249,9 @@ def _gate(found: str, expected: str) -> GateError:
 
 def serve(source: ExportSource, folder: str) -> tuple[str, ...]:
     length = draft_length(source)
+    if isinstance(source.drafter, SmallLm) and source.drafter.lm.state_bytes:
+        # The engines below take drafts of attention alone.
+        return (shlex.join(["specctl", "generate", "--target", TARGET, "--draft", folder]),)
     mlx = ["mlx_lm.generate", "--model", TARGET, "--draft-model", folder]
     mlx += ["--num-draft-tokens", str(length), "--prompt", "def main("]
     return (

@@ -82,5 +82,6 @@ FORMAT = Format(
     check=check,
     serve=serve,
     notes=notes,
+    fits=hf.refuse_other_architectures,
     ready=ready,
 )

@@ -44,6 +44,8 @@ def fits(source: ExportSource) -> None:
         eagle3.refuse(source)
     elif source.manifest.family == "dflash":
         dflash.refuse(source)
+    else:
+        hf.refuse_other_architectures(source)
 
 
 def write(source: ExportSource, folder: Path) -> None:

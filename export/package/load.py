@@ -51,6 +51,8 @@ from specctl.export.package.manifest import (
 from specctl.export.package.padding import DrafterParts, padded_parts, padded_small_lm
 from specctl.export.package.target_rows import check_target_rows, with_target_rows
 from specctl.export.package.tensors import MAP_NAMES, read_tensors, widest_float
+from specctl.models.from_config import config_of
+from specctl.runtime.target.checkpoint_folder import check_counts, check_size, refuse_code
 from specctl.runtime.target.target import Target
 
 # Options that count modules, and how many may share a tensor.
@@ -88,6 +90,7 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
         _check_eos(manifest, vocab, target, allow)
     _check_modest(manifest, len(tensors))
     options = parse_options(family, manifest.options)
+    _check_architecture(manifest, tensors)
     own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}
     own = with_target_rows(manifest, own, vocab, target)
     size = manifest.vocabulary.target_size if target is None else target.spec.vocab_size
@@ -233,6 +236,19 @@ def _check_modest(manifest: Manifest, num_tensors: int) -> None:
                     do="get the package again",
                     where=f"{MANIFEST}:options",
                 )
+
+
+def _check_architecture(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """A configuration in a package is looked at like the config.json of a folder."""
+    architecture = manifest.options.get("architecture")
+    if not isinstance(architecture, dict):
+        return
+    where = f"{MANIFEST}:options.architecture"
+    refuse_code(architecture, where)
+    check_counts(architecture, where)
+    with _building():
+        config = config_of(architecture, manifest.vocabulary.target_size)
+        check_size(config, [tuple(t.shape) for t in tensors.values()], where)
 
 
 def _tensors(manifest: Manifest, folder: Path) -> dict[str, Tensor]:

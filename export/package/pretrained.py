@@ -30,6 +30,7 @@ from specctl.export.package.files import (
 from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
+from specctl.models.from_config import architecture_of
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.target import hub
 from specctl.runtime.target.adapter import read_adapters, with_adapters
@@ -65,9 +66,11 @@ def load_pretrained(path: Path, target: Target, allow: Sequence[str] = ()) -> Dr
 
 
 def described(drafter: SmallLm) -> SmallLm:
-    """The drafter with options that say its shape, so that a trimmed one can be packaged."""
+    """The drafter with options that say its shape, so that it can be packaged and trained on."""
     if isinstance(drafter.module, LlamaModel):
         drafter.options = SmallLmOptions(**options_of(drafter.module.shape, drafter.spec))
+    else:
+        drafter.options = SmallLmOptions(architecture=architecture_of(drafter.module))
     return drafter
 
 

@@ -69,7 +69,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     config = read_object(folder / "config.json")
     refuse_named_code(folder)
     _refuse_other_weights(folder, config)
-    _check_counts(config, str(folder / "config.json"))
+    check_counts(config, str(folder / "config.json"))
     return config
 
 
@@ -197,7 +197,7 @@ def _refuse_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_counts(config: Mapping[str, Any], where: str) -> None:
+def check_counts(config: Mapping[str, Any], where: str) -> None:
     """Sizes of a model that somebody could have trained."""
     for key, value in _entries(config):
         if isinstance(value, bool) or not isinstance(value, int):

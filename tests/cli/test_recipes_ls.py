@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specctl.api.families import family_infos
 from specctl.cli.app.console import Console
 from specctl.recipes.files import recipe_names
 from specctl.recipes.made_for import is_same, made_for
@@ -113,6 +115,22 @@ def test_a_gguf_file_is_offered_nothing_that_reads_other_weights(run: Run, tiny_
     names = {choice["name"] for choice in result["no_training"]}
     assert "prompt-lookup" in names
     assert "quantspec" not in names
+
+
+def test_a_target_with_recurrent_layers_is_offered_what_it_does_not_refuse(
+    run: Run, tmp_path: Path
+) -> None:
+    kinds = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+    config = {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], **kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("recipes", "ls", "--target", tmp_path, "--json").json["result"]
+    free = {choice["name"] for choice in result["no_training"]}
+    methods = {choice["name"] for choice in result["methods"]}
+    assert {"prompt-lookup", "token-recycling"} <= free
+    assert {"eagle3", "medusa", "distill"} <= methods
+    borrowing = {name for name, info in family_infos().items() if info.borrows_layers}
+    assert len(borrowing) > 10
+    assert not borrowing & (free | methods)
 
 
 def test_no_draft_without_training_has_options_of_the_embedded_target(run: Run) -> None:

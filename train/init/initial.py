@@ -137,19 +137,36 @@ def check_fit(part: DrafterPart, spec: ModelSpec, initial: Initial | None) -> No
     if initial is None or initial.name == TARGET:
         return
     source, kind = initial.drafter, family(part.family)
-    if isinstance(source, SmallLm) and not isinstance(source.module, LlamaModel):
-        raise IncompatibleError(
-            "the initial weights are of an architecture that is not trained here",
-            found=type(source.module).__name__,
-            expected="a drafter trained here, or a Llama, Mistral or Qwen folder",
-            do=f"draft with it as it is: --draft {initial.name}",
-            where="drafter.init",
-        )
+    _check_architecture(part, initial)
     with torch.device("meta"):
         vocab = None if source.vocab is not None and source.vocab.is_prefix else source.vocab
         drafter = kind.build(family_options(kind, part), spec, vocab)
     tensors = fitting_vocab(source, source.tensors(), spec.vocab_size)
     check_shapes(drafter, source, tensors, frozenset({"lm_head.weight"}))
+
+
+def _check_architecture(part: DrafterPart, initial: Initial) -> None:
+    """Refuse loaded weights of an architecture that is no Llama and not the recipe's own."""
+    source = initial.drafter
+    if not isinstance(source, SmallLm) or isinstance(source.module, LlamaModel):
+        return
+    theirs = source.options.architecture
+    if theirs is None:
+        raise IncompatibleError(
+            "the initial weights are of an architecture that is not trained here",
+            found=f"{type(source.module).__name__}, quantised or with an adapter",
+            expected="the plain weights of a causal language model of transformers",
+            do=f"draft with it as it is: --draft {initial.name}",
+            where="drafter.init",
+        )
+    if part.options.get("architecture") != theirs:
+        raise IncompatibleError(
+            "the initial weights are of another architecture than the recipe's draft",
+            found=f"a {theirs['model_type']} in {initial.name}",
+            expected="drafter.options.architecture as in the config.json of that folder",
+            do="leave architecture and all sizes out of drafter.options: the folder says them",
+            where="drafter.options.architecture",
+        )
 
 
 def initialise(drafter: Drafter, initial: Initial, data: TokenData) -> None:
@@ -301,7 +318,9 @@ def fitting_vocab(
 ) -> dict[str, Tensor]:
     """The tensors with as many rows as the target has ids, in heads as many as the drafter keeps
     (`kept`, None for all): models of one family pad one vocabulary to different sizes (Qwen2.5 0.5B
-    and 7B)."""
+    and 7B). Of an architecture of its own the rows are as many as that says."""
+    if isinstance(source, SmallLm) and source.options.architecture is not None:
+        return dict(tensors)
     head = size if kept is None else kept
     if not isinstance(source.module, LlamaModel):
         own = None if source.vocab is None or not source.vocab.is_prefix else source.vocab.size
