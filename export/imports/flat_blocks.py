@@ -77,8 +77,8 @@ def read(published: Published, target: Target) -> Imported:
     refuse_variants(settings, **OF_SPARK)
     for key in SPARK_KEYS:
         if body.get(key, settings.get(key)) != settings.get(key):
-            found = f"{key}: {body[key]}, and {settings[key]} in dflash_config"
-            raise refused("config.json says two things of the head", found, "one", REPAIR, key)
+            both = f"{key}: {body[key]}, and {settings[key]} in dflash_config"
+            raise refused("config.json says two things of the head", both, "one", REPAIR, key)
     kind = HEADS[settings.get("markov_head_type") or "vanilla"]
     own = {"rank": number_of(settings, "markov_rank"), "correction": kind}
     keys = {key: settings[key] for key in SPARK_KEYS if key in settings}

@@ -28,7 +28,9 @@ def test_every_route_but_health_asks_for_a_key() -> None:
                 continue
             assert response.status_code == 401, (method, path, name)
             assert response.headers["www-authenticate"]
-            if method != "HEAD":
+            if path.startswith("/v1/messages"):
+                assert response.json()["error"]["type"] == "authentication_error"
+            elif method != "HEAD":
                 assert error_of(response)["code"] == "invalid_api_key"
 
 
