@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -203,10 +204,10 @@ class SharedKv(FeatureDrafter):
                 self.router.arrange(net.lm_head.weight)
         self._is_fresh = False
 
-    def trimmed(self, vocab: VocabMap) -> SharedKv:
+    def trimmed(self, vocab: VocabMap) -> Self:
         weights, options = cut_router(self.module, self.options, self.vocab, vocab)
         weights["lm_head.weight"] = cut_rows(weights["lm_head.weight"], self.vocab, vocab)
-        small = SharedKv(options, self.spec, vocab)
+        small = type(self)(options, self.spec, vocab)
         small.module.to(weights["lm_head.weight"])
         small.module.load_state_dict(weights)
         small.borrowed, small._is_fresh = self.borrowed, self._is_fresh
