@@ -66,7 +66,7 @@ class AssistantReader:
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: ExportSource
     ) -> None:
         text = dict(config["text_config"])
-        self.kinds, self.window = tuple(text["layer_types"]), text.get("sliding_window")
+        self.kinds, self.window = tuple(text["layer_types"]), int(text.get("sliding_window") or 0)
         self.model = AutoModel.from_config(_behind_makers(text)).double().eval()
         self.model.set_attn_implementation("eager")
         self.tensors = {name: x.double() for name, x in tensors.items() if x.is_floating_point()}
