@@ -14,7 +14,7 @@ the position and sees what the target cached up to it.
 `head_groups` are what Gemma calls ordered embeddings: `head_top` clusters of tokens are scored, all
 others are -inf. (transformers gives those a finite score below the smallest; as a distribution to
 verify against, that would name tokens that were never drawn from.)
-Letters: B rows, D hidden width, E head width, K draft vocabulary, O width of the layers, S
+Letters: B rows, D hidden width, E head width, K draft vocabulary, O output width, S
 sequence, T fed tokens.
 """
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -203,10 +204,10 @@ class SharedKv(FeatureDrafter):
                 self.router.arrange(net.lm_head.weight)
         self._is_fresh = False
 
-    def trimmed(self, vocab: VocabMap) -> SharedKv:
+    def trimmed(self, vocab: VocabMap) -> Self:
         weights, options = cut_router(self.module, self.options, self.vocab, vocab)
         weights["lm_head.weight"] = cut_rows(weights["lm_head.weight"], self.vocab, vocab)
-        small = SharedKv(options, self.spec, vocab)
+        small = type(self)(options, self.spec, vocab)
         small.module.to(weights["lm_head.weight"])
         small.module.load_state_dict(weights)
         small.borrowed, small._is_fresh = self.borrowed, self._is_fresh

@@ -9,7 +9,7 @@ with scores that are not divided by the root of the head width, a gated MLP with
 stored factor s (`layer_scalar`). In front stands x = W cat(embedding, state), behind the layers a
 norm; the LM head reads what leaves it, and a projection of it back to the width of the target's
 state is fed back.
-Letters: B rows, D hidden width, E head width, O width of the layers, T fed tokens, X any axes.
+Letters: B rows, D hidden width, E head width, O output width, T fed tokens, X any axes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Every node of a round looks at the known tokens alone, from the position of the 
 looked at is read once a round, from the target's own cache where the engine gives it. A node is
 the token and the state that its parent fed back: any tree may grow, and nothing has to be repaired
 after it.
-Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes.
+Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, O
+output width.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing is taken for granted: every key that says what the layers are must be there. Each of its
 layers reads the last layer of its kind, sliding or full, that keeps keys and values in the target.
-Letters: G clusters, O width of the layers, V target vocabulary.
+Letters: G groups, O output width, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class GivenKv(LanguageModel):
         self, state: Mapping[int, Tensor], position_BT: Tensor
     ) -> dict[int, tuple[Tensor, Tensor]]:
         at_T = position_BT[0]
-        return {i: tuple(x[:, :, at_T] for x in self.pairs[i]) for i in state}  # type: ignore[misc]
+        known = {i: pair for i, pair in self.pairs.items() if i in state}
+        return {i: (key[:, :, at_T], value[:, :, at_T]) for i, (key, value) in known.items()}
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         raise AssertionError("nothing is computed of it")

@@ -96,7 +96,8 @@ def their_logits(model: Any, target: Target, text: list[int], drafted: list[int]
     """[N + 1, V]: transformers' assistant behind a text and behind each drafted token, beside the
     states and the cache of transformers' own target. Tokens that it masks are -inf."""
     read_1T = torch.tensor([text[:-1]])
-    theirs = target.lm.module
+    lm: Any = target.lm
+    theirs = lm.module
     theirs.set_attn_implementation("eager")
     out = theirs(read_1T, output_hidden_states=True, use_cache=True, return_shared_kv_states=True)
     shown = dict(out.shared_kv_states or {})
@@ -115,5 +116,5 @@ def their_logits(model: Any, target: Target, text: list[int], drafted: list[int]
         if model.masked_embedding is not None:
             logits_V = logits_V.masked_fill(logits_V == logits_V.min(), -torch.inf)
         said.append(logits_V)
-    target.lm.module.set_attn_implementation(target.lm._implementation)  # type: ignore[attr-defined]
+    theirs.set_attn_implementation(lm._implementation)
     return torch.stack(said)
