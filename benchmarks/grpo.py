@@ -1,12 +1,12 @@
 """GRPO with a drafter that follows the policy: TRL trains, specctl writes the rollouts.
 
-The embedded target learns to write Python that parses: the reward is the share of a completion's
-lines up to which prompt and completion are a program. Every rollout is drafted, verified with the
-policy of that moment; every `--every` steps of the policy the drafter learns `--follow` steps on
-the newest rollouts. At the end tau is measured on held-out prompts, with the policy that came out:
-of the drafter of the beginning, of the one that has followed, and of a control that has learned as
-many steps on rollouts of the policy of the beginning. Mean +- standard error, differences paired
-over prompts.
+The embedded target learns to write lines of Python that parse: the reward is the share of a
+completion's lines that are a statement, or the first line of one. Every rollout is drafted and
+verified with the policy of that moment; every `--every` steps of the policy the drafter learns
+`--follow` steps on the newest rollouts. At the end tau is measured on held-out prompts, with the
+policy that came out: of the drafter of the beginning, of the one that has followed, and of a
+control that has learned as many steps on rollouts of the policy of the beginning. Mean +- standard
+error, differences paired over prompts.
 
     pip install trl==1.16.0
     python benchmarks/grpo.py --out runs/grpo
@@ -61,21 +61,25 @@ class RolloutFunction:
         }
 
 
-def parses(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+def parses(completions: Sequence[str], **_: Any) -> list[float]:
     """The reward of each completion, 0 to 1."""
-    return [longest_program(*pair) for pair in zip(prompts, completions, strict=True)]
+    return [statements(completion) for completion in completions]
 
 
-def longest_program(prompt: str, completion: str) -> float:
-    """The share of the completion's whole lines up to which it is a program."""
-    lines = completion.splitlines(keepends=True)
-    for count in range(len(lines), 0, -1):
+def statements(text: str) -> float:
+    """The share of the lines, empty ones aside, that are a statement or begin one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return sum(map(is_statement, lines)) / max(1, len(lines))
+
+
+def is_statement(line: str) -> bool:
+    for whole in (line, f"{line} pass", f"{line}\n  pass"):
         try:
-            ast.parse(prompt + "".join(lines[:count]))
+            ast.parse(whole)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             continue
-        return count / len(lines)
-    return 0.0
+        return True
+    return False
 
 
 def policy_of(name: str) -> tuple[Any, Any]:
@@ -193,7 +197,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="recipes/tiny", help="a folder of transformers")
     parser.add_argument("--draft", help="a package for it; one is trained if it is left out")
     parser.add_argument("--draft-steps", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=24, help="of the policy")
+    parser.add_argument("--steps", type=int, default=20, help="of the policy")
     parser.add_argument("--every", type=int, default=2, help="steps of the policy")
     parser.add_argument("--follow", type=int, default=6, help="steps of the drafter; 0: frozen")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
@@ -205,8 +209,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--measured", type=int, default=40, help="held-out prompts")
-    parser.add_argument("--measured-tokens", type=int, default=48)
+    parser.add_argument("--measured", type=int, default=32, help="held-out prompts")
+    parser.add_argument("--measured-tokens", type=int, default=40)
     parser.add_argument("--no-control", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -21,12 +21,9 @@ def grpo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("grpo")
 
 
-def test_the_reward_is_the_share_of_lines_that_are_a_program(grpo: ModuleType) -> None:
-    found = grpo.parses(
-        ["if x:\n", "a = [\n", "x = 1\n", "x = "],
-        ["    y = 1\n    z = 2\nelse\n  :\n", "1, 2\n", "", "1\n"],
-    )
-    assert found == [0.5, 0.0, 0.0, 1.0]
+def test_the_reward_is_the_share_of_lines_that_are_statements(grpo: ModuleType) -> None:
+    found = grpo.parses(["if x:\n\n    y = 1\n", "a = [\nb = 2\n", "", "x = = 1"])
+    assert found == [1.0, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.skipif(not HAS_TRL, reason="trl is not installed: make grpo")
