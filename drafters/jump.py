@@ -19,8 +19,8 @@ step is KL(p || q), and times `feature_weight` the squared error of x over the m
 target's state in front of layer m; none counts less for being deep. Left out of the original:
 several source layers, predictors that attend or flow, copies of the layers.
 Letters: A anchors, B rows, D hidden width, E head width, I input width, J key/value heads, L
-positions, M new nodes, N nodes, P path, Q picked rows, R flat rows, S sequence, T fed tokens, X any
-axes, Z slots.
+positions, M new nodes, N nodes, P path, Q picked rows, R flat rows, S sequence, T fed tokens, V
+target vocabulary, X any axes, Z slots.
 """
 
 from __future__ import annotations
