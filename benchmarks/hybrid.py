@@ -7,7 +7,12 @@ lies below OUT: a script that was stopped goes on where it stood.
 
     python benchmarks/hybrid.py --out runs/hybrid
 
---only names the steps to run, with commas: pretrain, answers, eagle3, distill, bench.
+Three more steps leave that target aside: lfm2 and llama distil for the embedded target a hybrid
+draft (recipe distill-hybrid) and one of attention alone with as many parameters, steps and texts,
+and drafts measures both.
+
+--only names the steps to run, with commas: pretrain, answers, eagle3, distill, bench, lfm2, llama,
+drafts.
 """
 
 from __future__ import annotations
@@ -20,11 +25,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-STEPS = ("pretrain", "answers", "eagle3", "distill", "bench")
+STEPS = ("pretrain", "answers", "eagle3", "distill", "bench", "lfm2", "llama", "drafts")
 SMALL = "{layers: 1, width: 128, intermediate: 256}"  # of the distilled draft
 LEARNING = {"eagle3": ("train.steps=100",), "distill": (
     "train.steps=200", "drafter.init=null", f"drafter.options={SMALL}", "vocab.size=null"),
 }  # fmt: skip
+# 2.01M parameters; the recipe has 2.02M.
+ATTENTION = "{layers: 2, width: 192, heads: 3, kv_heads: 1, intermediate: 552}"
 
 
 def commands(out: Path) -> dict[str, list[str]]:
@@ -43,6 +50,12 @@ def commands(out: Path) -> dict[str, list[str]]:
         learning = ["train-draft", *target, "--recipe", name, "--allow", "recipe"]
         found[name] = [*learning, "--data", answers, "--out", str(out / name)]
         found[name] += [word for each in sets for word in ("--set", each)]
+    hybrid = ["train-draft", "--target", "tiny", "--recipe", "distill-hybrid"]
+    found["lfm2"] = [*hybrid, "--out", str(out / "lfm2")]
+    found["llama"] = [*hybrid, "--set", f"drafter.options={ATTENTION}", "--out", str(out / "llama")]
+    found["drafts"] = ["bench", "--target", "tiny", str(out / "lfm2"), str(out / "llama"),
+                       "--num-prompts", "16", "--repeats", "1",
+                       "--temperature", "0", "--temperature", "0.8"]  # fmt: skip
     return found
 
 
