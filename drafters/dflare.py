@@ -7,7 +7,7 @@ of its own for the keys and values of what it reads, apart from those of the blo
 
 The norm is one for all layers. w_l begins at the depth that lies as far up as the layer does and
 falls off around it. The paper takes nine depths and seven layers.
-Letters: D hidden width, B rows, I input width, S sequence, T fed tokens.
+Letters: B rows, D hidden width, E head width, I input width, S sequence, T fed tokens.
 """
 
 from __future__ import annotations

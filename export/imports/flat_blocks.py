@@ -67,13 +67,13 @@ def read(published: Published, target: Target) -> Imported:
     if family == "dflash":
         refuse_variants(settings)
         reading = reading_of(body, "dflash", size - 1, {})
-        found = imported(published, target, reading, FlatRules(DFLASH, partial(_read, DFLASH)))
+        plain = imported(published, target, reading, FlatRules(DFLASH, partial(_read, DFLASH)))
         if body["architectures"] != [NEMO] or any(
             settings.get(key) is not None for key in CAUSAL_KEYS
         ):
-            return found
+            return plain
         other = drafter_of(replace(reading, is_causal=True), published.tensors, target)
-        return replace(found, readings={JETSPEC: other})
+        return replace(plain, readings={JETSPEC: other})
     refuse_variants(settings, **OF_SPARK)
     for key in SPARK_KEYS:
         if body.get(key, settings.get(key)) != settings.get(key):

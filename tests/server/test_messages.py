@@ -30,7 +30,7 @@ TOOL: Any = {
     "input_schema": WEATHER["function"]["parameters"],
 }
 HELLO: Any = [{"role": "user", "content": "weather?"}]
-ASKED: Any = {"model": "tiny", "max_tokens": 500, "tools": [TOOL]}
+SENT: Any = {"model": "tiny", "max_tokens": 500, "tools": [TOOL]}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def client(server: Running) -> anthropic.Anthropic:
 
 
 def test_a_message_has_blocks_and_goes_on_with_them(client: anthropic.Anthropic) -> None:
-    found = client.messages.create(messages=HELLO, system="be brief", **ASKED)
+    found = client.messages.create(messages=HELLO, system="be brief", **SENT)
     assert [block.type for block in found.content] == ["thinking", "text", "tool_use"]
     thoughts, text, call = found.content
     assert (thoughts.thinking, text.text) == ("look it up", "One moment.")
@@ -56,13 +56,13 @@ def test_a_message_has_blocks_and_goes_on_with_them(client: anthropic.Anthropic)
     result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "21"}
     turns = [*HELLO, {"role": "assistant", "content": found.content}]
     turns.append({"role": "user", "content": [result, {"type": "text", "text": "and now?"}]})
-    again = client.messages.create(messages=turns, **ASKED)
+    again = client.messages.create(messages=turns, **SENT)
     assert again.content[1].text == "One moment."
 
 
 def test_a_stream_says_what_the_whole_message_says(client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(messages=HELLO, **ASKED)
-    with client.messages.stream(messages=HELLO, **ASKED) as stream:
+    whole = client.messages.create(messages=HELLO, **SENT)
+    with client.messages.stream(messages=HELLO, **SENT) as stream:
         kinds = [event.type for event in stream]
         built = stream.get_final_message()
     assert [block.type for block in built.content] == [block.type for block in whole.content]
@@ -75,7 +75,7 @@ def test_a_stream_says_what_the_whole_message_says(client: anthropic.Anthropic) 
 
 
 def test_the_events_are_named_and_numbered_as_the_protocol_says(server: Running) -> None:
-    body = {**ASKED, "messages": HELLO, "stream": True}
+    body = {**SENT, "messages": HELLO, "stream": True}
     text = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).text
     events = [part.split("\n") for part in text.strip().split("\n\n")]
     found = [json.loads(data.removeprefix("data: ")) for _, data in events]
@@ -126,8 +126,8 @@ def test_tokens_are_counted_without_an_answer(client: anthropic.Anthropic) -> No
     few = client.messages.count_tokens(model="tiny", messages=HELLO).input_tokens
     more = client.messages.count_tokens(model="tiny", messages=HELLO, tools=[TOOL]).input_tokens
     assert 0 < few < more
-    asked = {**ASKED, "tools": []}
-    assert client.messages.create(messages=HELLO, **asked).usage.input_tokens == few
+    sent = {**SENT, "tools": []}
+    assert client.messages.create(messages=HELLO, **sent).usage.input_tokens == few
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_refusals_have_the_shape_that_its_clients_read(
     said: str,
 ) -> None:  # fmt: skip
     with pytest.raises(error) as caught:
-        client.messages.create(**{**ASKED, "messages": HELLO, **body})
+        client.messages.create(**{**SENT, "messages": HELLO, **body})
     found: Any = caught.value.body
     assert found["type"] == "error"
     assert found["error"]["type"] == kind
@@ -174,7 +174,7 @@ def test_a_request_becomes_the_chat_request_that_says_the_same() -> None:
     image_free = [{"type": "text", "text": "21"}, {"type": "text", "text": "degrees"}]
     body = MessagesRequest.model_validate(
         {
-            **ASKED,
+            **SENT,
             "system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
             "messages": [
                 *HELLO,
