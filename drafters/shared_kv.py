@@ -14,8 +14,7 @@ the position and sees what the target cached up to it.
 `head_groups` are what Gemma calls ordered embeddings: `head_top` clusters of tokens are scored, all
 others are -inf. (transformers gives those a finite score below the smallest; as a distribution to
 verify against, that would name tokens that were never drawn from.)
-Letters: B rows, D hidden width, E head width, K draft vocabulary, O output width, S
-sequence, T fed tokens.
+Letters: B rows, D hidden width, K draft vocabulary, O output width, S sequence, T fed tokens.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Every node of a round looks at the known tokens alone, from the position of the 
 looked at is read once a round, from the target's own cache where the engine gives it. A node is
 the token and the state that its parent fed back: any tree may grow, and nothing has to be repaired
 after it.
-Letters: B rows, D hidden width, E head width, K draft vocabulary, L positions, M new nodes, O
-output width.
+Letters: B rows, D hidden width, E head width, H query heads, I input width, J key/value heads, L
+positions, M new nodes, N nodes, O output width, T fed tokens, X any axes.
 """
 
 from __future__ import annotations

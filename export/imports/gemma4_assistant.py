@@ -2,7 +2,7 @@
 
 Nothing is taken for granted: every key that says what the layers are must be there. Each of its
 layers reads the last layer of its kind, sliding or full, that keeps keys and values in the target.
-Letters: D hidden width, G groups, N nodes, O output width, V target vocabulary.
+Letters: D hidden width, N nodes, O output width, V target vocabulary.
 """
 
 from __future__ import annotations

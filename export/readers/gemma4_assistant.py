@@ -4,8 +4,8 @@ values of the target by the kind of the layer, from one position, in float64.
 The layers are built behind one of each kind that makes keys and values, since transformers 5.23
 refuses to build a model of sharing layers alone. Keys and values are random, one pair for each
 position of the trial, and `GivenKv` shows our drafter the same.
-Letters: D hidden width, E head width, J key/value heads, K draft vocabulary, N nodes, T known
-tokens, V target vocabulary.
+Letters: B rows, D hidden width, G groups, O output width, Q picked rows, T fed tokens, V target
+vocabulary.
 """
 
 from __future__ import annotations
