@@ -31,6 +31,7 @@ from specctl.cli.options.deriving import Deriving
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import PlanFlags
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.core.files import Disk
 from specctl.core.hub_access import go_offline
 from specctl.train.runs.kept import continued
 
@@ -264,12 +265,23 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
         ("hardware", plan.cluster.text()),
         *_memory_rows(plan),
         ("disk", _parts_text(plan.disk_bytes, plan.disk)),
+        *_elsewhere_rows(recipe, plan),
         ("time", f"{duration(low)} to {duration(high)} ({plan.basis})"),
         *((f"  {part.name}", _part_text(part)) for part in plan.parts),
         *_hours_rows(plan),
         *(("then", text) for text in plan.remarks),
     ]
     console.table(("what", "how much"), rows)
+
+
+def _elsewhere_rows(recipe: Recipe, plan: RunPlan) -> list[tuple[str, str]]:
+    """The size of features that are kept apart from the run, and the room for them."""
+    if not plan.features_elsewhere:
+        return []
+    at = Path(os.path.abspath(str(recipe.data.features_at)))
+    free = Disk().free(next(place for place in (at, *at.parents) if place.exists()))
+    size = f"{size_text(plan.features_elsewhere)} in {at} ({size_text(free)} free)"
+    return [("features", f"{size}; rows that are there already are not written again")]
 
 
 def _learned_text(recipe: Recipe) -> str:

@@ -79,6 +79,10 @@ def test_more_steps_take_longer_and_larger_batches_more_memory() -> None:
     assert of("data.features=offline", "data.features_gb=0.001").disk["features"] == 1_000_000
     away = of("data.features=offline", "data.features_at=s3://bucket/features")
     assert "features" not in away.disk
+    assert away.features_elsewhere == 0
+    near = of("data.features=offline", "data.features_at=/elsewhere/features")
+    assert ("features" in near.disk, near.features_elsewhere) == (False, whole)
+    assert near.to_json()["features_bytes"] == whole
 
 
 def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:

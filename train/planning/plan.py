@@ -80,6 +80,7 @@ class RunPlan:
     sources: tuple[SourceShare, ...] = ()
     added: int = 0  # numbers that joint training adds to the target, which it changes
     remarks: tuple[str, ...] = ()  # of drafting with what is trained
+    features_elsewhere: int = 0  # bytes of all features, in a folder that is not the run's
 
     @property
     def cluster(self) -> Cluster:
@@ -135,6 +136,7 @@ class RunPlan:
             "basis": self.basis,
             "data": [source.to_json() for source in self.sources],
             **({"remarks": list(self.remarks)} if self.remarks else {}),
+            **({"features_bytes": self.features_elsewhere} if self.features_elsewhere else {}),
         }
 
 
@@ -175,17 +177,20 @@ def plan(
 
     timed = _time(recipe, shape, drafter, out, flops_per_second, rehearsal, before, cluster, paced)
     elsewhere = tuple(parts_elsewhere(recipe))
+    tokens = data_tokens(recipe, rehearsal)
+    is_apart = recipe.data.features_at is not None and not is_url(recipe.data.features_at)
     return RunPlan(
         parameters=counts.parameters,
         trainable=counts.trainable,
         target_parameters=shape.parameters,
-        disk=_disk(recipe, shape, counts, data_tokens(recipe, rehearsal)),
+        disk=_disk(recipe, shape, counts, tokens),
         weighing=weighing,
         steps=recipe.train.steps,
         sources=source_shares(recipe.data),
         added=counts.added,
         remarks=tuple(drafter.remarks(spec is None and is_read_packed(recipe.target))),
         parts=(*elsewhere, *timed.parts),
+        features_elsewhere=_features(recipe, shape, drafter, tokens) if is_apart else 0,
         basis=timed.basis + (", without the time of servers" if elsewhere else ""),
     )
 
@@ -266,12 +271,18 @@ def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> d
     if train.joint is not None:
         found["changed target"] = shape.itemsize(recipe.target) * shape.parameters
     if data.features == "offline":
-        features = feature_bytes(recipe, shape, drafter) * tokens
-        if data.features_gb is not None:
-            features = min(features, int(data.features_gb * 1e9))
+        features = _features(recipe, shape, drafter, tokens)
         if data.features_at is None or (is_url(data.features_at) and data.features_gb):
             found["features"] = features  # a cache without a limit takes what is free, no more
     return found
+
+
+def _features(recipe: Recipe, shape: TargetShape, drafter: Drafter, tokens: int) -> int:
+    """Bytes of all features that are kept; 0 where none are."""
+    if recipe.data.features != "offline":
+        return 0
+    found, most = feature_bytes(recipe, shape, drafter) * tokens, recipe.data.features_gb
+    return found if most is None else min(found, int(most * 1e9))
 
 
 def feature_bytes(recipe: Recipe, shape: TargetShape, drafter: Drafter) -> int:
