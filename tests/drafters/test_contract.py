@@ -320,8 +320,9 @@ def test_borrowed_pieces_are_not_among_the_stored_tensors(target: Target, name: 
     assert not owned & {borrowed.embedding_VD.data_ptr(), borrowed.head_VD.data_ptr()}
 
 
-@pytest.mark.parametrize("trimmed", [False, True], ids=["full", "trimmed"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "trimmed"), [(n, False) for n in NAMES] + [(n, True) for n in TRAINED]
+)
 def test_saved_and_loaded_it_drafts_the_same(
     target: Target, make_drafter: Any, name: str, trimmed: bool
 ) -> None:
@@ -420,7 +421,7 @@ def row_drafts(outcome: Outcome) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.proof), 1.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_drafter_that_slept_drafts_as_one_that_followed_every_round(
     target: Target, make_drafter: Any, name: str, temperature: float
@@ -500,7 +501,7 @@ def undrafted(target: Target) -> tuple[list[Request], list[Sequence[int]]]:
     return requests, [row.tokens for row in Engine(target, num_slots=2).run(requests)]
 
 
-@pytest.mark.parametrize(("name", "policy"), [pair for pair in GROWN if pair[0] in TRAINED])
+@pytest.mark.parametrize(("name", "policy"), spared([pair for pair in GROWN if pair[0] in TRAINED]))
 def test_nothing_is_drafted_from_weights_of_nan_and_every_row_is_counted(
     target: Target, undrafted: Any, name: str, policy: str
 ) -> None:
