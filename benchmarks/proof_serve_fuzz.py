@@ -2,7 +2,7 @@
 
 Schemathesis makes requests from the server's own schema, valid and invalid, zero bytes and halves
 of surrogate pairs among them: no answer is 5xx, none takes longer than five seconds, every refusal
-has the error shape of its route, and nothing that breaks the schema is taken. Bytes that are no proper
+has its route's error shape, and nothing that breaks the schema is taken. Bytes that are no proper
 HTTP or JSON follow on raw sockets (`serve_inputs.py`): the process lives and its memory stays.
 Prompts of one token to four times the context are read whole or refused with both counts.
 """
