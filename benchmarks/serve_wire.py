@@ -55,7 +55,8 @@ def error_fault(body: bytes, path: str = "") -> str | None:
     except ValueError:
         return f"the error is not JSON: {body[:200]!r}"
     if is_of_messages(path):
-        return None if _is_messages_error(told) else f"the error has another shape: {body[:200]!r}"
+        is_known = _is_messages_error(json.loads(body))
+        return None if is_known else f"the error has another shape: {body[:200]!r}"
     error = told.get("error") if isinstance(told, dict) and len(told) == 1 else None
     if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
         return f"the error has another shape: {body[:200]!r}"
@@ -71,10 +72,10 @@ def is_of_messages(path: str) -> bool:
     return plain == "/v1/messages" or plain.startswith("/v1/messages/")
 
 
-def _is_messages_error(told: Any) -> bool:
-    if not isinstance(told, dict) or set(told) != {"type", "error"} or told["type"] != "error":
+def _is_messages_error(found: Any) -> bool:
+    if not isinstance(found, dict) or set(found) != {"type", "error"} or found["type"] != "error":
         return False
-    error = told["error"]
+    error = found["error"]
     if not isinstance(error, dict) or set(error) != {"type", "message"}:
         return False
     return all(isinstance(text, str) and text for text in error.values())

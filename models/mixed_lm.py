@@ -3,7 +3,7 @@
 The law of the mixture is a function of what both say of the next token (runtime/target/mixture.py),
 so it is a target like any other: each model has a cache of its own, both are aimed and kept alike,
 and whatever drafts for the mixture is verified against its law.
-Letters: B rows, P path, T fed tokens, V target vocabulary.
+Letters: B rows, D hidden width, P path, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
