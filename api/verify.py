@@ -205,6 +205,9 @@ def _keep(result: VerifyResult, target: Target, reporter: Reporter) -> str | Non
     """Record the proof inside the package; a package that cannot be written stays as it is."""
     if result.proof is None or not (Path(result.path) / MANIFEST).is_file():
         return None
+    if target.mixture is not None:
+        reporter.say(f"not kept in the package, which is for {target.name} alone")
+        return None
     body = {"level": result.level, "target": target_json(target), "proof": result.proof.to_json()}
     level = ("--level", result.proof.level)
     command = ["specctl", "verify", result.path, *target_words(target), *level]

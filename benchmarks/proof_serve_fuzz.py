@@ -2,7 +2,7 @@
 
 Schemathesis makes requests from the server's own schema, valid and invalid, zero bytes and halves
 of surrogate pairs among them: no answer is 5xx, none takes longer than five seconds, every refusal
-has OpenAI's error shape, and nothing that breaks the schema is taken. Bytes that are no proper
+has its route's error shape, and nothing that breaks the schema is taken. Bytes that are no proper
 HTTP or JSON follow on raw sockets (`serve_inputs.py`): the process lives and its memory stays.
 Prompts of one token to four times the context are read whole or refused with both counts.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import schemathesis
 from proof_common import Check, checked, parser, report
@@ -108,7 +109,7 @@ def _faults_of(event: EngineEvent, by_status: Counter[str]) -> list[str | None]:
         if sent.response.elapsed > HANG_SECONDS:
             wrong.append(f"took {sent.response.elapsed:.1f} s")
         if sent.response.status_code >= 400 and sent.request.method != "HEAD":
-            shape = error_fault(sent.response.content or b"")
+            shape = error_fault(sent.response.content or b"", urlsplit(sent.request.uri).path)
             wrong += [] if shape is None else [shape]
         told = f"{where}: {'; '.join(wrong)[:300]} {event.recorder.cases[name].value.body!r:.300}"
         found.append(told if wrong else None)

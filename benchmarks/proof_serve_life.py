@@ -59,7 +59,8 @@ def prove_keys(server: Server, every: int = 1) -> list[Check]:
     for method, path, spelled, name in cases[::every]:
         headers, is_right = known[name]
         is_in = is_right or (path in OPEN and _means(spelled, path))
-        fault = _let_in_fault(_knock(server, method, spelled, headers), is_in, method)
+        found = _knock(server, method, spelled, headers)
+        fault = _let_in_fault(found, is_in, method, spelled)
         faults.append(None if fault is None else f"{method} {spelled} with {name}: {fault}")
     return [checked("routes x methods x spellings x keys", faults, 500 // every)]
 
@@ -74,7 +75,7 @@ def _knock(server: Server, method: str, path: str, headers: dict[str, str]) -> H
     return asyncio.run(heard(server.url, data, seconds=20))
 
 
-def _let_in_fault(found: Heard, is_in: bool, method: str) -> str | None:
+def _let_in_fault(found: Heard, is_in: bool, method: str, path: str) -> str | None:
     if found.status >= 500 or found.status == 0:
         return f"{found.status} {found.body[:100]!r}"
     if is_in:
@@ -83,7 +84,7 @@ def _let_in_fault(found: Heard, is_in: bool, method: str) -> str | None:
         return None
     if found.status != 401 or "www-authenticate" not in found.headers:
         return f"{found.status}, let in without a key: {found.body[:100]!r}"
-    return None if method == "HEAD" else error_fault(found.body)
+    return None if method == "HEAD" else error_fault(found.body, path)
 
 
 # -- how it ends --------------------------------------------------------------------------------

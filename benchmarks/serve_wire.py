@@ -12,7 +12,7 @@ import json
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 LIMIT_SECONDS = 120.0
 
@@ -47,12 +47,16 @@ class Heard:
         return error_fault(self.body) if self.status >= 400 else None
 
 
-def error_fault(body: bytes) -> str | None:
-    """What keeps a body from being an error in OpenAI's shape."""
+def error_fault(body: bytes, path: str = "") -> str | None:
+    """What keeps a body from being an error in OpenAI's shape; of an answer to /v1/messages, in
+    Anthropic's."""
     try:
         told = json.loads(body)
     except ValueError:
         return f"the error is not JSON: {body[:200]!r}"
+    if is_of_messages(path):
+        is_known = _is_messages_error(json.loads(body))
+        return None if is_known else f"the error has another shape: {body[:200]!r}"
     error = told.get("error") if isinstance(told, dict) and len(told) == 1 else None
     if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
         return f"the error has another shape: {body[:200]!r}"
@@ -60,6 +64,21 @@ def error_fault(body: bytes) -> str | None:
     if not all(isinstance(error[name], kind) for name, kind in kinds.items()):
         return f"the error has fields of other types: {body[:200]!r}"
     return None if error["message"] else "the error has no message"
+
+
+def is_of_messages(path: str) -> bool:
+    """Whether a path, as the server decodes it, is of Anthropic's API."""
+    plain = unquote(path.partition("?")[0])  # a fragment would be part of it
+    return plain == "/v1/messages" or plain.startswith("/v1/messages/")
+
+
+def _is_messages_error(found: Any) -> bool:
+    if not isinstance(found, dict) or set(found) != {"type", "error"} or found["type"] != "error":
+        return False
+    error = found["error"]
+    if not isinstance(error, dict) or set(error) != {"type", "message"}:
+        return False
+    return all(isinstance(text, str) and text for text in error.values())
 
 
 def request_bytes(

@@ -394,6 +394,11 @@ class LanguageModel(ABC):
         return self.kv_layers[layer]
 
     @property
+    def kv_bytes(self) -> int:
+        """Memory of a token's keys and values."""
+        return sum(shape.size for shape in self.kv_layers) * self.dtype.itemsize
+
+    @property
     def state_bytes(self) -> int:
         """Memory of a slot beside its keys and values, whatever its length."""
         return 0

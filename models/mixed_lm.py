@@ -3,7 +3,7 @@
 The law of the mixture is a function of what both say of the next token (runtime/target/mixture.py),
 so it is a target like any other: each model has a cache of its own, both are aimed and kept alike,
 and whatever drafts for the mixture is verified against its law.
-Letters: B rows, P path, T fed tokens, V target vocabulary.
+Letters: B rows, D hidden width, P path, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
@@ -73,7 +74,11 @@ class MixedLM(LanguageModel):
         log_p_BTV, log_q_BTV = (
             one.float().log_softmax(-1) for one in (out.logits_BTV, found.logits_BTV)
         )
-        return LmOut(self.mixing(log_p_BTV, log_q_BTV), out.taps)
+        scores_BTV = self.mixing(log_p_BTV, log_q_BTV)
+        if feed.residual_BTD is not None and feed.only is None:  # extra rows, which q cannot read
+            num_extra = feed.residual_BTD.shape[1]
+            scores_BTV = torch.cat([scores_BTV[:, :-num_extra], log_p_BTV[:, -num_extra:]], dim=1)
+        return LmOut(scores_BTV, out.taps)
 
     def _seen_by(self, feed: Feed, lm: LanguageModel) -> Feed:
         """The same feed, with the masks that this model has windows for."""
@@ -96,6 +101,10 @@ class MixedLM(LanguageModel):
     @property
     def kv_layers(self) -> tuple[KVShape, ...]:
         return self.lm.kv_layers
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.lm.kv_bytes + self.beside.kv_bytes
 
     @property
     def pending_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """The HTTP server as an application: routes, what stands before them, and nothing of the engine.
 
 A request goes through: log and id -> key and host -> strict body -> typed fields -> asks -> the
-service; its pieces come back as one answer or as events. Every failure has OpenAI's error shape.
+service; its pieces come back as one answer or as events. Every failure has OpenAI's error shape, on
+the routes of Anthropic's API theirs.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Front:
         """One answer, or a stream of events."""
         self.check_model(body.model)
         asked = body if isinstance(body, ChatRequest | CompletionRequest) else body.as_chat()
-        plan = await unless_gone(self.desk.plan(asked, request.state.owner), request.receive)
+        is_cut = isinstance(body, MessagesRequest)  # its clients name the most that they ever take
+        planned = self.desk.plan(asked, request.state.owner, is_cut)
+        plan = await unless_gone(planned, request.receive)
         request.state.ignored += plan.ignored
         answer = await self._submit(body, asked, plan)
         try:
@@ -122,7 +125,8 @@ class Front:
         if isinstance(body, ResponsesRequest):
             return ResponsesAnswer(**about, asked=repeated(body, plan.asks[0].sampling))
         if isinstance(body, MessagesRequest):
-            return MessagesAnswer(**about)
+            context = self.service.status().context
+            return MessagesAnswer(**about, max_tokens=body.max_tokens, context=context)
         return (ChatAnswer if isinstance(body, ChatRequest) else TextAnswer)(**about)
 
     async def _noted(

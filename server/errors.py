@@ -17,6 +17,7 @@ from specctl.server.engine_thread.contract import Busy, TooLong, Unavailable
 
 Path = tuple[int | str, ...]  # keys and places that lead through a body
 RETRY_SECONDS = 5  # sent with a 503: the server loads, or another one takes over
+TOO_LONG = "context_length_exceeded"
 MESSAGES = "/v1/messages"
 MESSAGES_KINDS = {"server_error": "api_error"}  # Anthropic's words where they are others
 MESSAGES_STATUS = {
@@ -57,6 +58,7 @@ UNSUPPORTED = {
     "modalities": "only text is supported",
     "audio": "only text is supported",
     "container": "containers are not supported: this server runs no code",
+    "thread": "threads are not supported: no conversation is kept; send all of it as messages",
     "mcp_servers": "mcp_servers are not supported: connect them on your side and send their tools",
 }
 
@@ -117,7 +119,10 @@ class ApiError(HTTPException):
         about = self.body()["error"]
         kind = MESSAGES_KINDS.get(about["type"], about["type"])
         kind = MESSAGES_STATUS.get(self.status_code, kind)
-        return {"type": "error", "error": {"type": kind, "message": about["message"]}}
+        message = about["message"]
+        if self.code == TOO_LONG:
+            message = f"prompt is too long: {message}"  # by these words agents know it
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def response(self, path: str = "") -> JSONResponse:
         """In the shape that clients of that route read."""
@@ -138,7 +143,7 @@ def api_error(error: SpecctlError) -> ApiError:
         return ApiError(503, message, code=error.state, headers=later)
     if isinstance(error, NumbersError):
         return ApiError(500, message, code="target_not_finite")
-    code = "context_length_exceeded" if isinstance(error, TooLong) else None
+    code = TOO_LONG if isinstance(error, TooLong) else None
     return ApiError(400, message, code=code)
 
 

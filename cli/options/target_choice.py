@@ -109,7 +109,7 @@ class TargetChoice:
 
     def training_words(self) -> list[str]:
         """The flags that name it to a command that trains."""
-        words = self.words(but=("revision", "dtype", "inflate", "tensor_parallel"))
+        words = self.words(but=("revision", "dtype", "inflate", "tensor_parallel", "mix"))
         for field in ("revision", "dtype", "inflate"):
             value = getattr(self, field)
             if value not in (None, "auto"):

@@ -74,8 +74,8 @@ class BenchRow:
     @property
     def shown(self) -> str:
         """The name, with the mark of answers that are not the target's own."""
-        found, _, _ = (self.verification or "").partition(":")
-        return f"{self.name} (approximate)" if found == "approximate" else self.name
+        is_own = not (self.verification or "").startswith("approximate")
+        return self.name if is_own else f"{self.name} (approximate)"
 
     @property
     def is_winner(self) -> bool:

@@ -84,7 +84,8 @@ class ProofStep:
 class Proof:
     """All findings on a pair. `passed`: nothing contradicts what `verification` claims. A drafter
     that is approximate by construction is measured: how far its distribution is from the target's
-    is reported and decides nothing. `dtype`: what the target computed in."""
+    is reported and decides nothing. `dtype`: what the target computed in. `mixture`: the law of
+    two models that stands for the target's own."""
 
     target: str
     family: str
@@ -93,11 +94,14 @@ class Proof:
     warnings: tuple[str, ...] = ()
     verification: str = "lossless"
     dtype: str | None = None
+    mixture: str | None = None
 
     @property
     def claim(self) -> str:
         """What was checked, in the arithmetic in which it was."""
         mark = stamp(self.verification, self.dtype)
+        if self.mixture is not None:
+            mark = f"{mark}, of {self.mixture}"
         return f"{mark}: {meaning(self.verification, self.dtype)}"
 
     @property
@@ -131,6 +135,7 @@ class Proof:
             "level": self.level,
             "verification": self.verification,
             "dtype": self.dtype,
+            "mixture": self.mixture,
             "claim": self.claim,
             "passed": self.passed,
             "checks": [asdict(check) for check in self.checks],

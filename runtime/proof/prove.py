@@ -167,7 +167,8 @@ def verify(
         reporter.warn(text)
     mark = "lossless" if is_lossless else "approximate"
     dtype = target.dtype_name
-    return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark, dtype)
+    mixture = None if target.mixture is None else str(target.mixture)
+    return Proof(target.name, drafter.family, level, tuple(checks), warnings, mark, dtype, mixture)
 
 
 @dataclass(slots=True)

@@ -30,6 +30,8 @@ from torch import Tensor
 
 from specctl.core.errors import RecipeError
 
+NEVER = -1e6  # log q from which a token is never said: divided by less, scores would be infinite
+
 
 @dataclass(frozen=True, slots=True)
 class MixingLaw:
@@ -50,7 +52,7 @@ def contrasted(log_p_TV: Tensor, log_q_TV: Tensor, numbers: tuple[float, ...]) -
     if beta == 0:  # 0 times the -inf of what q never says is no number
         scores_TV = log_p_TV
     else:
-        scores_TV = (1 + beta) * log_p_TV - beta * log_q_TV
+        scores_TV = (1 + beta) * log_p_TV - beta * log_q_TV.clamp(min=NEVER)
         scores_TV = scores_TV.masked_fill(log_p_TV == -torch.inf, -torch.inf)
     if alpha == 0:
         return scores_TV

@@ -76,7 +76,7 @@ def room_for(
     spec = target.spec
     context = min(spec.max_positions, limits.max_len or USUAL)
     length = context + policy.nodes + 2
-    entry = sum(layer.size for layer in target.lm.kv_layers) * target.dtype.itemsize
+    entry = target.lm.kv_bytes
     # States twice: those of the row, and those behind its prompt, for the next turn. What nodes
     # would add to them waits for the round's end, what prompt tokens do for that of their forward.
     waiting = target.lm.pending_bytes

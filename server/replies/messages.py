@@ -13,6 +13,7 @@ from specctl.server.replies.answers import ApiAnswer, Choice, Json, event
 from specctl.server.replies.message_parser import Parts
 
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+FULL = "model_context_window_exceeded"
 DELTAS = {  # of a block: the kind of its deltas, and their field
     "thinking": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -38,8 +39,11 @@ class SentBlocks:
 
 @dataclass(frozen=True, slots=True)
 class MessagesAnswer(ApiAnswer):
-    """One choice, which is a message."""
+    """One choice, which is a message. `context`: how long prompt and answer may be together; where
+    that ended an answer, and not the client's `max_tokens`, it says so."""
 
+    max_tokens: int = 0
+    context: int = 0
     progress: SentBlocks = field(default_factory=SentBlocks)
 
     # -- events -----------------------------------------------------------------------------------
@@ -49,6 +53,9 @@ class MessagesAnswer(ApiAnswer):
 
     def events(self, choice: Choice, piece: Piece) -> list[bytes]:
         parts, found = choice.take(piece), list[bytes]()
+        open_call = -1 if self.progress.open is None else self.progress.open.call
+        if parts.calls and parts.calls[0].index == open_call:  # ends before any text behind it
+            found.append(self._delta("tool_use", parts.calls.pop(0).arguments))
         for kind, text in (("thinking", parts.reasoning), ("text", parts.content)):
             if text:
                 found += self._begin(AnswerBlock(kind), {"type": kind, kind: ""})
@@ -133,7 +140,11 @@ class MessagesAnswer(ApiAnswer):
     def _stop(self) -> str:
         if self._stop_sequence() is not None:
             return "stop_sequence"
-        return STOPS.get(self.choices[0].reason or "", "end_turn")
+        choice = self.choices[0]
+        is_full = self.prompt_tokens + choice.num_tokens >= self.context > 0
+        if choice.reason == "length" and is_full and choice.num_tokens < self.max_tokens:
+            return FULL
+        return STOPS.get(choice.reason or "", "end_turn")
 
     def _stop_sequence(self) -> str | None:
         """The string that ended the text; None where a token of the target did."""

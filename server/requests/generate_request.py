@@ -74,11 +74,14 @@ class RequestReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specctl-prompts")
         self._forms = GrammarCompiler(service.target)
 
-    async def plan(self, body: ChatRequest | CompletionRequest, owner: str) -> GeneratePlan:
-        """The asks of a request; raises ApiError and SpecctlError for what cannot be served."""
+    async def plan(
+        self, body: ChatRequest | CompletionRequest, owner: str, is_cut: bool = False
+    ) -> GeneratePlan:
+        """The asks of a request; raises ApiError and SpecctlError for what cannot be served.
+        `is_cut`: of more tokens than there is room for, those that fit are generated."""
         if (state := self.service.status().state) != "ready":
             raise Unavailable(state)
-        self._check_counts(body)
+        self._check_counts(body, is_cut)
         sampling = self._sampling(body)
         prompts = await self.in_thread(self.prompts, body)
         held = await self._forms.hold(
@@ -86,7 +89,7 @@ class RequestReader:
             body.form_field or "tools",
             sampling,
         )
-        return self._plan(body, prompts, held, owner)
+        return self._plan(body, prompts, held, owner, is_cut)
 
     async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
         """What needs the tokenizer, which one thread may use at a time."""
@@ -98,6 +101,7 @@ class RequestReader:
         prompts: Prompts,
         sampling: Sampling,
         owner: str,
+        is_cut: bool,
     ) -> GeneratePlan:
         name = body.prompt_cache_key
         conversation = None if name is None else hashlib.sha256(f"{owner}:{name}".encode())
@@ -105,7 +109,7 @@ class RequestReader:
         asks: list[GenerateRequest] = []
         shown = self._shown(body)
         for tokens in prompts.tokens:
-            room = self._room(body, len(tokens))
+            room = self._room(body, len(tokens), is_cut)
             for _ in range(body.n or 1):
                 seed = (sampling.seed + len(asks)) % SEEDS
                 asks.append(
@@ -174,7 +178,7 @@ class RequestReader:
             message += "no format known here; --tool-parser names one when the server starts"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
 
-    def _check_counts(self, body: ChatRequest | CompletionRequest) -> None:
+    def _check_counts(self, body: ChatRequest | CompletionRequest, is_cut: bool) -> None:
         """The limits of this server, which may be narrower than what the protocol allows."""
         limits, prompts = self.service.limits, 1
         fits = self.service.status().slots + limits.max_queue
@@ -188,7 +192,7 @@ class RequestReader:
             message = f"stop: at most {limits.max_stop} stop strings are served"
             raise ApiError(400, message, param="stop", code="invalid_value")
         wanted, most = _wanted(body), limits.max_new_tokens
-        if wanted is not None and most is not None and wanted > most:
+        if wanted is not None and most is not None and wanted > most and not is_cut:
             message = f"max_tokens: at most {most:,} tokens are generated per choice"
             raise ApiError(400, message, param="max_tokens", code="invalid_value")
 
@@ -231,15 +235,17 @@ class RequestReader:
             message += f"answer together have at most {context:,}"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
 
-    def _room(self, body: ChatRequest | CompletionRequest, num_prompt: int) -> int:
-        """How many tokens a choice may have; TooLong if what was asked for cannot fit."""
+    def _room(self, body: ChatRequest | CompletionRequest, num_prompt: int, is_cut: bool) -> int:
+        """How many tokens a choice may have; TooLong if what was wanted cannot fit."""
         context, most = self.service.status().context, self.service.limits.max_new_tokens
         left = context - num_prompt
         wanted = _wanted(body)
+        if left < 1 and (is_cut or wanted is None):
+            raise TooLong(num_prompt, context, 1)
+        if wanted is not None and is_cut:
+            wanted = min(wanted, left, left if most is None else most)
         if wanted is not None and wanted > left:
             raise TooLong(num_prompt, context, wanted)
-        if left < 1:
-            raise TooLong(num_prompt, context, 1)
         if wanted is None:
             usual = DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else left
             wanted = min(usual, left, left if most is None else most)

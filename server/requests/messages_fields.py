@@ -1,13 +1,15 @@
 """The request of Anthropic's Messages API (/v1/messages), and the chat request that it stands for.
 
 Blocks of a turn become what chat templates know: texts and thoughts of the assistant and its calls
-are one message, each result of a tool a message of its own, in the order in which they stand.
+are one message, each result of a tool a message of its own, in the order in which they stand. Turns
+of one speaker that follow each other are one, as in that API: many templates know no others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
@@ -128,6 +130,17 @@ class ModelTurn(Strict):
     ]
 
 
+class SystemTurn(Strict):
+    """What the system says in the middle of a conversation."""
+
+    role: Literal["system"]
+    content: Annotated[
+        Annotated[Text, Tag("one")]
+        | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), Few(MAX_BLOCKS), Tag("many")],
+        Discriminator(one_or_many),
+    ]
+
+
 class MessagesTool(Strict):
     """A function of the client, the only kind of tool: this server runs none itself."""
 
@@ -160,7 +173,7 @@ class MessagesChoice(Strict):
 class Thinking(Strict):
     """Whether the model thinks first; how long is `output_config.effort`."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Ignored = None
     display: Ignored = None
 
@@ -182,14 +195,21 @@ class OutputConfig(Strict):
 class MessagesMetadata(Strict):
     """`user_id`: whose request it is. What a drafter remembers of answers is kept apart by it."""
 
-    user_id: Word | None = None
+    user_id: Annotated[str, Field(max_length=4096)] | None = None
+
+    @property
+    def tenant(self) -> str | None:
+        """Clients put several ids into one; any length names somebody, nothing names nobody."""
+        if not self.user_id:
+            return None
+        return hashlib.sha256(self.user_id.encode()).hexdigest()
 
 
 class CountRequest(Strict):
     """A conversation whose tokens are to be counted."""
 
     messages: Annotated[
-        list[Annotated[UserTurn | ModelTurn, Field(discriminator="role")]],
+        list[Annotated[UserTurn | ModelTurn | SystemTurn, Field(discriminator="role")]],
         Field(min_length=1, max_length=MAX_TURNS, fail_fast=True),
         Few(MAX_TURNS),
     ]
@@ -211,16 +231,16 @@ class CountRequest(Strict):
     tool_choice: MessagesChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: MessagesSchema | None = Field(
+        None, description="What `output_config.format` is called by earlier clients."
+    )
     cache_control: Unused = None
+    user_profile_id: Unused = None
+    workspace_id: Unused = None
     speed: Ignored = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> CountRequest:
-        if isinstance(self.messages[-1], ModelTurn):
-            raise ValueError(
-                "the conversation ends with the assistant's words, which are not gone on with: the "
-                "template always opens a new answer; end with a user's turn"
-            )
         try:
             self.as_chat()  # what does not fit together is refused by the chat request
         except ValidationError as error:
@@ -238,7 +258,7 @@ class CountRequest(Strict):
         if given is not None and given.type == "tool":
             choice = {"type": "function", "function": {"name": given.name}}
         fields: dict[str, Any] = {
-            "messages": list(_messages(self)),
+            "messages": _combined(_messages(self)),
             "model": self.model,
             "tools": [_tool(tool) for tool in self.tools or ()] or None,
             "tool_choice": choice,
@@ -246,7 +266,11 @@ class CountRequest(Strict):
         }
         if given is not None and given.disable_parallel_tool_use:
             fields["parallel_tool_calls"] = False
-        form = None if self.output_config is None else self.output_config.format
+        if self.thinking is not None and self.thinking.type == "enabled":
+            fields["chat_template_kwargs"] = {"enable_thinking": True}
+        form = self.output_format
+        if self.output_config is not None and self.output_config.format is not None:
+            form = self.output_config.format
         if form is not None:
             about = {"name": "answer", "schema": form.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": about}
@@ -275,6 +299,9 @@ class MessagesRequest(CountRequest):
         None, ge=-(1 << 63), lt=1 << 63, description="Left out, null or -1: a random one."
     )
     draft: bool | None = Field(None, description="false: decode plainly, without the drafter.")
+    prompt_cache_key: Word | None = Field(
+        None, description="Names a conversation: its requests reuse what was read before."
+    )
     store: bool | None = Field(
         None, description="false: prompt and answer are not kept, where the server keeps any."
     )
@@ -283,17 +310,30 @@ class MessagesRequest(CountRequest):
     diagnostics: Unused = None
     container: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0), Few(0)] | None = None
+    thread: None = None
     context_management: Ignored = None
+
+    @model_validator(mode="after")
+    def _opens_an_answer(self) -> MessagesRequest:
+        if isinstance(self.messages[-1], ModelTurn):
+            raise ValueError(
+                "the conversation ends with the assistant's words, which are not gone on with: the "
+                "template always opens a new answer; end with a user's turn"
+            )
+        return self
 
     def _chat_fields(self) -> dict[str, Any]:
         fields = super()._chat_fields()
         fields |= {name: getattr(self, name) for name in SAME}
         fields["stop"] = [stop for stop in self.stop_sequences or () if stop] or None
-        fields["tenant"] = None if self.metadata is None else self.metadata.user_id
+        fields["tenant"] = None if self.metadata is None else self.metadata.tenant
         return fields
 
 
-SAME = ("max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "draft", "store")
+SAME = (
+    "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "draft", "store",
+    "prompt_cache_key",
+)  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -311,12 +351,31 @@ def _messages(body: CountRequest) -> Iterator[dict[str, Any]]:
     if body.system:
         yield {"role": "system", "content": _text_of(body.system)}
     for turn in body.messages:
-        if isinstance(turn.content, str):
+        if isinstance(turn, SystemTurn):
+            yield {"role": turn.role, "content": _text_of(turn.content)}
+        elif isinstance(turn.content, str):
             yield {"role": turn.role, "content": turn.content}
         elif isinstance(turn, UserTurn):
             yield from _of_user(turn.content)
         else:
             yield _of_model(turn.content)
+
+
+def _combined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of one speaker that follow each other as one; results of tools stay apart."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        if message["role"] == "tool" or message["role"] != last.get("role"):
+            found.append(message)
+            continue
+        for name in ("content", "reasoning_content"):
+            both = [one[name] for one in (last, message) if one.get(name)]
+            if both:
+                last[name] = "\n".join(both)
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            last["tool_calls"] = calls
+    return found
 
 
 def _of_user(blocks: list[UserBlock]) -> Iterator[dict[str, Any]]:

@@ -9,8 +9,11 @@ import pytest
 
 import specctl
 from specctl.api.train import TrainResult
+from specctl.export.package.proof_record import read_record
 from specctl.runtime.proof import prove
 from specctl.runtime.proof.proof_report import ProofLevel
+from specctl.runtime.target.mixed import mixed
+from specctl.runtime.target.mixture import parse
 from specctl.runtime.target.target import Target
 
 
@@ -41,6 +44,19 @@ def test_verify_is_a_result_that_is_kept_in_the_package(
     assert both.kept is None, "the proof of a team is none of its package"
     with pytest.raises(specctl.SpecctlError, match="level"):
         specctl.verify(tiny_target, "prompt-lookup", "lossles")
+
+
+@pytest.mark.usefixtures("small")
+def test_the_proof_of_a_mixture_names_it_and_is_none_of_the_package(
+    tiny_target: Target, run: TrainResult
+) -> None:
+    before = read_record(run.package)
+    whole = mixed(tiny_target, tiny_target, parse("product:0.5=tiny"))
+    found = specctl.verify(whole, run.package)
+    assert found.passed
+    assert (found.kept, read_record(run.package)) == (None, before)
+    assert found.to_json()["proof"]["mixture"] == "product:0.5=tiny"
+    assert "of product:0.5=tiny: " in str(found.proof and found.proof.claim)
 
 
 def test_bench_is_a_table_of_all_drafters(tiny_target: Target, run: TrainResult) -> None:

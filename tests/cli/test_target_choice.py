@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specctl.cli.options.target_choice import AnsweringChoice
 from specctl.models.native import library as native
 from specctl_testing.cli.ran import Run
 
@@ -22,3 +23,9 @@ def test_nothing_is_said_of_one_that_was(run: Run) -> None:
     ran = run("generate", "--target", "tiny", "--max-new-tokens", "2", "def main(")
     assert ran.code == 0
     assert "compiled" not in ran.err
+
+
+def test_no_mixture_is_trained_for() -> None:
+    choice = AnsweringChoice("tiny", mix="average=tiny")
+    assert choice.words() == ["--target", "tiny", "--mix", "average=tiny"]
+    assert choice.training_words() == ["--target", "tiny"]

@@ -16,10 +16,11 @@ from specctl.server.engine_thread.contract import Piece
 from specctl.server.replies.answers import Choice
 from specctl.server.replies.messages import MessagesAnswer
 from specctl.server.replies.tokens import TokenTexts
+from specctl.server.requests.limits import Limits
 from specctl.server.requests.messages_fields import MessagesRequest
 from specctl_testing.runtime.serving import StubService, stub_target
 from specctl_testing.runtime.tool_targets import THINKING, WEATHER, tool_target
-from specctl_testing.runtime.web import Running, running
+from specctl_testing.runtime.web import Running, make_app, post, running
 
 PARIS = {"city": "Paris", "unit": "C"}
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {json.dumps(PARIS)}}}\n</tool_call>'
@@ -89,17 +90,18 @@ def test_the_events_are_named_and_numbered_as_the_protocol_says(server: Running)
 
 
 @pytest.mark.parametrize(
-    ("ended", "by", "reason", "sequence"),
+    ("ended", "by", "room", "reason", "sequence"),
     [
-        ("stop", "END", "stop_sequence", "END"),
-        ("stop", 7, "end_turn", None),  # a token of the target
-        ("eos", None, "end_turn", None),
-        ("length", None, "max_tokens", None),
-        ("context", None, "max_tokens", None),
+        ("stop", "END", 99, "stop_sequence", "END"),
+        ("stop", 7, 99, "end_turn", None),  # a token of the target
+        ("eos", None, 5, "end_turn", None),
+        ("length", None, 99, "max_tokens", None),
+        ("length", None, 5, "model_context_window_exceeded", None),
+        ("context", None, 5, "model_context_window_exceeded", None),
     ],
 )
 def test_why_a_message_ended(
-    ended: str, by: str | int | None, reason: str, sequence: str | None
+    ended: str, by: str | int | None, room: int, reason: str, sequence: str | None
 ) -> None:
     piece = Piece((1, 2), (False, True), "Hi", ("H", "i"), None, ended, (0, 1), by)
 
@@ -108,7 +110,7 @@ def test_why_a_message_ended(
         about = {"verification": "lossless", "tells_rounds": False, "tells_usage": False}
         texts = TokenTexts(stub_target())
         return MessagesAnswer("tiny", texts, **about, prompt_tokens=3, has_logprobs=False,
-                              choices=(choice,)), choice  # fmt: skip
+                              choices=(choice,), max_tokens=9, context=room), choice  # fmt: skip
 
     whole, choice = answer()
     whole.add(choice, piece)
@@ -120,6 +122,41 @@ def test_why_a_message_ended(
     last = json.loads(sent[-2].split(b"data: ")[1])
     assert last["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
     assert last["usage"]["output_tokens"] == found["usage"]["output_tokens"] == 2
+
+
+@pytest.mark.parametrize("chunk", [2, 23, 43, 60])
+def test_a_call_is_one_block_of_a_stream_whatever_text_comes_with_its_end(chunk: int) -> None:
+    text = f"{CALL}x{CALL}y"
+    service = StubService(text=text, ends=True, chunk=chunk, target=tool_target(THINKING))
+    body = {**SENT, "messages": HELLO, "stream": True}
+    blocks: list[list[Any]] = []
+    sent = post(make_app(service), "/v1/messages", body).text
+    lines = [line for line in sent.splitlines() if line.startswith("data: ")]
+    for one in map(json.loads, (line.removeprefix("data: ") for line in lines)):
+        if one["type"] == "content_block_start":
+            blocks.append([one["content_block"], ""])
+        elif one["type"] == "content_block_delta":
+            blocks[one["index"]][1] += one["delta"].get("partial_json", "")
+    calls = [block for block in blocks if block[0]["type"] == "tool_use"]
+    assert [json.loads(arguments) for _, arguments in calls] == [PARIS, PARIS]
+    assert len({call["id"] for call, _ in calls} - {None}) == 2
+
+
+def test_more_tokens_than_there_is_room_for_are_cut_to_it(client: anthropic.Anthropic) -> None:
+    """Agents name the most that they ever take."""
+    found = client.messages.create(**{**SENT, "max_tokens": 20_000}, messages=HELLO)
+    assert found.stop_reason == "tool_use"
+    service = StubService(text="a b c d e f", limits=Limits(max_new_tokens=4))
+    body = {"max_tokens": 32_000, "messages": HELLO}
+    short = post(make_app(service), "/v1/messages", body).json()
+    assert (short["stop_reason"], short["usage"]["output_tokens"]) == ("max_tokens", 4)
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_counted(
+    client: anthropic.Anthropic,
+) -> None:
+    turns: Any = [*HELLO, {"role": "assistant", "content": "It is"}]
+    assert client.messages.count_tokens(model="tiny", messages=turns).input_tokens > 0
 
 
 def test_tokens_are_counted_without_an_answer(client: anthropic.Anthropic) -> None:
@@ -154,6 +191,14 @@ def test_tokens_are_counted_without_an_answer(client: anthropic.Anthropic) -> No
         (
             {"extra_body": {"mcp_servers": [{"name": "x"}]}},
             anthropic.BadRequestError, "invalid_request_error", "mcp_servers",
+        ),
+        (
+            {"extra_body": {"thread": {"type": "continue", "previous_message_id": "msg_1"}}},
+            anthropic.BadRequestError, "invalid_request_error", "threads are not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "what? " * 900}]},
+            anthropic.BadRequestError, "invalid_request_error", "prompt is too long",
         ),
     ],
 )  # fmt: skip
@@ -206,7 +251,47 @@ def test_a_request_becomes_the_chat_request_that_says_the_same() -> None:
     assert json.loads(chat.messages[2].tool_calls[0].function.arguments) == PARIS  # type: ignore[union-attr,index]
     assert chat.messages[2].reasoning_content == "hm"  # type: ignore[union-attr]
     assert (chat.tool_choice, chat.parallel_tool_calls) == ("required", False)
-    assert (chat.reasoning_effort, chat.stop, chat.tenant) == ("none", ["END"], "u1")
+    assert (chat.reasoning_effort, chat.stop) == ("none", ["END"])
+    assert chat.tenant is not None
     assert (chat.max_tokens, chat.top_k) == (500, 5)
     body.thinking = None
     assert body.as_chat().reasoning_effort == "xhigh"
+
+
+def test_turns_of_one_speaker_are_combined_and_the_system_may_speak_in_between() -> None:
+    calls: Any = [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": i, "name": "f", "input": {}}]}
+        for i in ("a", "b")
+    ]
+    results = [{"type": "tool_result", "tool_use_id": i, "content": i} for i in ("a", "b")]
+    turns = [*HELLO, {"role": "user", "content": [{"type": "text", "text": "well?"}]}, *calls]
+    turns += [{"role": "user", "content": results}, {"role": "user", "content": "so?"}]
+    turns += [{"role": "system", "content": [{"type": "text", "text": "be brief"}]}]
+    chat = MessagesRequest.model_validate({**SENT, "messages": turns}).as_chat()
+    found = [(message.role, message.text) for message in chat.messages]
+    assert found == [
+        ("user", "weather?\nwell?"), ("assistant", ""), ("tool", "a"), ("tool", "b"),
+        ("user", "so?"), ("system", "be brief"),
+    ]  # fmt: skip
+    assert [call.id for call in chat.messages[1].tool_calls] == ["a", "b"]  # type: ignore[union-attr]
+
+
+def test_fields_of_other_versions_of_its_clients_mean_the_same() -> None:
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    body: dict[str, Any] = {**SENT, "messages": HELLO, "prompt_cache_key": "talk"}
+    one = MessagesRequest.model_validate({**body, "output_format": schema}).as_chat()
+    other = MessagesRequest.model_validate({**body, "output_config": {"format": schema}}).as_chat()
+    assert one == other
+    assert (one.form_field, one.prompt_cache_key) == ("response_format", "talk")
+    names = ["", "x" * 300, "y" * 300]
+    tenants = [
+        MessagesRequest.model_validate({**body, "metadata": {"user_id": name}}).as_chat().tenant
+        for name in names
+    ]
+    assert tenants[0] is None
+    assert None not in tenants[1:]
+    assert len({*tenants}) == 3
+    for kind, variables in [("enabled", {"enable_thinking": True}), ("between_tools", None)]:
+        thinking = {"type": kind, "budget_tokens": 1024}
+        chat = MessagesRequest.model_validate({**body, "thinking": thinking}).as_chat()
+        assert chat.chat_template_kwargs == variables

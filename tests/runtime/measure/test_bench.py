@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,3 +126,5 @@ def test_rows_of_relaxed_rules_are_marked(tiny_target: Target) -> None:
     assert names == ["plain", "copy", "loose (approximate)", "theirs"]
     assert "loose (approximate): its answers are not the target's own" in str(report.table())
     assert [row.name for row in report.rows] == ["plain", "copy", "loose", "theirs"]
+    of_two = replace(report.rows[2], verification="approximate of average:0.5:fly:0.5:6")
+    assert of_two.shown == "loose (approximate)"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
+from specctl.core.language_model import Feed
 from specctl.drafters.small_lm import SmallLm
-from specctl.models.mixed_lm import MixedLM
+from specctl.models.mixed_lm import MixedKV, MixedLM
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -136,9 +137,33 @@ def test_only_the_second_model_may_forbid_nothing(pair: tuple[Target, Target]) -
     log_q_TV = torch.tensor([[1.0, 0.0, 0.0]]).log()
     for law, of in LAWS.items():
         scores_TV = of.scores(log_p_TV, log_q_TV, NUMBERS[law])
-        assert not scores_TV.isnan().any(), law
+        assert scores_TV.softmax(-1).isfinite().all(), law
     whole_TV = LAWS["contrast"].scores(log_p_TV, log_q_TV, (0.0, 0.0))
     assert torch.equal(whole_TV, log_p_TV)
+
+
+def test_extra_rows_are_the_first_models_own(pair: tuple[Target, Target]) -> None:
+    """What stands in place of an embedding says nothing to the model beside."""
+    whole = mixed(*pair, parse("average:0.5=it"))
+    ids_1S, position_1S = torch.tensor([PROMPTS[0]]), torch.arange(5)[None]
+    extra_12D = torch.randn(1, 2, pair[0].spec.hidden_size, generator=torch.manual_seed(0))
+    found = []
+    for target in (whole, pair[0]):
+        masks = target.lm.document_masks(torch.zeros_like(ids_1S))
+        feed = Feed(ids_1S, position_1S, masks, residual_BTD=extra_12D)
+        out = target.lm.run(feed, None)
+        assert out.logits_BTV is not None
+        found.append(out.logits_BTV[0].log_softmax(-1))
+    assert torch.allclose(found[0][-2:], found[1][-2:], atol=1e-6)
+    assert torch.allclose(found[0][:3].double(), log_probs(whole, PROMPTS[0][:3]), atol=1e-5)
+
+
+def test_the_memory_of_a_token_is_that_of_both_caches(pair: tuple[Target, Target]) -> None:
+    whole = mixed(*pair, parse("average:0.5=it"))
+    kv = whole.lm.new_kv(1, 10)
+    assert isinstance(kv, MixedKV)
+    stores = [*kv.key_ZJLE, *kv.value_ZJLE, *kv.beside.key_ZJLE, *kv.beside.value_ZJLE]
+    assert 10 * whole.lm.kv_bytes == sum(store.nbytes for store in stores)
 
 
 def test_texts_are_as_long_as_both_models_allow(pair: tuple[Target, Target]) -> None:
