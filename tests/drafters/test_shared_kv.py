@@ -10,6 +10,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.drafters.shared_kv import SharedKv, SharedKvOptions
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import what_trains
+from specctl_testing.export.gemma4 import gemma4_target
 
 SCALED = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
@@ -26,6 +27,8 @@ def test_keys_that_are_rotated_otherwise_are_not_looked_at(make_target: Any) -> 
     for kind in ("gpt_neox", "cohere", "smollm3", "gemma3_text"):
         with pytest.raises(IncompatibleError, match=r"rotated otherwise.*layer 3"):
             bound(make_target(kind))
+    with pytest.raises(IncompatibleError, match=r"rotated otherwise.*layer 3"):
+        bound(gemma4_target(0), reads=(3,), head_dims=(16,))  # wider than those of its other layers
     bound(make_target("smollm3"), reads=(2,))
     local = {"rope_thetas": (10_000.0,), "rotated": (0,)}
     bound(make_target("gemma3_text"), **local)  # said by hand
