@@ -52,6 +52,14 @@ def follow_policy(
     check_count("keep", keep, MOST_KEPT)
     check_count("batch", batch, MOST_ROWS)
     sampling = sampling if sampling is not None else Sampling(temperature=1.0)
+    if not isinstance(sampling, Sampling):
+        raise SpecctlError(
+            "this says nothing of how rollouts are drawn",
+            where="sampling",
+            found=type(sampling).__name__,
+            expected="specctl.Sampling, or None: temperature 1",
+            do="sampling=specctl.Sampling(temperature=1.0, max_new_tokens=256)",
+        )
     check_sampling(sampling)
     settings = _settings(learning_rate=learning_rate, optimizer=optimizer, rows=rows, seed=seed)
     unknown = sorted({*drafting} - {"tree", "length", "nodes", "rule"})

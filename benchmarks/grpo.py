@@ -167,7 +167,7 @@ def control(package: Path, prompts: Sequence[str], given: Any) -> Any:
     follower = beside(model, tokenizer, package, given)
     encode = follower.target.encode
     for step in range(given.steps):
-        if step and step % given.every == 0:
+        if given.follow and step and step % given.every == 0:
             follower.follow(given.follow)
         first = step * given.prompts_per_step
         some = [prompts[(first + i) % len(prompts)] for i in range(given.prompts_per_step)]

@@ -48,6 +48,10 @@ ROUND = 32  # widths of an MLP come in multiples of this
 MOST_WIDTH = 1 << 16  # of a head
 PER_LAYER = ("reads", "head_dims", "windows", "rope_thetas", "rotated")
 OTHERWISE = "set drafter.options.reads and head_dims to layers of the target and their head widths"
+UNLIKE = (
+    "set drafter.options.reads to layers that are rotated so, or rope_thetas and rotated to what "
+    "turns theirs, or choose a family that reads states, such as eagle3"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,8 @@ class SharedKv(FeatureDrafter):
         sizes = self.options.sizes(self.spec)
         widths = dict(sorted(zip(self.reads, sizes.head_dims, strict=True)))
         self._cache = TargetCache(borrowed, self.spec, tuple(widths), OTHERWISE, widths)
+        if self.options.rope_thetas is None:
+            self._cache.check_rope(UNLIKE)
         for layer in widths:
             keys = self.lm.kv_shape(layer).key_heads
             if sizes.num_heads % keys:

@@ -392,7 +392,10 @@ class HfLM(LanguageModel):
         )
         cached = self._cached(ids_1T, position_1T, masks)
         taps = self.dense(ids_1T, position_1T, masks, tuple(layers), logits=False).taps
-        shown = self.key_value({layer: taps[layer] for layer in layers}, position_1T)
+        try:  # layers of another build are foreign code, as in check_parts
+            shown = self.key_value({layer: taps[layer] for layer in layers}, position_1T)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise refused(self.module, f"{type(error).__name__}: {error}"[:200]) from error
         for layer in layers:
             for mine, theirs in zip(shown[layer], cached[layer], strict=True):
                 if not torch.allclose(mine.float(), theirs.float(), rtol=1e-2, atol=1e-3):

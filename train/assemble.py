@@ -137,7 +137,8 @@ def what_trains(drafter: Drafter) -> list[str]:
         count = sum(p.numel() for p in frozen.values())
         lines.append(f"frozen {count:,} parameters: {_names(frozen)}")
     if drafter.needs().borrow:
-        lines.append("frozen, shared with the target: embedding, LM head")
+        head = "" if "lm_head.weight" in trainable else ", LM head"
+        lines.append(f"frozen, shared with the target: embedding{head}")
     return lines
 
 

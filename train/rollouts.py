@@ -112,6 +112,13 @@ class RolloutDrafter:
     def rollouts(self, prompts: Sequence[Sequence[int]]) -> Rollouts:
         """One continuation of every prompt by the policy as it is now. No two calls use the same
         random numbers."""
+        if not len(prompts):
+            raise SpecctlError(
+                "there are no prompts to continue",
+                found="no prompt",
+                expected="at least one, as token ids",
+                do="rollouts([[1, 2, 3], ...])",
+            )
         began, target = time.perf_counter(), self.target
         sampling = replace(self.sampling, seed=self.sampling.seed + self._num_written)
         module = self.drafter.module
@@ -137,6 +144,13 @@ class RolloutDrafter:
     def follow(self, steps: int) -> Followed:
         """Train the drafter so many steps on the newest rollouts, as the policy of this moment
         reads them: call it right before the next rollouts."""
+        if not isinstance(steps, int) or steps < 1:
+            raise SpecctlError(
+                "this is no number of steps",
+                found=repr(steps)[:80],
+                expected="a whole number, at least 1",
+                do="follow(8)",
+            )
         if not self._kept:
             raise SpecctlError(
                 "there are no rollouts to follow the policy on",

@@ -9,6 +9,7 @@ Letters: B rows, D hidden width, E head width, J key/value heads, T fed tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape
 from specctl.core.language_model import Borrowed, LanguageModel
+from specctl.core.only_shapes import has_only_shapes
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.blocks import LayerShape, rotary
+from specctl.drafters.nets.blocks import LayerShape, rotary, rotate
 from specctl.models.rope import rope_of
 
 
@@ -70,6 +72,30 @@ class TargetCache:
         """[..., 2, E]: the target's own rotation of queries."""
         spec = self.shape
         return self._scale * rotary(position, spec.head_dim, spec.rope_theta, self._inv_freq)
+
+    @torch.no_grad()
+    def check_rope(self, do: str) -> None:
+        """Raise IncompatibleError where the keys of `layers` are not rotated as `rope` says: where
+        the target turns a part of a head or other pairs, or has another base, or none, in some
+        layers. One residual at several places shows it. `do`: what helps."""
+        if has_only_shapes() or self.lm.device.type == "meta":
+            return
+        generator, at_1T = torch.Generator().manual_seed(0), torch.tensor([[0, 1, 40]])
+        x_11D = torch.randn(1, 1, self.lm.spec.hidden_size, generator=generator)
+        given = dict.fromkeys(self.layers, x_11D.repeat(1, 3, 1).to(self.lm.device))
+        position_1T = at_1T.clamp(max=self.lm.spec.max_positions - 1).to(self.lm.device)
+        for layer, (key_1J3E, _) in self.read(given, position_1T, torch.float32).items():
+            off = math.inf  # heads of another width than the positions are made for
+            if key_1J3E.shape[-1] == self.shape.head_dim:
+                turned_1J3E = rotate(key_1J3E[:, :, :1], self.rope(position_1T) / self._scale)
+                off = float((turned_1J3E - key_1J3E).abs().max())
+            if not off <= 0.05 * float(key_1J3E.abs().max()):
+                raise IncompatibleError(
+                    "queries of the drafter would be rotated otherwise than the target's keys",
+                    found=f"layer {layer} turns a part of its heads, other pairs, or none",
+                    expected=f"whole heads turned by halves, with base {self.shape.rope_theta:,g}",
+                    do=do,
+                )
 
     def read(
         self, state: Mapping[int, Tensor], position_BT: Tensor, dtype: torch.dtype

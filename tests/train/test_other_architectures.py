@@ -99,7 +99,10 @@ def packed(rows: list[list[list[int]]]) -> TrainBatch:
     return TrainBatch(ids, mask, torch.tensor(number), torch.tensor(place))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "jamba", "nemotron_h"])
+LESS_USUAL = [pytest.param(kind, marks=pytest.mark.proof) for kind in ("jamba", "nemotron_h")]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", *LESS_USUAL])
 def test_packed_documents_are_learnt_as_if_each_stood_alone(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +136,7 @@ def test_a_cast_keeps_ties_and_the_frequencies_of_positions() -> None:
     assert torch.equal(head.weight, made.tensors()["model.embed_tokens.weight"])
 
 
+@pytest.mark.proof
 def test_a_stopped_run_of_a_hybrid_that_writes_its_own_text_resumes_bit_for_bit(
     target: Target, text: Path, tmp_path: Path
 ) -> None:
