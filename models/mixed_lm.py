@@ -106,10 +106,6 @@ class MixedLM(LanguageModel):
     def kv_bytes(self) -> int:
         return self.lm.kv_bytes + self.beside.kv_bytes
 
-    @property
-    def pending_bytes(self) -> int:
-        return 0
-
     def run_width(self, num_rows: int, width: int) -> int:
         return self.lm.run_width(num_rows, width)
 
