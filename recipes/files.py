@@ -166,7 +166,7 @@ def read_source(name_or_path: str | Path) -> Source:
     raise RecipeError(
         f"unknown recipe {name!r}",
         found="no recipe and no file of that name",
-        expected="a recipe's name, or a YAML file",
+        expected=EXPECTED,
         do=did_you_mean(name, known, "specctl recipes ls --all"),
     )
 

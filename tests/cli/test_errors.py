@@ -98,7 +98,7 @@ MISTAKES = {
         ("export", "eagle3", "--to", "vllm", "-o", "NEW"), 4, "train-draft --recipe eagle3"
     ),
     "an unknown format, without a package": Mistake(
-        ("export", "--target", "tiny", "--to", "eagle", "-o", "NEW"), 3, "--to sglang"
+        ("export", "--target", "tiny", "--to", "sglan", "-o", "NEW"), 3, "--to sglang"
     ),
     "a drafter that has no package": Mistake(
         ("export", "prompt-lookup", "-o", "NEW"), 4, "specctl recipes show prompt-lookup"

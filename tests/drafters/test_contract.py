@@ -78,7 +78,7 @@ AS_SERVED = {
     "feature_weight": 0.0, "hidden_weight": 0.0, "noise": 0.0, "dropout": 0.0, "glance": 0.0,
     "passes": 1, "head_weight": None, "early_weight": 0.0, "base_weight": 0.0,
     "free_weight": 0.0, "choice_weight": 1.0, "penalty_weight": 0.0, "whole_blocks": False,
-    "fresh_noise": False, "stride": 1,
+    "fresh_noise": False,
 }  # fmt: skip
 
 

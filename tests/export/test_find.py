@@ -203,12 +203,17 @@ def test_a_loaded_folder_can_be_trimmed_and_packaged(
         assert torch.equal(back.tensors()[name], tensor)
 
 
-def test_a_drafter_that_its_options_cannot_describe_is_not_packaged(
-    write_model: Any, bare_target: Target, save: Any
+def test_a_draft_of_any_architecture_is_packaged_if_its_options_describe_it(
+    write_model: Any, bare_target: Target, plain_target: Target, save: Any
 ) -> None:
     drafter = load_drafter(write_model("gpt_neox"), bare_target)
+    assert drafter.options.architecture["model_type"] == "gpt_neox"
+    back = load_drafter(save(drafter), plain_target)
+    for name, tensor in drafter.tensors().items():
+        assert torch.equal(back.tensors()[name], tensor)
+    drafter.options = replace(drafter.options, architecture=None)
     with pytest.raises(IncompatibleError, match="do not describe this drafter"):
-        save(drafter)
+        save(drafter, "another")
 
 
 @pytest.mark.parametrize("vocab", [47, 64])

@@ -40,7 +40,7 @@ def report(*seconds: float, tokens: int = 512, tau: float = 2.0) -> BenchReport:
         "plain": [{"": Timed(tokens, 1.0, ids, 1.0)}] * len(seconds),
         "copy": [{"": Timed(tokens, one, ids, tau)} for one in seconds],
     }
-    rows = tuple(_rows(runs, Sampling()))
+    rows = tuple(_rows(runs, Sampling(), dict.fromkeys(runs)))
     return BenchReport(rows, "tiny", None, "float32", "cpu", 1, 1, 4, 64, len(seconds))
 
 
