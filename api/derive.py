@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,9 @@ from specctl.api.progress import Progress, as_reporter
 from specctl.api.recipe import RecipeLike, recipe_of
 from specctl.core.errors import FileError, RecipeError, SpecctlError
 from specctl.core.files import digest_of, sha256_file, write_json
-from specctl.recipes.load import with_fields
 from specctl.recipes.made_for import DEMONSTRATION, is_same, made_for, target_of
-from specctl.recipes.schema import Recipe
-from specctl.recipes.section import flatten
+from specctl.recipes.schema import DataPart, DrafterPart, TargetPart
+from specctl.recipes.serve import ServePart
 from specctl.recipes.targets import resolve
 from specctl.train.runs.finished import MARK
 from specctl.train.saving.integrity import saved_steps
@@ -35,6 +34,8 @@ RECORD = "derived.json"  # in the folder of a run
 UNITS = {"s": 1, "m": 60, "h": 3600}
 AMOUNTS = ("train.steps", "data.prompts")  # who sets one of these says how long the run is
 FOLLOWING = ("train.tau_every", "train.save_every")  # chosen by the number of steps
+
+Choices = Sequence[dict[str, Any]]  # as they are kept: field, value, reason, what it replaces
 
 
 @raises_user_errors
@@ -59,20 +60,23 @@ def derive_recipe(
     return derive(made, seconds_of(time), reporter, processes, before, engines_of)
 
 
-def engines_of(recipe: Recipe, beside: BesideTarget) -> Mapping[str, SpecctlError | None]:
-    """What each engine that has a format for the recipe's family will say of its drafter beside
-    such a target: None where it reads it, else why it does not."""
+def engines_of(
+    part: DrafterPart, serve: ServePart, size: int | None, beside: BesideTarget
+) -> Mapping[str, SpecctlError | None]:
+    """What each engine that has a format for the family will say of a drafter of so many ids (None:
+    of all) beside such a target: None where it reads it, else why it does not."""
+    from specctl.drafters import family
     from specctl.export.foreseen import Foreseen, refusals
-    from specctl.train.assemble import family_options, trainable_family
+    from specctl.train.assemble import family_options
     from specctl.train.init.initial import completed
 
-    drafter, size = completed(recipe, beside.spec).drafter, recipe.vocab.size
+    drafter = completed(part, beside.spec)
     seen = Foreseen(
         family=drafter.family,
-        options=family_options(trainable_family(recipe), drafter),
+        options=family_options(family(drafter.family), drafter),
         spec=beside.spec,
-        kept=size if isinstance(size, int) else None,
-        serve=recipe.serve.model_dump(mode="json"),
+        kept=size,
+        serve=serve.model_dump(mode="json"),
         config=beside.config,
         tokenizer=beside.tokenizer,
         ends=beside.ends,
@@ -97,46 +101,35 @@ def seconds_of(time: str | float) -> float:
     return seconds
 
 
-def is_foreign(recipe: Recipe, given: str) -> bool:
+def is_foreign(part: TargetPart, family: str, given: str, origin: Mapping[str, str]) -> bool:
     """Whether recipe `given` is a demonstration for another target, which is on this machine, and
-    nobody has said how long the run shall be."""
-    part = recipe.target
+    nobody has said how long the run shall be: `origin` is what has set each field."""
     if part.inflate is not None or is_same(part.name, DEMONSTRATION):
         return False
-    if target_of(given) != DEMONSTRATION or made_for(part.name, (recipe.drafter.family,)):
+    if target_of(given) != DEMONSTRATION or made_for(part.name, (family,)):
         return False
     if resolve(part.name, part.revision).repo is not None:
         return False
-    return all(_is_shipped(recipe, field) for field in AMOUNTS)
+    return all(_is_shipped(origin[field]) for field in AMOUNTS)
 
 
-def _is_shipped(recipe: Recipe, field: str) -> bool:
+def _is_shipped(said_by: str) -> bool:
     from specctl.train.data.shipped import is_shipped
 
-    return is_shipped(recipe, field)
+    return is_shipped(said_by)
 
 
-def is_derived(recipe: Recipe) -> bool:
+def is_derived(origin: Mapping[str, str]) -> bool:
     """Whether sizes or amounts of a recipe were found for its own target."""
-    return DERIVED in recipe.origin.values()
+    return DERIVED in origin.values()
 
 
-def is_derivable(recipe: Recipe) -> bool:
-    """Whether time decides a recipe's numbers, and nothing else."""
-    from specctl.train.planning.derive import check_derivable
-
-    try:
-        check_derivable(recipe)
-    except RecipeError:
-        return False
-    return True
-
-
-def keep(derived: Derived, out: Path, given: Recipe) -> None:
-    """Write OUT/derived.json, which the same command reads when the run goes on. `given`: the
-    recipe that was derived. What was chosen for a run before and not chosen anew stays in it."""
+def keep(derived: Derived, out: Path, of: str) -> None:
+    """Write OUT/derived.json, which the same command reads when the run goes on. `of`: the
+    `origin_digest` of the recipe that was derived. What was chosen for a run before and not chosen
+    anew stays in it."""
     out.mkdir(parents=True, exist_ok=True)
-    record = {"of": origin_digest(given), **derived.to_json()}
+    record = {"of": of, **derived.to_json()}
     before = _record(out)
     if before is not None and has_learned(out):
         anew = {choice["field"] for choice in record["choices"]}
@@ -145,18 +138,17 @@ def keep(derived: Derived, out: Path, given: Recipe) -> None:
     write_json(out / RECORD, record)
 
 
-def origin_digest(recipe: Recipe) -> str:
-    """A digest of what choices are derived from, beside the time: target, method with its options,
-    and data. Data sets of the hub count by their name."""
+def origin_digest(name: str, target: TargetPart, drafter: DrafterPart, data: DataPart) -> str:
+    """A digest of what choices are derived from, beside the time: target, the recipe's method with
+    its options, and data. Data sets of the hub count by their name."""
     from specctl.train.data.sources import find_source, names_of
 
-    data = recipe.data
     sources = [find_source(name, data.format, data.split) for name in names_of(data.source)]
     files = [[sha256_file(file) for file, _ in source.files] for source in sources]
     return digest_of(
         {
-            "target": recipe.target.model_dump(mode="json"),
-            "method": [recipe.name, recipe.drafter.model_dump(mode="json")],
+            "target": target.model_dump(mode="json"),
+            "method": [name, drafter.model_dump(mode="json")],
             "data": [[source.name for source in sources], files],
         }
     )
@@ -167,21 +159,20 @@ def has_learned(out: Path) -> bool:
     return (out / MARK).exists() or bool(saved_steps(out / "checkpoints"))
 
 
-def longer(recipe: Recipe, out: Path, seconds: float) -> Recipe | None:
-    """The recipe with the sizes that were kept in the folder of a run, of which answers and steps
-    are to be derived anew; None where `seconds` are not more than the run was derived for."""
+def longer(out: Path, seconds: float) -> Choices | None:
+    """The sizes that were kept in the folder of a run, of which answers and steps are to be derived
+    anew; None where `seconds` are not more than the run was derived for."""
     found = _record(out)
     if found is None or seconds <= found["seconds"]:
         return None
-    sizes = [one for one in found["choices"] if one["field"] not in (*AMOUNTS, *FOLLOWING)]
-    return with_fields(recipe, _theirs(recipe, sizes), DERIVED)
+    return [one for one in found["choices"] if one["field"] not in (*AMOUNTS, *FOLLOWING)]
 
 
-def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
-    """The recipe with the choices that were kept in the folder of a run; None without any.
-    `seconds` as they are given now: others than those of the run are refused. Choices of a run that
-    has learned nothing yet hold for its own target, method and data alone; where no run was begun
-    at all, for its own time alone, too."""
+def kept(out: Path, seconds: float | None, of: Callable[[], str]) -> Choices | None:
+    """The choices that were kept in the folder of a run; None without any. `seconds` as they are
+    given now: others than those of the run are refused. Choices of a run that has learned nothing
+    yet hold for its own target, method and data alone, whose `origin_digest` is what `of` returns;
+    where no run was begun at all, for its own time alone, too."""
     found = _record(out)
     if found is None:
         return None
@@ -189,7 +180,7 @@ def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
         is_other_time = seconds is not None and seconds != found["seconds"]
         if is_other_time and recorded(out / RUN_FILE) is None:
             return None
-        if found["of"] != origin_digest(recipe):
+        if found["of"] != of():
             return None
     earlier = found["seconds"]
     if seconds is not None and seconds != earlier:
@@ -201,7 +192,8 @@ def kept(recipe: Recipe, out: Path, seconds: float | None) -> Recipe | None:
             expected=f"{earlier:.0f} s",
             do=f"--time {earlier:.0f}s goes on with it{more}; another --out begins anew",
         )
-    return with_fields(recipe, _theirs(recipe, found["choices"]), DERIVED)
+    choices: Choices = found["choices"]
+    return choices
 
 
 def time_of(out: Path) -> float | None:
@@ -219,9 +211,11 @@ def read_by(out: Path) -> tuple[str, ...]:
         return ()
 
 
-def _theirs(recipe: Recipe, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Field -> value of the choices that hold for a recipe."""
-    return {one["field"]: one["value"] for one in choices if _is_theirs(recipe, one)}
+def chosen_fields(
+    choices: Choices, origin: Mapping[str, str], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Field -> value of the kept choices that hold for a recipe of these values."""
+    return {one["field"]: one["value"] for one in choices if _is_theirs(one, origin, values)}
 
 
 def _record(out: Path) -> dict[str, Any] | None:
@@ -242,10 +236,12 @@ def _record(out: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def _is_theirs(recipe: Recipe, choice: dict[str, Any]) -> bool:
+def _is_theirs(
+    choice: dict[str, Any], origin: Mapping[str, str], values: Mapping[str, Any]
+) -> bool:
     """Whether a choice that was kept holds for a recipe: nobody has set its field, or it is set to
     what the choice adds to."""
     field, replaces = choice["field"], choice.get("replaces")
-    if field not in recipe.origin or _is_shipped(recipe, field):
+    if field not in origin or _is_shipped(origin[field]):
         return True
-    return replaces is not None and replaces == dict(flatten(recipe.to_json()))[field]
+    return replaces is not None and replaces == values[field]

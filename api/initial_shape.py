@@ -6,7 +6,7 @@ before anything is planned or loaded: plan, run.yaml and package then say the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ def following_init(recipe: Recipe, warn: Callable[[str], None] = lambda text: No
     given = recipe.drafter.options.get("architecture")
     if found is None or given == found:
         return recipe
-    if given is not None and not _is_recipes_own(recipe, FIELD):
+    if given is not None and not _is_recipes_own(recipe.origin, FIELD):
         raise RecipeError(
             "the architecture of the draft was given twice",
             where=FIELD,
@@ -47,34 +47,37 @@ def following_init(recipe: Recipe, warn: Callable[[str], None] = lambda text: No
             expected="that of the folder, or no drafter.init",
             do="leave drafter.options.architecture out",
         )
-    return _with_architecture(recipe, found)
+    return _with_architecture(recipe.to_json(), recipe.origin, found)
 
 
-def _with_architecture(recipe: Recipe, architecture: dict[str, Any]) -> Recipe:
+def _with_architecture(
+    tree: dict[str, Any], said_by: Mapping[str, str], architecture: dict[str, Any]
+) -> Recipe:
+    """The recipe of a tree of values, whose origin is `said_by`, with that architecture."""
     from specctl.drafters.small_lm import LLAMA_ONLY
 
-    tree, origin = recipe.to_json(), dict(recipe.origin)
+    origin = dict(said_by)
     options = tree["drafter"]["options"]
     for option in LLAMA_ONLY:
-        if option in options and _is_recipes_own(recipe, f"drafter.options.{option}"):
+        if option in options and _is_recipes_own(said_by, f"drafter.options.{option}"):
             del options[option]
     options["architecture"] = architecture
-    if _is_recipes_own(recipe, "vocab.size"):
+    if _is_recipes_own(said_by, "vocab.size"):
         tree["vocab"]["size"], origin["vocab.size"] = None, ORIGIN
     opening = "drafter.options"
     origin = {f: o for f, o in origin.items() if not f.startswith(opening)}
     for field in flatten({opening: options}):
         below = field.startswith(f"{FIELD}.")
-        origin[field] = ORIGIN if below else recipe.origin.get(field, ORIGIN)
+        origin[field] = ORIGIN if below else said_by.get(field, ORIGIN)
     return build_recipe(tree, ORIGIN).with_origin(origin)
 
 
-def _is_recipes_own(recipe: Recipe, field: str) -> bool:
+def _is_recipes_own(origin: Mapping[str, str], field: str) -> bool:
     """Whether a built-in recipe gives a field, or all that is below it, and nobody else."""
     from specctl.train.data.shipped import is_shipped
 
-    fields = [each for each in recipe.origin if each == field or each.startswith(f"{field}.")]
-    return all(is_shipped(recipe, each) or recipe.origin[each] == "default" for each in fields)
+    fields = [each for each in origin if each == field or each.startswith(f"{field}.")]
+    return all(is_shipped(origin[each]) or origin[each] == "default" for each in fields)
 
 
 def _architecture_in(name: str) -> dict[str, Any] | None:

@@ -47,14 +47,17 @@ class Measurement:
             words += ["--prompts", str(self.prompts)]
         return self._record(words, HELD_OUT if self.prompts is None else str(self.prompts))
 
-    def record_of_run(self, recipe: Recipe, target: Target, words: Sequence[str]) -> dict[str, Any]:
-        """What a run measured: again by `specctl bench`, or by the run (its command in `words`)
-        where only it has the prompts, documents of its data that it did not train on."""
+    def record_of_run(
+        self, source: str | tuple[str, ...], target: Target, words: Sequence[str]
+    ) -> dict[str, Any]:
+        """What a run on data of that source measured: again by `specctl bench`, or by the run (its
+        command in `words`) where only it has the prompts, documents of its data that it did not
+        train on."""
         from specctl.train.data.sources import is_corpus
 
         if self.is_estimate:
             return self._record(words, ESTIMATED) | {"temperature": 1.0}
-        if is_corpus(recipe.data.source):
+        if is_corpus(source):
             return self.record(target)
         return self._record(words, KEPT_BACK)
 

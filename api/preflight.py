@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specctl.api.outputs import check_folder
 from specctl.core.errors import FileError, NetworkError, RecipeError, SpecctlError, unknown
 from specctl.core.printable import counted
-from specctl.recipes.stages import PREFIX
+from specctl.recipes.stages import PREFIX, stages_of
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
@@ -30,7 +30,8 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
     from specctl.train.runs.finished import remaining
 
     check_folder(out)
-    for stage in remaining(recipe, out):
+    stages = stages_of(recipe)
+    for stage in remaining(stages, out) if stages else [recipe]:
         check_self(stage.data)
         try:
             check_source(stage.data.source, stage.data.format, stage.data.split)
@@ -126,7 +127,7 @@ def check_made_for(
 
 def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
     """Refuse what the memory of this machine or its GPU cannot hold, before a weight is read."""
-    from specctl.train.assemble import check_states
+    from specctl.train.assemble import attention_only, check_states
     from specctl.train.data.context import check_context
     from specctl.train.planning.capacity import lacking_memory, refuse_lacks
     from specctl.train.planning.hardware import Cluster
@@ -134,14 +135,14 @@ def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
     from specctl.train.planning.weighing import Weighing
     from specctl.train.runs.finished import remaining
 
-    cluster = Cluster.here(processes)
-    for stage in remaining(recipe, out):
-        shape = target_shape(stage.target)
-        check_states(stage, shape.config)
-        check_context(stage, shape.spec)
-        weighing = Weighing(stage, shape, cluster)
-        lacks = lacking_memory(weighing, False, recipe)
-        refuse_lacks(lacks, f"{stage.name} for {stage.target.name}", out)
+    cluster, stages = Cluster.here(processes), stages_of(recipe)
+    for stage in remaining(stages, out) if stages else [recipe]:
+        shape, name = target_shape(stage.target), stage.target.name
+        check_states(shape.config, attention_only(stage.drafter, stage.serve), name)
+        check_context(name, stage.data, stage.train.seq_len, shape.spec)
+        weighing, pipeline = (Weighing(each, shape, cluster) for each in (stage, recipe))
+        lacks = lacking_memory(weighing, False, pipeline)
+        refuse_lacks(lacks, f"{stage.name} for {name}", out)
 
 
 def _check_drafter(name: str) -> None:

@@ -28,14 +28,15 @@ from specctl.models.llama import LlamaShape
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target, load_part
+from specctl.train.assemble import decoder, measuring_prompts, served_family
 from specctl.train.data.prepare import prepare
+from specctl.train.metrics import MeasuredAcceptance
 from specctl.train.prune.cut import Wanted, check_cut, groups_left, prunable
 from specctl.train.prune.run import (
     CutDrafter,
     CutReport,
     cut_drafter,
     halfway,
-    heal_recipe,
     whole_target,
 )
 from specctl.train.run import RunResult
@@ -61,8 +62,8 @@ class Cut:
     heal_steps: int | None = None
     two_step: bool = False
 
-    def check(self, recipe: Recipe) -> None:
-        """Refuse what cannot be, before anything is loaded."""
+    def check(self, name: str, family: str) -> None:
+        """Refuse what cannot be by the recipe of that name, before anything is loaded."""
         if self.importance not in IMPORTANCES:
             raise RecipeError(
                 f"unknown importance {self.importance!r}",
@@ -71,11 +72,11 @@ class Cut:
                 expected="one of " + ", ".join(IMPORTANCES),
                 do="--importance bi",
             )
-        if recipe.drafter.family != "small-lm":
+        if family != "small-lm":
             raise RecipeError(
-                f"a drafter of family {recipe.drafter.family} cannot be cut from the target",
-                where=f"{recipe.name}:drafter.family",
-                found=recipe.drafter.family,
+                f"a drafter of family {family} cannot be cut from the target",
+                where=f"{name}:drafter.family",
+                found=family,
                 expected="small-lm",
                 do="leave out --recipe",
             )
@@ -88,9 +89,8 @@ class Cut:
                 do="leave out --two-step",
             )
 
-    def wanted(self, recipe: Recipe, shape: LlamaShape | ModelSpec) -> Wanted:
+    def wanted(self, options: Mapping[str, Any], shape: LlamaShape | ModelSpec) -> Wanted:
         """What is requested, then the recipe's options, as numbers."""
-        options = recipe.drafter.options
         channels, neurons = parse_width(self.width, shape.hidden_size, shape.intermediate_size)
         heads, kv_heads = parse_heads(self.heads, shape.num_heads, shape.num_kv_heads)
         named = None if self.layers is not None else options.get("from_layers")
@@ -137,6 +137,20 @@ class PruneJob:
         data = self.recipe.data
         few = {"prompts": min(data.prompts, SCORE_PROMPTS), "text_tokens": 0}
         return self.recipe.model_copy(update={"data": data.model_copy(update=few)})
+
+    def healing(self, drafter: SmallLm, folder: str, steps: int) -> Recipe:
+        """The recipe that trains the cut drafter on, starting from its package in `folder`."""
+        recipe = self.recipe
+        options = {k: v for k, v in asdict(drafter.options).items() if k != "from_layers"}
+        part = recipe.drafter.model_copy(update={"options": options, "init": folder})
+        train = recipe.train.model_copy(
+            update={"steps": steps, "tau_every": min(recipe.train.tau_every, steps)}
+        )
+        changed = recipe.model_copy(update={"drafter": part, "train": train})
+        ours = dict.fromkeys(
+            ("drafter.init", *(f"drafter.options.{name}" for name in options)), "prune"
+        )
+        return changed.with_origin({**changed.origin, **ours})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -215,11 +229,13 @@ def prune(
     given = in_memory(target)
     made = recipe_of(recipe, given or target, settings)
     job_cut = cut or Cut(**own | texts)
-    job_cut.check(made)
-    folder = run_folder(made) if out is None else Path(out)
+    job_cut.check(made.name, made.drafter.family)
+    folder = run_folder(made.target.name, made.name) if out is None else Path(out)
     check_out(folder)
     check_run(made, folder)
-    job = PruneJob(made, job_cut, folder, command or _words(recipe, made, job_cut, folder))
+    name = str(recipe) if isinstance(recipe, (str, Path)) else made.name
+    sets = set_words(made.to_json(), made.origin)
+    job = PruneJob(made, job_cut, folder, command or _words(name, sets, job_cut, folder))
     model = given or load_part(made.target, device=str(PartialState().device), is_widened=True)
     if model.inflated:
         reporter.warn(inflated_note(model))
@@ -229,10 +245,9 @@ def prune(
     return PruneResult(folder, _report_of(folder), healed, warned)
 
 
-def _words(recipe: RecipeLike, made: Recipe, cut: Cut, out: Path) -> list[str]:
+def _words(recipe: str, sets: Sequence[str], cut: Cut, out: Path) -> list[str]:
     """The command line that does the same."""
-    name = str(recipe) if isinstance(recipe, (str, Path)) else made.name
-    words = ["specctl", "prune", "--recipe", name, *set_words(made), "--out", str(out)]
+    words = ["specctl", "prune", "--recipe", recipe, *sets, "--out", str(out)]
     for key, value in asdict(cut).items():
         flag = f"--{key.replace('_', '-')}"
         if value is True:
@@ -250,7 +265,7 @@ def _cut_and_heal(
     given: dict[str, Any] = {"command": job.command, "target": target}
     if two_step:
         drafter = _made(reporter, job, target, half, None, on_cut)
-        first = heal_recipe(job.recipe, drafter, str(half / "cut"), max(1, job.steps // 2))
+        first = job.healing(drafter, str(half / "cut"), max(1, job.steps // 2))
         train_and_package(reporter, first, half, **given)
         if not (job.out / "data").exists():
             shutil.copytree(half / "data", job.out / "data")
@@ -259,7 +274,7 @@ def _cut_and_heal(
     if job.steps == 0:
         return None
     steps = job.steps - job.steps // 2 if two_step else job.steps
-    recipe = heal_recipe(job.recipe, drafter, str(job.out / "cut"), max(1, steps))
+    recipe = job.healing(drafter, str(job.out / "cut"), max(1, steps))
     return recipe, train_and_package(reporter, recipe, job.out, **given)
 
 
@@ -306,7 +321,7 @@ def _make(
 ) -> CutReport:
     """Score, cut, package and report one stage; halfway in a folder of its own."""
     shape = prunable(target).module.shape
-    wanted = job.cut.wanted(job.recipe, shape)
+    wanted = job.cut.wanted(job.recipe.drafter.options, shape)
     check_cut(wanted, shape)  # before the target writes its answers
     if folder != job.out:
         wanted = halfway(wanted, shape)
@@ -314,7 +329,14 @@ def _make(
     assert isinstance(origin, SmallLm)
     reporter.say(f"scoring the layers of {target.name} ({wanted.importance})")
     data = prepare(job.data_recipe(), target, folder, reporter)
-    made = cut_drafter(origin, wanted, job.recipe, target, data)
+    recipe = job.recipe
+    served_family(recipe.drafter, recipe.train.joint, recipe.serve)
+
+    def measure(drafter: SmallLm) -> MeasuredAcceptance:
+        prompts = measuring_prompts(recipe.data, recipe.train.tau_prompts, target, data)
+        return decoder(recipe.serve, recipe.train, target, drafter, prompts)()
+
+    made = cut_drafter(origin, wanted, recipe.drafter, target, data, measure)
     _save(job, target, folder / "cut", made)
     body = {
         "request": job.request(),
@@ -335,7 +357,9 @@ def _save(job: PruneJob, target: Target, folder: Path, made: CutDrafter) -> None
         folder,
         serve=job.recipe.to_json()["serve"],
         recipe_digest=job.recipe.digest,
-        acceptance=packaged_acceptance(measured, job.recipe, target, again),
+        acceptance=packaged_acceptance(
+            measured, job.recipe.data, job.recipe.train.tau_tokens, target, again
+        ),
         command=command,
     )
     check_package(folder, target, reference=made.drafter)

@@ -26,7 +26,7 @@ def recipe_of(recipe: RecipeLike, target: TargetLike, settings: Mapping[str, Any
     base = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     fields = _target_fields(target)
     for name, value in settings.items():
-        fields |= _fields(base, name, value)
+        fields |= _fields(base.drafter.family, name, value)
     if not fields:
         return base
     made = with_fields(base, fields, SAID_BY)
@@ -34,16 +34,16 @@ def recipe_of(recipe: RecipeLike, target: TargetLike, settings: Mapping[str, Any
     return made
 
 
-def set_words(recipe: Recipe) -> list[str]:
-    """--set for every value that a call has set."""
-    values = flatten(recipe.to_json())
-    named = [field for field, said_by in recipe.origin.items() if said_by == SAID_BY]
+def set_words(tree: Mapping[str, Any], origin: Mapping[str, str]) -> list[str]:
+    """--set for every value of a tree that a call has set, by its origin."""
+    values = flatten(tree)
+    named = [field for field, said_by in origin.items() if said_by == SAID_BY]
     return [word for k in named for word in ("--set", f"{k}={json.dumps(values[k])}")]
 
 
-def run_folder(recipe: Recipe) -> Path:
-    """Where a run is written unless it is said: runs/TARGET-RECIPE."""
-    return Path("runs") / f"{folder_name(recipe.target.name)}-{recipe.name}"
+def run_folder(target: str, recipe: str) -> Path:
+    """Where a run is written unless it is said, by the names of both: runs/TARGET-RECIPE."""
+    return Path("runs") / f"{folder_name(target)}-{recipe}"
 
 
 def folder_name(target: str) -> str:
@@ -53,15 +53,16 @@ def folder_name(target: str) -> str:
     return named or Path(target).resolve().name or "target"
 
 
-def refuse_dependent(recipe: Recipe) -> None:
-    """What distill trains needs nothing of the target while it runs."""
-    if recipe.drafter.family not in INDEPENDENT:
+def refuse_dependent(name: str, family: str) -> None:
+    """What distill trains, by the recipe of that name, needs nothing of the target while it
+    runs."""
+    if family not in INDEPENDENT:
         raise RecipeError(
             "distill trains independent small models only",
-            where=f"{recipe.name}:drafter.family",
-            found=recipe.drafter.family,
+            where=f"{name}:drafter.family",
+            found=family,
             expected=" or ".join(INDEPENDENT),
-            do=f"specctl train-draft --recipe {recipe.name}   (trains {recipe.drafter.family})",
+            do=f"specctl train-draft --recipe {name}   (trains {family})",
         )
 
 
@@ -81,9 +82,9 @@ def _target_fields(target: TargetLike) -> dict[str, Any]:
     }
 
 
-def _fields(recipe: Recipe, name: str, value: Any) -> dict[str, Any]:
-    """The dotted fields that one keyword sets."""
-    sections = {k: type(v) for k, v in recipe if isinstance(v, Section) and k != "scaling"}
+def _fields(family: str, name: str, value: Any) -> dict[str, Any]:
+    """The dotted fields that one keyword sets, in the recipe of a drafter of that family."""
+    sections = {k: type(v) for k, v in Recipe() if isinstance(v, Section) and k != "scaling"}
     if name in sections and isinstance(value, Mapping):
         return {f"{name}.{key}": below for key, below in flatten(value).items()}
     if name == "data":
@@ -92,7 +93,7 @@ def _fields(recipe: Recipe, name: str, value: Any) -> dict[str, Any]:
     if "." in name or name in (set(Recipe.model_fields) - {*sections, "scaling"}):
         return {name: value}
     found = [f"{key}.{name}" for key, kind in sections.items() if name in kind.model_fields]
-    info = family_infos().get(recipe.drafter.family)
+    info = family_infos().get(family)
     if not found and info is not None and name in info.options:
         found = [f"drafter.options.{name}"]
     if len(found) == 1:

@@ -26,7 +26,7 @@ from specctl.export.package.find import Kind, load_found, locate
 from specctl.export.package.folder import save_package
 from specctl.export.package.load import read_package
 from specctl.export.package.manifest import Manifest, read_manifest
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, ExportPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
@@ -94,6 +94,7 @@ class TrainResult(Tabled):
     def to_json(self) -> dict[str, Any]:
         manifest = self.manifest
         changed = {} if self.run.target is None else {"target": str(self.run.target)}
+        others = other_formats(self.recipe.drafter.family, self.recipe.export)
         return {
             "out": str(self.out),
             "package": str(self.package),
@@ -105,7 +106,7 @@ class TrainResult(Tabled):
             "seconds": round(self.run.seconds, 1),
             "parameters": manifest.parameters,
             **changed,
-            "exports": {name: str(self.out / name) for name in other_formats(self.recipe)},
+            "exports": {name: str(self.out / name) for name in others},
         }
 
 
@@ -142,7 +143,7 @@ def train(
             expected=str(PartialState().device),
             do="give the target's name, or load it on that device",
         )
-    folder = run_folder(made) if out is None else Path(out)
+    folder = run_folder(made.target.name, made.name) if out is None else Path(out)
     check_out(folder)
     check_run(made, folder)
     reporter.say(f"{made.name}: {made.drafter.family} for {made.target.name}, in {folder}")
@@ -169,7 +170,7 @@ def distill(
     of such a family."""
     target = in_memory(target) or target
     made = recipe_of(recipe, target, settings)
-    refuse_dependent(made)
+    refuse_dependent(made.name, made.drafter.family)
     return train(
         target, made, out=out, resume=resume, allow=allow, progress=progress, command=command
     )
@@ -197,7 +198,9 @@ def train_and_package(
 ) -> RunResult:
     """Train, and write OUT/package from the checkpoint with the best measured tau; then OUT/FORMAT
     for each further format of the recipe."""
-    others = other_formats(recipe)
+    others = other_formats(recipe.drafter.family, recipe.export)
+
+    new_tokens = recipe.train.tau_tokens
 
     def package(
         drafter: Drafter, target: Target, folder: Path, acceptance: Mapping[str, Any] | None
@@ -209,7 +212,7 @@ def train_and_package(
             serve=recipe.to_json()["serve"],
             recipe_digest=recipe.digest,
             acceptance=packaged_acceptance(
-                acceptance, recipe, target, run_words(recipe, target, out)
+                acceptance, recipe.data, new_tokens, target, run_words(recipe, target, out)
             ),
             command=command,
         )
@@ -242,11 +245,10 @@ def load_initial(name: str, target: Target) -> Drafter:
     return load_found(found, target, ("padding",))
 
 
-def other_formats(recipe: Recipe) -> list[str]:
+def other_formats(family: str, part: ExportPart) -> list[str]:
     """The formats of the recipe beside the package; one that cannot hold the family, or that needs
     what is not installed here, is refused before anything is trained."""
-    wanted: list[str] = [name for name in recipe.export.formats if name != "specctl"]
-    family = recipe.drafter.family
+    wanted: list[str] = [name for name in part.formats if name != "specctl"]
     for name in wanted:
         if not formats()[name].holds(family):
             fits = [n for n, form in formats().working().items() if form.holds(family)]
@@ -262,17 +264,22 @@ def other_formats(recipe: Recipe) -> list[str]:
 
 
 def packaged_acceptance(
-    measured: Mapping[str, Any] | None, recipe: Recipe, target: Target, words: Sequence[str]
+    measured: Mapping[str, Any] | None,
+    data: DataPart,
+    new_tokens: int,
+    target: Target,
+    words: Sequence[str],
 ) -> dict[str, Any] | None:
-    """What the training loop measured, as a package records it; `words` run it again."""
+    """What the training loop measured on prompts of the data, `new_tokens` behind each, as a
+    package records it; `words` run it again."""
     if measured is None:
         return None
     found = Measurement(
         tau=measured["tau"],
         accepted_per_position=measured["accepted_per_position"],
         num_prompts=measured["prompts"],
-        new_tokens=recipe.train.tau_tokens,
+        new_tokens=new_tokens,
         batch=measured["prompts"],
         is_estimate=measured.get("is_estimate", False),
     )
-    return found.record_of_run(recipe, target, words)
+    return found.record_of_run(data.source, target, words)

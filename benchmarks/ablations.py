@@ -66,6 +66,7 @@ from specctl.drafters import families
 from specctl.drafters.sorted_lm import SortedLm
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
+from specctl.recipes.stages import stages_of
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import TreeCosts
@@ -286,7 +287,7 @@ def pipe(arm: PipedArm, args: argparse.Namespace) -> None:
         return
     recipe = load_recipe(arm.words[0], (f"train.seed={arm.seed}", HELD_UNMEASURED, *arm.words[1:]))
     folder = args.out / "piped" / "runs" / arm.name
-    for stage in stages(recipe, folder):  # answers and texts are the same for all
+    for stage in stages(stages_of(recipe), folder):  # answers and texts are the same for all
         same = sorted(folder.parent.glob(f"*/stage-*-{stage.name}/finished.json"))
         share_data([file.parent for file in same], stage.folder)
     result = train_and_package(SilentReporter(), recipe, folder, command=sys.argv)

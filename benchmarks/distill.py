@@ -125,7 +125,7 @@ def drafter_of(row: Row, target: Target, args: argparse.Namespace) -> Drafter:
         drafter = load_drafter(str(trained(row, args)), target)
     else:
         recipe = load_recipe(row.recipe, [*fields(row, args), "vocab.size=null"])
-        drafter = build_drafter(recipe, target.spec, None)
+        drafter = build_drafter(recipe.drafter, recipe.train, target.spec, None)
     return drafter.to(target.device, target.dtype)
 
 

@@ -82,7 +82,7 @@ class Bench:
         self.target: Target = load_target("tiny", dtype="float32")
         recipe = recipe_of(args, 0)
         data = rows_of(args, recipe, self.target)
-        vocab = draft_vocab(recipe, self.target, data)
+        vocab = draft_vocab(recipe.vocab, recipe.data, self.target, data)
         assert vocab is not None
         self.vocab: VocabMap = vocab
         self.settings: TrainPart = recipe.train

@@ -39,7 +39,7 @@ from specctl.train.features.capture import capture
 from specctl.train.init.initial import completed
 from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.planning.hardware import GPUS
-from specctl.train.planning.step_bytes import step_bytes
+from specctl.train.planning.step_bytes import StepSettings, step_bytes
 
 PARTS = ("target", "loss", "backward", "update")
 RECIPES = ("llama3-8b-eagle3", "llama3-8b-eagle", "llama3.1-8b-dflash", "llama3-8b-medusa")
@@ -91,8 +91,8 @@ class Step:
         self.recipe, self.target, device = recipe, target, target.device
         size, vocab_size = recipe.vocab.size, target.spec.vocab_size
         vocab = None if size is None else VocabMap(torch.arange(int(size)), vocab_size)
-        complete = completed(recipe, target.spec)
-        self.drafter: Drafter = build_drafter(complete, target.spec, vocab)
+        complete = completed(recipe.drafter, target.spec)
+        self.drafter: Drafter = build_drafter(complete, recipe.train, target.spec, vocab)
         self.drafter.to(device, torch.float32)
         if self.drafter.needs().borrow:
             self.drafter.bind(target.borrowed())
@@ -132,7 +132,9 @@ class Step:
 def planned_bytes(recipe: Recipe, shape: LlamaShape, target: Target) -> int:
     """What `specctl plan` says of a step: all that stays, and its highest phase."""
     rows = recipe.train.rows
-    found = step_bytes(recipe, config_of(shape), target.spec, "bfloat16", is_gpu=True, rows=rows)
+    size = recipe.vocab.size
+    settings = StepSettings(recipe.drafter, recipe.train, size if isinstance(size, int) else None)
+    found = step_bytes(settings, config_of(shape), target.spec, "bfloat16", is_gpu=True, rows=rows)
     resident = found.target + found.weights + found.gradient + found.optimizer
     return resident + found.batch
 

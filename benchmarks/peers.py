@@ -368,7 +368,7 @@ def main() -> None:
         write_target(target, args.out / "target")
     recipe = recipe_of(args, 0)
     data = rows_of(args, recipe, target)
-    vocab = draft_vocab(recipe, target, data)
+    vocab = draft_vocab(recipe.vocab, recipe.data, target, data)
     args.taps = list(Eagle3(OPTIONS, target.spec, vocab).options.taps or ())
     arms = [arm for arm in args.arms.split(";") if arm]
     if unknown := [arm for arm in arms if arm not in ARMS]:

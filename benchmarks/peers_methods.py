@@ -108,7 +108,7 @@ def train_peer(
     settings, order = recipe.train, Order(data.num_rows, recipe.train.seed)
     taken = [order.take(step * settings.rows, settings.rows) for step in range(settings.steps)]
     ids_NBS = torch.stack([data.batch(rows).ids_BS for rows in taken]).int()
-    vocab = draft_vocab(recipe, target, data)
+    vocab = draft_vocab(recipe.vocab, recipe.data, target, data)
     kept_K = torch.arange(target.spec.vocab_size) if vocab is None else vocab.ids_K
     save_file({"ids_NBS": ids_NBS, "kept_K": kept_K}, folder / "batches.safetensors")
     options = recipe.drafter.options
@@ -136,7 +136,8 @@ def block_head(folder: Path, recipe: Recipe, target: Target, data: TokenData, ma
     """speculators' head as our drafter, with the mask's row as the learned vector."""
     options = recipe.drafter.options
     chosen = DFlashOptions(num_heads=options["num_heads"], layers=options["layers"])
-    drafter = DFlash(chosen, target.spec, draft_vocab(recipe, target, data))
+    vocab = draft_vocab(recipe.vocab, recipe.data, target, data)
+    drafter = DFlash(chosen, target.spec, vocab)
     names = {"hidden_norm.": "fc_norm.", "layers.": "net.layers."}
     weights = {}
     for name, tensor in load_file(folder / "head.safetensors").items():

@@ -67,7 +67,7 @@ def processor_seconds(recipe: str, target: str, sets: list[str]) -> float:
     start, given = time.process_time(), load_recipe(recipe, sets, target=target)
     pace = calibrate(given, target_shape(given.target), start=start, clock=time.process_time)
     assert pace is not None, "a target that is calibrated"
-    return pace.seconds(given, data_tokens(given))
+    return pace.seconds(given.data, given.train, data_tokens(given.data))
 
 
 def environment() -> dict[str, str]:

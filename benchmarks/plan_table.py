@@ -82,7 +82,7 @@ def compared(name: str, rows: int, most: int) -> str:
             copy.deepcopy(target.config), dtype=torch.bfloat16
         ).eval()
         model.requires_grad_(False)
-        drafter = fake_drafter(recipe, target.spec, kept, is_gpu=True)
+        drafter = fake_drafter(recipe.drafter, recipe.train, target.spec, kept, is_gpu=True)
         read = fake_target(model, target.spec)
         drafter.bind(read.borrowed())
         gradient = Gradient(drafter.trainable())

@@ -31,7 +31,7 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.prune.cut import prunable
-from specctl.train.prune.healing import HealingPlan, healed, plan_healing
+from specctl.train.prune.healing import HealingPlan, healed, healings, plan_healing
 from specctl.train.prune.shapes import (
     Candidate,
     DraftShape,
@@ -195,8 +195,9 @@ def main() -> None:
     sets = [f"train.steps={args.steps}", f"target.dtype={args.dtype}", "train.save_every=50"]
     recipe = load_recipe("prune", sets=[*sets, *args.set])
     target = load_target("tiny", dtype=args.dtype)
-    promise(console, plan_healing(recipe, target, shapes, args.out, args.steps), shapes, args)
-    drafts = dict(healed(recipe, target, shapes, args.out, args.steps, console))
+    runs = healings(recipe, shapes, prunable(target).module.shape, args.steps)
+    promise(console, plan_healing(runs, target, args.out), shapes, args)
+    drafts = dict(healed(runs, target, args.out, console))
     if args.heal_only:
         return
     served = load_target("tiny", dtype=args.dtype, inflate=args.inflate) if args.inflate else target

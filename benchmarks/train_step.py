@@ -64,7 +64,9 @@ def work(args: argparse.Namespace) -> None:
     size = recipe.vocab.size
     kept = torch.randperm(target.spec.vocab_size)[:size].sort().values if size else None
     vocab = None if kept is None else VocabMap(kept, target.spec.vocab_size)
-    drafter = build_drafter(completed(recipe, target.spec), target.spec, vocab)
+    drafter = build_drafter(
+        completed(recipe.drafter, target.spec), recipe.train, target.spec, vocab
+    )
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
     if getattr(recipe.train, "compile", False):  # not in older checkouts

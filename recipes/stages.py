@@ -7,7 +7,7 @@ from typing import Any
 
 from specctl.core.errors import RecipeError, nearest
 from specctl.recipes.load import build_recipe
-from specctl.recipes.schema import Recipe, StagePart
+from specctl.recipes.schema import Recipe
 from specctl.recipes.section import flatten
 
 PREFIX = "stage:"
@@ -20,9 +20,12 @@ def stages_of(recipe: Recipe, where: str = "recipe") -> dict[str, Recipe]:
     vocabulary, unless it says otherwise."""
     found: dict[str, Recipe] = {}
     for name, part in recipe.stages.items():
-        before = next(reversed(found), None)
-        found[name] = _stage(recipe, name, part, before, where)
-        for said in references(found[name]):
+        tree, changes = recipe.to_json(), part.model_dump(mode="json")
+        tree["name"] = f"{recipe.name}-{name}"
+        _change(tree, changes, next(reversed(found), None))
+        origin = {**recipe.origin, **dict.fromkeys(flatten(changes), f"stage {name}")}
+        found[name] = build_recipe(tree, f"{where}:stages.{name}").with_origin(origin)
+        for said in references(tree):
             _check_known(said, list(found)[:-1], f"{where}:stages.{name}")
     return found
 
@@ -32,14 +35,14 @@ def runs_of(recipe: Recipe) -> list[Recipe]:
     return [*stages_of(recipe).values()] or [recipe]
 
 
-def references(recipe: Recipe) -> list[str]:
-    """The stages whose folders a stage's recipe names."""
-    leaves = flatten(recipe.to_json()).values()
+def references(tree: Mapping[str, Any]) -> list[str]:
+    """The stages whose folders the values of a stage's recipe name."""
+    leaves = flatten(tree).values()
     return [v.removeprefix(PREFIX) for v in leaves if isinstance(v, str) and v.startswith(PREFIX)]
 
 
-def resolved(recipe: Recipe, folders: Mapping[str, str]) -> Recipe:
-    """The recipe with "stage:NAME" replaced by that stage's folder."""
+def resolved(tree: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a recipe with "stage:NAME" replaced by that stage's folder."""
 
     def put(value: Any) -> Any:
         if isinstance(value, dict):
@@ -48,19 +51,16 @@ def resolved(recipe: Recipe, folders: Mapping[str, str]) -> Recipe:
             return folders[value.removeprefix(PREFIX)]
         return value
 
-    return build_recipe(put(recipe.to_json()), recipe.name).with_origin(recipe.origin)
+    return {key: put(value) for key, value in tree.items()}
 
 
-def _stage(recipe: Recipe, name: str, part: StagePart, before: str | None, where: str) -> Recipe:
-    tree, changes = recipe.to_json(), part.model_dump(mode="json")
+def _change(tree: dict[str, Any], changes: Mapping[str, Any], before: str | None) -> None:
+    """Make a recipe's values those of a stage behind the stage `before`."""
     del tree["stages"]
-    tree["name"] = f"{recipe.name}-{name}"
     if before is not None:
         tree["drafter"]["init"] = f"{PREFIX}{before}"
         tree["vocab"]["size"] = None
     _merge(tree, changes)
-    origin = dict.fromkeys(flatten(changes), f"stage {name}")
-    return build_recipe(tree, f"{where}:stages.{name}").with_origin({**recipe.origin, **origin})
 
 
 def _merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:

@@ -14,9 +14,10 @@ from specctl.recipes.schema import Recipe
 PROSE = ("name", "summary", "paper")
 
 
-def recipe_text(recipe: Recipe, reasons: Mapping[str, str], head: str) -> str:
-    """The YAML of a recipe. `reasons`: of dotted fields; `head`: lines of a comment in front."""
-    tree, default = recipe.to_json(), Recipe().to_json()
+def recipe_text(tree: Mapping[str, Any], reasons: Mapping[str, str], head: str) -> str:
+    """The YAML of a recipe of these values. `reasons`: of dotted fields; `head`: lines of a comment
+    in front."""
+    default = Recipe().to_json()
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
     lines += [f"{key}: {_value(tree[key])}" for key in PROSE if tree[key]]
     for section, fields in tree.items():

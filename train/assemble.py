@@ -20,7 +20,9 @@ from specctl.drafters import family as family_named
 from specctl.drafters.nets.options import read_options
 from specctl.drafters.nets.shortlist import check_shortlist
 from specctl.models.hf_spec import refuse_with_states
-from specctl.recipes.schema import DataPart, DrafterPart, Recipe
+from specctl.recipes.low_rank import JointPart
+from specctl.recipes.schema import DataPart, DrafterPart, TrainPart
+from specctl.recipes.serve import ServePart
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.measure.stats import Stats
@@ -44,23 +46,22 @@ Prompts = Sequence[Sequence[int]]
 BatchOf = Callable[[list[int]], TrainBatch]
 
 
-def attention_only(recipe: Recipe) -> tuple[AttentionOnly, ...]:
+def attention_only(part: DrafterPart, serve: ServePart) -> tuple[AttentionOnly, ...]:
     """What the drafter, and the way it is served, need of a target of attention alone."""
-    name = recipe.drafter.family
+    name = part.family
     borrowed = [borrowing(name)] if family_named(name).borrows_layers else []
-    return (*borrowed, *of_serving(recipe.serve.model_dump()))
+    return (*borrowed, *of_serving(serve.model_dump()))
 
 
-def check_states(recipe: Recipe, config: Any) -> None:
+def check_states(config: Any, wanted: Sequence[AttentionOnly], name: str) -> None:
     """Refuse a target whose configuration says that its recurrent states cannot go with that."""
     if config is not None:
-        refuse_with_states(config, attention_only(recipe), recipe.target.name)
+        refuse_with_states(config, wanted, name)
 
 
-def trainable_family(recipe: Recipe) -> Family:
-    """The recipe's family; an error if it has no weights, unless the target alone learns, or cannot
-    draft as the recipe says."""
-    family, joint = family_named(recipe.drafter.family), recipe.train.joint
+def trainable_family(part: DrafterPart, joint: JointPart | None) -> Family:
+    """The recipe's family; an error if it has no weights, unless the target alone learns."""
+    family = family_named(part.family)
     if not family.trainable and (joint is None or joint.alone is None):
         raise RecipeError(
             f"{family.name} has nothing to train",
@@ -69,18 +70,24 @@ def trainable_family(recipe: Recipe) -> Family:
             do=f"use it as it is: specctl generate --draft {family.name}",
             where="drafter.family",
         )
-    if recipe.serve.policy not in policies_of(family):
+    return family
+
+
+def served_family(part: DrafterPart, joint: JointPart | None, serve: ServePart) -> Family:
+    """The same; an error as well if it cannot draft as the recipe says."""
+    family = trainable_family(part, joint)
+    if serve.policy not in policies_of(family):
         raise RecipeError(
-            f"{family.name} cannot be grown by policy {recipe.serve.policy}",
+            f"{family.name} cannot be grown by policy {serve.policy}",
             expected=one_of(policies_of(family), "specctl recipes schema --field serve"),
             do=f"--set serve.policy={family.policies[0]}",
             where="serve.policy",
         )
-    relaxation(recipe.serve.rule)  # refuses wrong numbers now, not when the training is over
-    if recipe.serve.stop_file is not None:
+    relaxation(serve.rule)  # refuses wrong numbers now, not when the training is over
+    if serve.stop_file is not None:
         raise RecipeError(
             "a trained stop rule is no part of a package",
-            found=recipe.serve.stop_file,
+            found=serve.stop_file,
             expected="a policy that needs no other file",
             do="leave serve.stop_file out, and give the file to generate, bench or serve with "
             "--stop-rule",
@@ -115,11 +122,13 @@ def family_options(family: Family, part: DrafterPart) -> Any:
         ) from error
 
 
-def build_drafter(recipe: Recipe, spec: ModelSpec, vocab: VocabMap | None) -> Drafter:
+def build_drafter(
+    part: DrafterPart, train: TrainPart, spec: ModelSpec, vocab: VocabMap | None
+) -> Drafter:
     """A fresh drafter on the CPU in float32; its weights follow from train.seed."""
-    family = trainable_family(recipe)
-    options = family_options(family, recipe.drafter)
-    torch.manual_seed(recipe.train.seed)
+    family = trainable_family(part, train.joint)
+    options = family_options(family, part)
+    torch.manual_seed(train.seed)
     drafter = family.build(options, spec, vocab)
     check_shortlist(drafter)
     return drafter
@@ -148,9 +157,8 @@ def _names(named: dict[str, torch.nn.Parameter], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def check_answers(recipe: Recipe, target: Target) -> None:
+def check_answers(data: DataPart, target: Target) -> None:
     """A target that is only read writes no answers, and drafts nothing."""
-    data = recipe.data
     writes = data.on_policy or (data.regenerate and not data.endpoint)
     if target.can_run or not writes:
         return
@@ -171,14 +179,14 @@ def measuring_rows(part: DataPart, data: TokenData, can_run: bool = True) -> ran
     return range(data.num_rows - held, data.num_rows)
 
 
-def measuring_prompts(recipe: Recipe, target: Target, data: TokenData) -> Prompts:
-    """What tau is measured on: held-out prompts, or the beginnings of kept-back documents."""
+def measuring_prompts(part: DataPart, count: int, target: Target, data: TokenData) -> Prompts:
+    """What tau is measured on: `count` held-out prompts, or beginnings of kept-back documents."""
     if not target.can_run:
         return []
-    held, count = measuring_rows(recipe.data, data), recipe.train.tau_prompts
+    held = measuring_rows(part, data)
     if not held:
         return [prompt.ids for prompt in heldout_prompts(target, count)]
-    return document_prompts(data, held, count, recipe.data.prompt_tokens)
+    return document_prompts(data, held, count, part.prompt_tokens)
 
 
 def document_prompts(data: TokenData, rows: Sequence[int], count: int, most: int) -> Prompts:
@@ -199,7 +207,8 @@ def document_prompts(data: TokenData, rows: Sequence[int], count: int, most: int
 
 
 def decoder(
-    recipe: Recipe,
+    serve: ServePart,
+    train: TrainPart,
     target: Target,
     drafter: Drafter,
     prompts: Prompts,
@@ -207,11 +216,11 @@ def decoder(
 ) -> Callable[[], MeasuredAcceptance]:
     """A function that decodes the prompts greedily through the engine and measures acceptance, and
     after them those of a suite, apart."""
-    policy, other = (make_policy(recipe.serve.model_dump()) for _ in range(2))
-    sampling = Sampling(temperature=0.0, max_new_tokens=recipe.train.tau_tokens)
+    policy, other = (make_policy(serve.model_dump()) for _ in range(2))
+    sampling = Sampling(temperature=0.0, max_new_tokens=train.tau_tokens)
 
     def decoded(prompts: Prompts, policy: Policy) -> Stats:
-        batch = min(len(prompts), recipe.train.tau_prompts)  # what the plan of the memory counts
+        batch = min(len(prompts), train.tau_prompts)  # what the plan of the memory counts
         return generate(
             target, prompts, drafter=drafter, sampling=sampling, policy=policy, batch=batch
         ).stats
@@ -237,12 +246,11 @@ def decoder(
 
 
 def estimator(
-    recipe: Recipe, drafter: Drafter, batch: BatchOf, rows: Sequence[int]
+    train: TrainPart, length: int, drafter: Drafter, batch: BatchOf, rows: Sequence[int]
 ) -> Callable[[], MeasuredAcceptance]:
     """A function that estimates acceptance without decoding: the alphas of the loss over rows that
-    were kept back, each position behind the text itself, and the tau of a chain that passes with
-    them. For a target that cannot be run here, or whose layers are elsewhere."""
-    train, length = recipe.train, recipe.serve.length
+    were kept back, each position behind the text itself, and the tau of a chain of `length` that
+    passes with them. For a target that cannot be run here, or whose layers are elsewhere."""
     held = list(rows)[: train.tau_prompts]
 
     def measure() -> MeasuredAcceptance:
@@ -265,13 +273,13 @@ def estimator(
     return measure
 
 
-def say_data(recipe: Recipe, num_rows: int, reporter: Reporter) -> None:
+def say_data(data: DataPart, train: TrainPart, num_rows: int, reporter: Reporter) -> None:
     """How often the run will read each row; many times over means it will learn them by heart."""
-    fresh = recipe.data.on_policy
-    read = recipe.train.steps * recipe.train.rows * recipe.train.accumulate * (1.0 - fresh)
+    fresh = data.on_policy
+    read = train.steps * train.rows * train.accumulate * (1.0 - fresh)
     epochs = read / num_rows
     if fresh:
-        every = recipe.data.on_policy_every
+        every = data.on_policy_every
         reporter.say(f"the drafter writes {fresh:.0%} of every batch, anew every {every:,} steps")
     reporter.say(f"{counted(num_rows, 'row')} to train on, {epochs:.1f} epochs")
     if epochs > 40:

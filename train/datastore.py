@@ -6,8 +6,7 @@ and resumption are the same. States are captured only where the drafter keeps th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,10 +16,8 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
 from specctl.core.printable import counted
-from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
 
@@ -36,9 +33,13 @@ class TextStore(Protocol):
 
 
 def fill(
-    drafter: Drafter, recipe: Recipe, target: Target, out: Path, console: Reporter | None = None
+    drafter: Drafter,
+    target: Target,
+    rows: Callable[[], TokenData],
+    console: Reporter | None = None,
 ) -> int:
-    """Store the recipe's texts in the drafter, which forgets what it held; returns their tokens."""
+    """Store the texts of the rows in the drafter, which forgets what it held; returns their tokens.
+    `rows` makes them, for a drafter that has a store."""
     console = console if console is not None else SilentReporter()
     if not isinstance(drafter, TextStore):
         raise RecipeError(
@@ -50,8 +51,7 @@ def fill(
         )
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
-    data = prepare(recipe, target, out, console)
-    found = list(_documents(drafter, data, target))
+    found = list(_documents(drafter, rows(), target))
     drafter.learn([ids for ids, _ in found], [taps for _, taps in found])
     num_tokens = sum(len(ids) for ids, _ in found)
     console.say(f"store: {counted(len(found), 'text')}, {counted(num_tokens, 'token')}")

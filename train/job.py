@@ -7,7 +7,7 @@ of the rows and where a batch comes from; what is compared, measured, logged and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +20,12 @@ from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
 from specctl.core.row_part import RowPart
 from specctl.core.vocab import VocabMap
-from specctl.recipes.schema import DataPart, Recipe, TrainPart
+from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TrainPart, VocabPart
+from specctl.recipes.serve import ServePart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import (
+    Prompts,
     build_drafter,
     decoder,
     estimator,
@@ -33,7 +35,7 @@ from specctl.train.assemble import (
     what_trains,
 )
 from specctl.train.compiled_layers import compile_layers
-from specctl.train.data.on_policy import text_of
+from specctl.train.data.on_policy import check_writer, text_of, writing_of
 from specctl.train.data.rows import TokenData
 from specctl.train.data.suite_prompts import suite_prompts
 from specctl.train.data.supply import Order, Text
@@ -52,7 +54,7 @@ from specctl.train.lora import attach
 from specctl.train.metrics import MeasuredAcceptance, MetricsLog
 from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.saving.checkpoint import Checkpoints
-from specctl.train.saving.fingerprint import run_fingerprint
+from specctl.train.saving.fingerprint import config_fields, run_fingerprint
 from specctl.train.saving.state import Optimizers, seed_everything
 from specctl.train.selective import Selection, selection_of
 from specctl.train.stop import Stop
@@ -78,13 +80,14 @@ def make_job(
     settings, ranks, reporter = recipe.train, checkpoints.ranks, checkpoints.reporter
     target, data, out = inputs.target, inputs.data, checkpoints.folder.parent
     check_rows(recipe.train.rows, settings.groups(ranks.size))
-    drafter = _initial_drafter(recipe, inputs, ranks, reporter)
-    part = row_part(recipe, drafter, ranks)
+    vocab = _vocab(recipe.vocab, recipe.data, inputs, checkpoints)
+    drafter = _initial_drafter(recipe.drafter, settings, vocab, inputs, checkpoints)
+    part = row_part(settings.sequence_parallel, drafter, ranks)
     needs = training_needs(drafter, part is not None)
     selection = selection_of(settings, drafter, reference)
     held = measuring_rows(recipe.data, data, target.can_run)
     num_rows = data.num_rows - len(held)
-    say_data(recipe, num_rows, reporter)
+    say_data(recipe.data, settings, num_rows, reporter)
     trained = _trained(settings, drafter, target, ranks, reporter)
     if settings.compile:
         compile_layers(drafter.module, drafter.family)
@@ -93,15 +96,26 @@ def make_job(
     vocab_sizes = {target.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
     seed_everything(settings.seed, ranks.rank)
     order = Order(num_rows, settings.seed, recipe.data.on_policy)
-    text = text_of(recipe, target, data, trained, order, ranks)
+    check_writer(recipe.drafter, recipe.data.on_policy, trained)
+    writing = writing_of(recipe.data, settings, order, target.spec.pad_id or 0)
+    text = text_of(writing, target, data, trained, ranks)
     features = Features(text.batch)
     reading = reading_target(target, settings)
     if joint is None:
-        features = feature_source(recipe, reading, data, needs, out, reporter, ranks)
-    check_overlap(recipe, drafter)
+        features = feature_source(
+            recipe.data, settings.rows, reading, data, needs, out, reporter, ranks
+        )
+    check_overlap(settings, recipe.data, drafter)
     is_still = recipe.data.on_policy == 0.0
     read = Overlapped(features, ranks.device) if settings.overlap else None
     decoding = target if joint is None else joint.target
+    if decoding.can_run:
+        prompts = measuring_prompts(recipe.data, settings.tau_prompts, decoding, data)
+        measure = _by_decoding(recipe.serve, settings, decoding, drafter, prompts, reporter)
+    else:
+        rows = held or range(data.num_rows)
+        _warn_of_alphas(decoding.name, settings, reporter)
+        measure = estimator(settings, recipe.serve.length, drafter, features.batch, rows)
     return Job(
         drafter=trained,
         settings=settings,
@@ -110,7 +124,7 @@ def make_job(
         ahead=_ahead(features, read) if is_still else None,
         settle=(lambda: None) if read is None else read.settle,
         batch=_batches(recipe.data, reading, needs, text, read or features, selection, part),
-        measure=_measure(recipe, decoding, drafter, data, features.batch, reporter),
+        measure=measure,
         optimizers=_optimizers(settings, trained, frozenset(vocab_sizes)),
         gradient=Gradient(trainable, ranks),
         checkpoints=checkpoints,
@@ -122,7 +136,7 @@ def make_job(
         measures_start=settings.lora is not None,
         measures_together=isinstance(target.lm, InStepLM),
         autocast=_autocast(settings.precision, ranks.device),
-        fingerprint=_fingerprint(recipe, inputs, drafter.vocab, ranks, reference),
+        fingerprint=_fingerprint(config_fields(recipe), inputs, drafter.vocab, ranks, reference),
         log_more=lambda figures, step: inputs.accelerator.log(figures, step),
         ranks=ranks,
         text=text,
@@ -140,29 +154,29 @@ def _ahead(features: Features, read: Overlapped | None) -> Callable[[list[int]],
     return ahead
 
 
-def _measure(
-    recipe: Recipe,
+def _by_decoding(
+    serve: ServePart,
+    train: TrainPart,
     target: Target,
     drafter: Drafter,
-    data: TokenData,
-    features: BatchOf,
+    prompts: Prompts,
     reporter: Reporter,
 ) -> Callable[[], MeasuredAcceptance]:
-    """Tau by decoding held-out prompts, and those of a suite; from the alphas of held-out rows
-    where the target cannot be run."""
-    if target.can_run:
-        suite = suite_prompts(recipe.train, target)
-        if suite is not None:
-            reporter.say(suite.text())
-        return decoder(recipe, target, drafter, measuring_prompts(recipe, target, data), suite)
-    if recipe.train.tau_suite is not None:
-        reporter.warn(f"tau is not measured on {recipe.train.tau_suite}: that needs decoding")
+    """Tau by decoding held-out prompts, and those of a suite."""
+    suite = suite_prompts(train, target)
+    if suite is not None:
+        reporter.say(suite.text())
+    return decoder(serve, train, target, drafter, prompts, suite)
+
+
+def _warn_of_alphas(name: str, train: TrainPart, reporter: Reporter) -> None:
+    """Of a target that cannot be run: tau follows from the alphas of held-out rows."""
+    if train.tau_suite is not None:
+        reporter.warn(f"tau is not measured on {train.tau_suite}: that needs decoding")
     reporter.warn(
-        f"target {target.name} cannot be run here: tau is that of a chain by the alphas of "
+        f"target {name} cannot be run here: tau is that of a chain by the alphas of "
         "text kept back, not measured by decoding"
     )
-    held = measuring_rows(recipe.data, data, can_run=False)
-    return estimator(recipe, drafter, features, held or range(data.num_rows))
 
 
 def _trained(
@@ -206,16 +220,17 @@ def check_rows(rows: int, processes: int) -> None:
 
 
 def _initial_drafter(
-    recipe: Recipe, inputs: RunInputs, ranks: Ranks, reporter: Reporter
+    part: DrafterPart,
+    train: TrainPart,
+    vocab: VocabMap | None,
+    inputs: RunInputs,
+    checkpoints: Checkpoints,
 ) -> Drafter:
     """The drafter with its first weights and its adapters, announced."""
-    target, initial, lora = inputs.target, inputs.initial, recipe.train.lora
-    complete = completed(recipe, target.spec, initial)
-    vocab = _vocab(recipe, target, inputs.data, initial)
-    if recipe.vocab.size is not None and vocab is not None and ranks.is_main:
-        keep_vocab(vocab, recipe, target, inputs.data)
-        reporter.say(f"draft vocabulary: {vocab.size:,} of {target.spec.vocab_size:,} ids")
-    drafter = build_drafter(complete, target.spec, vocab).to(ranks.device, torch.float32)
+    target, initial, lora = inputs.target, inputs.initial, train.lora
+    device, reporter = checkpoints.ranks.device, checkpoints.reporter
+    complete = completed(part, target.spec, initial)
+    drafter = build_drafter(complete, train, target.spec, vocab).to(device, torch.float32)
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
     if initial is not None:
@@ -229,12 +244,19 @@ def _initial_drafter(
 
 
 def _vocab(
-    recipe: Recipe, target: Target, data: TokenData, initial: Initial | None
+    how: VocabPart, part: DataPart, inputs: RunInputs, checkpoints: Checkpoints
 ) -> VocabMap | None:
-    """The draft vocabulary: counted in the data, else that of the drafter to start from."""
-    if recipe.vocab.size is None:
+    """The draft vocabulary: counted in the data, announced and kept beside them; else that of the
+    drafter to start from."""
+    target, data, initial = inputs.target, inputs.data, inputs.initial
+    if how.size is None:
         return None if initial is None else initial.drafter.vocab
-    return draft_vocab(recipe, target, data)
+    vocab = draft_vocab(how, part, target, data)
+    if vocab is not None and checkpoints.ranks.is_main:
+        keep_vocab(vocab, how, target, data)
+        reporter = checkpoints.reporter
+        reporter.say(f"draft vocabulary: {vocab.size:,} of {target.spec.vocab_size:,} ids")
+    return vocab
 
 
 def _batches(
@@ -258,7 +280,7 @@ def _batches(
 
 
 def _fingerprint(
-    recipe: Recipe,
+    config: Mapping[str, Any],
     inputs: RunInputs,
     vocab: VocabMap | None,
     ranks: Ranks,
@@ -267,7 +289,7 @@ def _fingerprint(
     """What a resumed run must share with the run it continues."""
     target, initial = inputs.target, inputs.initial
     found = run_fingerprint(
-        recipe,
+        config,
         target.fingerprint,
         target.tokenizer_fingerprint,
         inputs.data.digest,

@@ -25,18 +25,20 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from specctl.core.attention_only import AttentionOnly
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
 from specctl.core.files import write_json
 from specctl.core.kept_memory import kept_memory
-from specctl.recipes.low_rank import LoraPart
-from specctl.recipes.schema import Recipe, TrainPart
+from specctl.recipes.low_rank import JointPart, LoraPart
+from specctl.recipes.schema import DataPart, Recipe, TargetPart, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.device import refuse_idle_cuda, slow_dtype
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_part
-from specctl.train.assemble import attention_only, check_answers, trainable_family
+from specctl.train.assemble import attention_only, check_answers, served_family, trainable_family
 from specctl.train.data.growth import LearnedRows
+from specctl.train.data.preparation import Preparation
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.suite_prompts import suite_prompts
 from specctl.train.distributed.in_step import check_spread, in_step
@@ -47,7 +49,13 @@ from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, l
 from specctl.train.job import RunInputs, make_job
 from specctl.train.joint.check import check_joint, check_target
 from specctl.train.joint.joint import JointModel
-from specctl.train.joint.joint_target import FOLDER, log_change, save_joint_target, say_change
+from specctl.train.joint.joint_target import (
+    FOLDER,
+    held_out,
+    log_change,
+    save_joint_target,
+    say_change,
+)
 from specctl.train.loop import Job, TrainProgress, measure, restore, train
 from specctl.train.lora import ADAPTER, merge, save_adapter, unnameable
 from specctl.train.metrics import read_log
@@ -56,18 +64,18 @@ from specctl.train.overfitting import overfitting
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
 from specctl.train.planning.plan import RunPlan, build_shape, disk_needs, plan
 from specctl.train.plot import save_learning_curve
-from specctl.train.runs.finished import MARK, read_mark
+from specctl.train.runs.finished import MARK, deciding, finished_mark, finished_text, read_mark
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.fingerprint import (
     RESTART,
     check_same_run,
     config_fields,
-    packaged_fields,
+    learned_fields,
     run_fingerprint,
 )
 from specctl.train.saving.lock import locked
 from specctl.train.saving.run_file import RECORD, write_run_file
-from specctl.train.selective import reference_stage
+from specctl.train.selective import reference_part
 from specctl.train.stop import Stop
 
 # package(drafter, target, folder, acceptance): writes the drafter; handed in by the command line,
@@ -114,7 +122,7 @@ def train_draft(
     whole checkpoint left begin again. Raises Interrupted (exit 75) after a signal, with the state
     saved.
     """
-    trainable_family(recipe)
+    served_family(recipe.drafter, recipe.train.joint, recipe.serve)
     if dry_run:
         return RunResult(out, None, None, 0, 0.0, plan=plan(recipe, out=out))
     stop = Stop(shlex.join(command) if command else "run the same command again")
@@ -130,109 +138,124 @@ def train_draft(
         checkpoints = Checkpoints(out / "checkpoints", talker, recipe.train.keep, ranks)
         if not resume:
             _refuse_second(checkpoints)
-        mark = finished_mark(recipe, out, allow)
+        fields = config_fields(recipe, is_packaged=True)
+        mark = finished_mark(fields, out, allow)
         if mark is not None and mark["package"] is None:
             mark = None  # its checkpoints are all it left; there is no package to leave alone
-        snapshot = None if mark is not None else _found(recipe, checkpoints, allow)
-        check_spread(recipe, ranks.size)
+        snapshot = None if mark is not None else _found(fields, checkpoints, allow)
+        check_spread(recipe.target, recipe.data, recipe.train, ranks.size)
         is_elsewhere = recipe.data.target_source != "inprocess"
         if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
-            target = _load_target(recipe, accelerator.device)
-            for note in target.notes:
-                talker.say(f"note: {note}")
-            if target.spread is not None:
-                talker.say(f"target {target.name}: {target.spread}; its forward is transformers'")
+            if is_elsewhere:
+                _refuse_elsewhere(recipe.target, recipe.data, recipe.train.joint)
+            wanted = attention_only(recipe.drafter, recipe.serve)
+            target = _load_target(recipe.target, is_elsewhere, wanted, accelerator.device)
+            _say_target(target, talker)
         if (slow := slow_dtype(target.dtype, target.device)) is not None:
             talker.warn(f"{slow}: --set target.dtype=auto computes in float32")
-        target = in_step(recipe, target, ranks)
+        target = in_step(recipe.target, target, ranks)
         # what this refuses, before answers are written
         initial = initial_of(recipe.drafter, target, load)
         if mark is not None:
-            if not _changes(mark, recipe, target, initial, ranks, allow, out):
+            made = Preparation(recipe.data, recipe.train.seq_len, target, recipe.target)
+            rows = rows_digest(made, out)
+            if not _changes(mark, learned_fields(fields), target, rows, initial, ranks, allow):
                 talker.say(f"{finished_text(mark)}: {out} is left as it is")
                 accelerator.end_training()
-                return marked_result(mark, recipe, out)
-            snapshot = _found(recipe, checkpoints, allow)
+                return marked_result(mark, recipe.train.joint, out)
+            snapshot = _found(fields, checkpoints, allow)
         _check(recipe, target, initial)
         with ranks.together():
             if ranks.is_main:
                 room = [(out, disk_needs(recipe, target.spec))]
                 refuse_lacks(lacking_disk(room), "what the run will write", out)
-        begin = partial(_begin, recipe, out, command, ranks)
+        begin = partial(_begin, out, partial(write_run_file, recipe, out, command), ranks)
         if snapshot is None:
             begin()
-        data = prepare(recipe, target, out, talker, ranks, _learned(recipe, snapshot, allow, begin))
-        target = shard_target(recipe, target, ranks)
+        learned = _learned(recipe.train.steps, snapshot, allow, begin)
+        data = prepare(recipe, target, out, talker, ranks, learned)
+        target = shard_target(recipe.train, recipe.data, target, ranks)
         inputs = RunInputs(target, data, initial, stop, accelerator, load)
-        reference = _reference(recipe, inputs, checkpoints, allow)
+
+        def reference_job(part: TrainPart, places: Checkpoints) -> Job:
+            return make_job(recipe.model_copy(update={"train": part}), inputs, places, None)
+
+        reference = _reference(recipe.train, inputs, checkpoints, allow, reference_job)
         stop.is_deferred = False  # features that are read keep what is finished
         job = make_job(recipe, inputs, checkpoints, reference)
         progress = _continue(job, snapshot, allow)
         job = replace(job, schedule=RecipeSchedule(recipe.train, progress.began))
         progress = train(job, progress)
         acceptance = _best(job, progress, talker)
-        best = None if progress.best_step is None else job.checkpoints.path(progress.best_step)
-        result = RunResult(
-            out=out,
-            best_checkpoint=best,
-            tau=None if acceptance is None else acceptance["tau"],
-            steps=progress.step,
-            seconds=progress.seconds,
-            package=None if package is None else package_folder or out / "package",
-            target=None if recipe.train.joint is None else out / FOLDER,
-            suite=None if acceptance is None else acceptance.get("suite"),
-        )
+        place = None if package is None else package_folder or out / "package"
+        result = _result(job, progress, acceptance, place)
         with job.drafter.whole() as drafter, ranks.together():
             if ranks.is_main:
-                _save_results(drafter, job, inputs, recipe, result, acceptance, package)
+                target = _save_results(drafter, job, inputs, recipe.data, result)
+                if package is not None and result.package is not None:
+                    package(drafter, target, result.package, acceptance)
+                write_mark(fields, result, job.fingerprint)
         accelerator.end_training()
     return result
 
 
-def _begin(recipe: Recipe, out: Path, command: Sequence[str], ranks: Ranks) -> None:
+def _result(
+    job: Job, progress: TrainProgress, acceptance: Mapping[str, Any] | None, package: Path | None
+) -> RunResult:
+    """What the run has come to, before it is written."""
+    return RunResult(
+        out=job.out,
+        best_checkpoint=None
+        if progress.best_step is None
+        else job.checkpoints.path(progress.best_step),
+        tau=None if acceptance is None else acceptance["tau"],
+        steps=progress.step,
+        seconds=progress.seconds,
+        package=package,
+        target=None if job.settings.joint is None else job.out / FOLDER,
+        suite=None if acceptance is None else acceptance.get("suite"),
+    )
+
+
+def _begin(out: Path, write: Callable[[], None], ranks: Ranks) -> None:
     """Write down that the folder holds this run, and that it is not finished."""
     if ranks.is_main:
         (out / MARK).unlink(missing_ok=True)
-        write_run_file(recipe, out, command)
+        write()
 
 
 def _learned(
-    recipe: Recipe, snapshot: Snapshot | None, allow: Collection[str], begin: Callable[[], None]
+    steps: int, snapshot: Snapshot | None, allow: Collection[str], begin: Callable[[], None]
 ) -> LearnedRows | None:
     """What the run has made of its rows; None of one that is at its beginning."""
     if snapshot is None:
         return None
     digest = snapshot.fingerprint.get("data")
-    return LearnedRows(digest, snapshot.step, recipe.train.steps, "data" in allow, begin)
+    return LearnedRows(digest, snapshot.step, steps, "data" in allow, begin)
 
 
 def _save_results(
-    drafter: Drafter,
-    job: Job,
-    inputs: RunInputs,
-    recipe: Recipe,
-    result: RunResult,
-    acceptance: Mapping[str, Any] | None,
-    package: Packager | None,
-) -> None:
-    """Write the results of a run: its curve, its additions, the changed target, the package,
-    and last the mark that it is finished."""
+    drafter: Drafter, job: Job, inputs: RunInputs, part: DataPart, result: RunResult
+) -> Target:
+    """Write the results of a run: its curve, its additions, the changed target; returns the target
+    that the drafter is for."""
     out, target, log = result.out, inputs.target, result.out / "metrics.jsonl"
     save_learning_curve(log, out / "curve.png")
     if log.exists() and (learned := overfitting(list(read_log(log)))) is not None:
         job.reporter.warn(learned)
     adapted = drafter.module
-    if recipe.train.lora is not None and adapted is not None:
-        if recipe.train.lora.keep:
-            _save_additions(adapted, recipe.train.lora, recipe.drafter.init, out, job.reporter)
+    lora = job.settings.lora
+    if lora is not None and adapted is not None:
+        if lora.keep:
+            base = None if inputs.initial is None else inputs.initial.name
+            _save_additions(adapted, lora, base, out, job.reporter)
         merge(adapted)
     if isinstance(job.drafter, JointModel):
-        target = save_joint_target(job.drafter, target, recipe, inputs.data, out)
+        texts = held_out(part, job.settings.seq_len, target, inputs.data)
+        target = save_joint_target(job.drafter, target, texts, out)
         say_change(target, out / FOLDER, job.reporter)
         log_change(target, job.log, result.steps)
-    if package is not None and result.package is not None:
-        package(drafter, target, result.package, acceptance)
-    write_mark(recipe, result, job.fingerprint)
+    return target
 
 
 def _save_additions(
@@ -246,11 +269,14 @@ def _save_additions(
     save_adapter(module, out / ADAPTER, part, base)
 
 
-def write_mark(recipe: Recipe, result: RunResult, fingerprint: Mapping[str, Any]) -> None:
-    """Write down that a run is finished, and with what; folders as seen from its own."""
+def write_mark(
+    config: Mapping[str, Any], result: RunResult, fingerprint: Mapping[str, Any]
+) -> None:
+    """Write down that a run is finished, and with what; folders as seen from its own. `config`: the
+    fields that decide its package."""
     kept = {"best": result.best_checkpoint, "package": result.package}
     fields = {
-        "config": _deciding(recipe, result.package),
+        "config": deciding(config, result.package),
         "fingerprint": {part: value for part, value in fingerprint.items() if part != "config"},
         **{k: None if p is None else os.path.relpath(p, result.out) for k, p in kept.items()},
         "tau": result.tau,
@@ -261,31 +287,8 @@ def write_mark(recipe: Recipe, result: RunResult, fingerprint: Mapping[str, Any]
     write_json(result.out / MARK, fields)
 
 
-def finished_mark(
-    recipe: Recipe, folder: Path, allow: Collection[str] = ()
-) -> Mapping[str, Any] | None:
-    """What the finished run in `folder` wrote down; None if there is something left to do. One that
-    was finished under another recipe is refused, or goes on where that is allowed."""
-    mark = read_mark(folder)
-    if mark is None:
-        return None
-    now = {"config": _deciding(recipe, mark["package"])}
-    return None if check_same_run(mark, now, allow) else mark
-
-
-def _deciding(recipe: Recipe, package: Path | None) -> dict[str, Any]:
-    """The fields of a recipe that decide what a run leaves behind."""
-    return config_fields(recipe) if package is None else packaged_fields(recipe)
-
-
-def finished_text(mark: Mapping[str, Any]) -> str:
-    """What is said of a finished run."""
-    tau = "not measured" if mark["tau"] is None else f"{mark['tau']:.3f}"
-    return f"finished before, tau {tau}"
-
-
-def marked_result(mark: Mapping[str, Any], recipe: Recipe, folder: Path) -> RunResult:
-    """The result of a finished run."""
+def marked_result(mark: Mapping[str, Any], joint: JointPart | None, folder: Path) -> RunResult:
+    """The result of a finished run; by `joint` it changed its target."""
     return RunResult(
         folder,
         mark["best"],
@@ -293,27 +296,28 @@ def marked_result(mark: Mapping[str, Any], recipe: Recipe, folder: Path) -> RunR
         mark["steps"],
         mark["seconds"],
         package=mark["package"],
-        target=None if recipe.train.joint is None else folder / FOLDER,
+        target=None if joint is None else folder / FOLDER,
         suite=mark.get("suite"),
     )
 
 
 def _changes(
     mark: Mapping[str, Any],
-    recipe: Recipe,
+    config: Mapping[str, Any],
     target: Target,
+    rows: str,
     initial: Initial | None,
     ranks: Ranks,
     allow: Collection[str],
-    out: Path,
 ) -> list[str]:
-    """What has changed, on purpose, since the run was finished. Nothing is written to see it."""
+    """What has changed, on purpose, since the run was finished. Nothing is written to see it.
+    `rows`: the digest of those that the run would have."""
     saved = mark["fingerprint"]
     now = run_fingerprint(
-        recipe,
+        config,
         target.fingerprint,
         target.tokenizer_fingerprint,
-        rows_digest(recipe, target, out),
+        rows,
         saved["vocab"],  # follows from the recipe and the rows
         ranks.size,
         None if initial is None else initial.digest,
@@ -359,12 +363,13 @@ def tracker_names(out: Path) -> dict[str, dict[str, Any]]:
 def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
     """Refuse a recipe that does not fit the target or the first weights."""
     check_fit(recipe.drafter, target.spec, initial)
-    check_answers(recipe, target)
+    check_answers(recipe.data, target)
     suite_prompts(recipe.train, target)
-    drafter = build_shape(trainable_family(recipe), recipe, target.spec)
+    family = trainable_family(recipe.drafter, recipe.train.joint)
+    drafter = build_shape(family, recipe.drafter, recipe.vocab.size, target.spec)
     if recipe.train.joint is not None:
         check_target(target)
-        check_joint(recipe, drafter)
+        check_joint(recipe.data, recipe.train, recipe.target, drafter)
 
 
 def _refuse_second(checkpoints: Checkpoints) -> None:
@@ -380,40 +385,63 @@ def _refuse_second(checkpoints: Checkpoints) -> None:
         )
 
 
-def _found(recipe: Recipe, checkpoints: Checkpoints, allow: Collection[str]) -> Snapshot | None:
-    """The state to continue from. A changed recipe is refused here, before anything is written."""
+def _found(
+    fields: Mapping[str, Any], checkpoints: Checkpoints, allow: Collection[str]
+) -> Snapshot | None:
+    """The state to continue from. A recipe whose fields have changed is refused here, before
+    anything is written."""
     snapshot = checkpoints.newest(RESTART in allow)
     if snapshot is not None:
-        now = {"config": config_fields(recipe), "world-size": checkpoints.ranks.size}
+        now = {"config": learned_fields(fields), "world-size": checkpoints.ranks.size}
         check_same_run(snapshot.fingerprint, now, allow)
     return snapshot
 
 
-def _load_target(recipe: Recipe, device: torch.device) -> Target:
+def _load_target(
+    part: TargetPart,
+    is_elsewhere: bool,
+    wanted: Sequence[AttentionOnly],
+    device: torch.device,
+) -> Target:
     """The target; where its states come from outside, without its layers."""
-    part = recipe.target
-    if recipe.data.target_source == "inprocess":
-        more = {"device": str(device), "wanted": attention_only(recipe)}
-        return load_part(part, is_read_only=True, is_widened=True, **more)
-    if part.inflate is not None or recipe.train.joint is not None:
+    if is_elsewhere:
+        return load_served(part.name, revision=part.revision, dtype=part.dtype, device=str(device))
+    more: dict[str, Any] = {"device": str(device), "wanted": wanted}
+    return load_part(part, is_read_only=True, is_widened=True, **more)
+
+
+def _refuse_elsewhere(part: TargetPart, data: DataPart, joint: JointPart | None) -> None:
+    """Refuse to change a target whose layers are not in this process."""
+    if part.inflate is not None or joint is not None:
         raise RecipeError(
             "this needs the target's layers in this process",
-            found=f"data.target_source {recipe.data.target_source}, with "
+            found=f"data.target_source {data.target_source}, with "
             + ("train.joint" if part.inflate is None else "target.inflate"),
             expected="data.target_source inprocess",
             do="--set data.target_source=inprocess",
             where="data.target_source",
         )
-    return load_served(part.name, revision=part.revision, dtype=part.dtype, device=str(device))
+
+
+def _say_target(target: Target, reporter: Reporter) -> None:
+    """Notes on a target that was loaded, and how it is spread."""
+    for note in target.notes:
+        reporter.say(f"note: {note}")
+    if target.spread is not None:
+        reporter.say(f"target {target.name}: {target.spread}; its forward is transformers'")
 
 
 def _reference(
-    recipe: Recipe, inputs: RunInputs, checkpoints: Checkpoints, allow: Collection[str]
+    train_part: TrainPart,
+    inputs: RunInputs,
+    checkpoints: Checkpoints,
+    allow: Collection[str],
+    job_of: Callable[[TrainPart, Checkpoints], Job],
 ) -> Drafter | None:
     """What the selection of tokens compares with: a drafter of a folder, or one trained first in
-    OUT/reference, which a resumed run finds as it stood."""
+    OUT/reference by `job_of`, which a resumed run finds as it stood."""
     ranks, reporter = checkpoints.ranks, checkpoints.reporter
-    stage, name = reference_stage(recipe), recipe.train.reference
+    stage, name = reference_part(train_part), train_part.reference
     if name is not None:
         reference = loaded(name, inputs.target, inputs.load, "train.reference").to(
             ranks.device, torch.float32
@@ -425,9 +453,9 @@ def _reference(
         with ranks.together():
             if ranks.is_main:
                 out.mkdir(exist_ok=True)
-        reporter.say(f"first the reference: {stage.train.steps:,} steps in {out}")
-        places = Checkpoints(out / "checkpoints", reporter, stage.train.keep, ranks)
-        job = make_job(stage, inputs, places, None)
+        reporter.say(f"first the reference: {stage.steps:,} steps in {out}")
+        places = Checkpoints(out / "checkpoints", reporter, stage.keep, ranks)
+        job = job_of(stage, places)
         progress = train(job, _continue(job, places.newest(RESTART in allow), allow))
         _best(job, progress, reporter)
         reference = job.drafter

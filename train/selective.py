@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.batch import Select, TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.recipes.schema import Recipe, TrainPart
+from specctl.recipes.schema import TrainPart
 
 COMPARING = ("highest", "lowest")
 
@@ -72,15 +72,14 @@ def chosen(gap_N: Tensor, share: float, is_highest: bool) -> Tensor:
     return order_N >= order_N.topk(count).values[-1]
 
 
-def reference_stage(recipe: Recipe) -> Recipe | None:
-    """The recipe of the reference, if one is to be trained first: the same drafter from the same
+def reference_part(train: TrainPart) -> TrainPart | None:
+    """How the reference is trained, if one is to be trained first: the same drafter from the same
     first weights on the same rows, every token learned."""
-    train = recipe.train
     if train.select not in COMPARING or train.reference is not None:
         return None
     steps = train.reference_steps or train.steps
     plain = {"select": "none", "reference_steps": None, "steps": steps, "tau_suite": None}
-    return recipe.model_copy(update={"train": train.model_copy(update=plain)})
+    return train.model_copy(update=plain)
 
 
 def selection_of(train: TrainPart, drafter: Drafter, reference: Drafter | None) -> Selection | None:

@@ -292,14 +292,16 @@ def train_family(
     from specctl.api.train import train_and_package
     from specctl.export.package.manifest import read_manifest
     from specctl.train.planning.scaling import share_data
-    from specctl.train.run import finished_mark, marked_result
+    from specctl.train.run import marked_result
+    from specctl.train.runs.finished import finished_mark
+    from specctl.train.saving.fingerprint import config_fields
 
-    mark = finished_mark(recipe, out)
+    mark = finished_mark(config_fields(recipe, is_packaged=True), out)
     if mark is None:
         share_data(done, out)
         result = train_and_package(console, recipe, out, command=["specctl", *sys.argv[1:]])
     else:
-        result = marked_result(mark, recipe, out)
+        result = marked_result(mark, recipe.train.joint, out)
         console.say(f"{name}: trained before, kept")
     assert result.package is not None, "a finished run has a package"
     parameters = read_manifest(result.package).parameters

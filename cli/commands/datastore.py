@@ -31,7 +31,7 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
       specctl datastore --recipe rasd --init runs/tiny-rasd/package --out runs/rasd-store
     """
     recipe = flags.load()
-    out = flags.folder(recipe)
+    out = flags.folder(recipe.target.name, recipe.name)
     check_run(recipe, out)
     if recipe.target.tensor_parallel:
         raise not_in_step("target.tensor_parallel")
@@ -41,6 +41,7 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     from specctl.export.package.folder import load_drafter, save_package
     from specctl.runtime.target.target import load_part
     from specctl.train.assemble import family_options
+    from specctl.train.data.prepare import prepare
     from specctl.train.datastore import fill
     from specctl.train.runs.kept import kept_in
 
@@ -52,7 +53,7 @@ def datastore(console: Console, flags: RecipeFlags = REST, offline: Offline = Fa
     else:
         method = family(recipe.drafter.family)
         drafter = method.build(family_options(method, recipe.drafter), target.spec, None)
-    num_tokens = fill(drafter, recipe, target, out, console)
+    num_tokens = fill(drafter, target, partial(prepare, recipe, target, out, console), console)
     manifest = save_package(
         drafter,
         target,

@@ -103,5 +103,6 @@ def distill(console: Console, run: DistillFlags) -> None:
       specctl distill --target tiny --loss jsd --on-policy 0.5 --out runs/jsd
       specctl distill --target qwen3-8b --from ./qwen3-0.6b --data chats.jsonl --dry-run
     """
-    refuse_dependent(run.load())
+    recipe = run.load()
+    refuse_dependent(recipe.name, recipe.drafter.family)
     run_training(console, run)

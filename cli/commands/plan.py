@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,13 +37,14 @@ from specctl.core.hub_access import go_offline
 from specctl.train.runs.kept import continued
 
 if TYPE_CHECKING:
-    from specctl.recipes.schema import Recipe
+    from specctl.recipes.schema import DataPart, Recipe
     from specctl.train.planning.capacity import Lack
     from specctl.train.planning.hardware import Cluster
     from specctl.train.planning.pace import Pace
     from specctl.train.planning.plan import Calibrate, RunPlan
     from specctl.train.planning.rehearsal import Rehearsal
     from specctl.train.planning.target_shape import TargetShape
+    from specctl.train.planning.weighing import Weighing
     from specctl.train.planning.work import Part
 
 
@@ -107,23 +109,27 @@ def plan(
     cluster = _cluster(gpu, gpus, nodes)
     if offline:
         go_offline()
+    out = run.folder(loaded.target.name, loaded.name)
     if scaling:
         from specctl.cli.commands.plan_scaling import plan_scaling
+        from specctl.train.planning.scaling import grid
+        from specctl.train.runs.kept import kept_in
 
-        plan_scaling(console, loaded, run.folder(loaded), run)
+        console.kept = partial(kept_in, out)
+        plan_scaling(console, grid(loaded, out), loaded.target, out, run)
         return
     loaded = following_init(loaded, console.warn)
     if cluster is not None:
         for each in runs_of(loaded):
             check_rows(each.train.rows, each.train.groups(cluster.processes))
-    check_out(run.folder(loaded))
-    check_run(loaded, run.folder(loaded), None if rehearse else console.warn)
+    check_out(out)
+    check_run(loaded, out, None if rehearse else console.warn)
     pace = None
     if cluster is None and not rehearse:
-        loaded, pace = Deriving(run.recipe, run.time).of_plan(console, loaded, run.folder(loaded))
-    if not is_derived(loaded):
+        loaded, pace = Deriving(loaded, out, run.recipe, run.time).of_plan(console)
+    if not is_derived(loaded.origin):
         check_made_for(loaded, run.recipe, console.warn)
-    result = show_plans(console, loaded, run.folder(loaded), rehearse, cluster, pace)
+    result = show_plans(console, loaded, out, rehearse, cluster, pace)
     words = [*run.words(), *(["--offline"] if offline else [])]
     if gpus > 1 and nodes in (None, 1) and gpus <= PER_NODE:
         words += ["--gpus", str(gpus)]
@@ -167,64 +173,82 @@ def show_plans(
 ) -> dict[str, Any]:
     """The plan of a run, or of each stage of a pipeline; returns them for --json, or raises once
     they are shown if they do not fit here. `pace`: where it has been measured already."""
-    from specctl.train.assemble import trainable_family
-    from specctl.train.runs.stages import plans
+    from specctl.recipes.stages import stages_of
+    from specctl.train.assemble import served_family
+    from specctl.train.planning.plan import plan
+    from specctl.train.planning.rehearsal import small_data, small_train
+    from specctl.train.planning.weighing import Weighing
+    from specctl.train.runs.stages import plans, stages
 
-    trainable_family(recipe)
-    if not recipe.stages and (there := continued(recipe, out)) is not None:
+    served_family(recipe.drafter, recipe.train.joint, recipe.serve)
+    there = None if recipe.stages else continued(recipe.data, recipe.train.steps, out)
+    if there is not None:
         console.out(there)
+    runs = [(recipe, out)]
     console.say("planning: a step is traced for its memory, then its time is found")
     if is_rehearsed:
-        made = [(recipe, _rehearsed(console, recipe))]
+        _refuse_rehearsal(len(recipe.stages))
+        console.say("rehearsing: a small run in a process of its own, a minute or two")
+        parts = {"data": small_data(recipe.data), "train": small_train(recipe.train)}
+        small = recipe.model_copy(update=parts)
+        made = [(recipe, plan(recipe, rehearsal=rehearse(recipe.name, small.to_json())))]
     else:
+        if recipe.stages:
+            runs = [(stage.recipe, stage.folder) for stage in stages(stages_of(recipe), out)]
         processes = 1 if cluster is None else cluster.processes
         measured = calibration(console, processes) if pace is None else lambda *_: pace
-        made = plans(recipe, out, cluster, measured)
-    return shown(console, recipe, made, out)
+        made = plans(runs, cluster, measured)
+    answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
+    first = made[0][1].weighing
+    pipeline = Weighing(recipe, first.shape, first.cluster) if recipe.stages else None
+    return shown(console, answer, made, [folder for _, folder in runs], pipeline)
 
 
 def shown(
-    console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]], out: Path
+    console: Console,
+    about: Mapping[str, Any],
+    made: Sequence[tuple[Recipe, RunPlan]],
+    folders: Sequence[Path],
+    pipeline: Weighing | None = None,
 ) -> dict[str, Any]:
-    """One plan, or those of several stages and what they come to. ResourceError (exit 6), with all
-    that was shown, if memory or disk of this machine cannot hold it."""
+    """One plan, or those of several runs in these folders and what they come to, in addition to
+    what the answer says `about` them. ResourceError (exit 6), with all that was shown, if memory or
+    disk of this machine cannot hold it, or any stage of the `pipeline`."""
     from specctl.train.planning.capacity import refuse_lacks
 
-    answer, lacks = _shown(console, recipe, made), _lacks(recipe, made, out)
+    out = folders[0] if pipeline is None else folders[0].parent
+    answer, lacks = {**about, **_shown(console, made)}, _lacks(made, folders, pipeline)
     answer |= {"fits": not lacks, "lacks": [lack.to_json() for lack in lacks]}
     console.result = answer
     refuse_lacks(lacks, "what was planned", out)
     return answer
 
 
-def _lacks(recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]], out: Path) -> list[Lack]:
+def _lacks(
+    made: Sequence[tuple[Recipe, RunPlan]], folders: Sequence[Path], pipeline: Weighing | None
+) -> list[Lack]:
     """What this machine has too little of: memory for any stage, disk for all of them."""
     from specctl.train.planning.capacity import lacking_disk, lacking_memory
-    from specctl.train.runs.finished import stage_folders
 
-    folders = [*stage_folders(recipe.stages, out).values()] or [out] * len(made)
     lacks = lacking_disk([(f, plan.disk) for f, (_, plan) in zip(folders, made, strict=True)])
     if not made[0][1].cluster.is_here:
         lacks = []  # of a disk elsewhere
     largest = max((plan for _, plan in made), key=lambda plan: plan.memory_bytes)
-    return [*lacking_memory(largest.weighing, whole=recipe if recipe.stages else None), *lacks]
+    return [*lacking_memory(largest.weighing, pipeline=pipeline), *lacks]
 
 
-def _shown(
-    console: Console, recipe: Recipe, made: Sequence[tuple[Recipe, RunPlan]]
-) -> dict[str, Any]:
-    for part, plan in made:
-        show_plan(console, part, plan)
-    answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
+def _shown(console: Console, made: Sequence[tuple[Recipe, RunPlan]]) -> dict[str, Any]:
+    for _, plan in made:
+        show_plan(console, plan)
     if len(made) == 1:
-        return answer | {"plan": made[0][1].to_json()}
+        return {"plan": made[0][1].to_json()}
     named = _named(made)
     low, high = (sum(plan.seconds_range[i] for plan in named.values()) for i in (0, 1))
     disk = sum(plan.disk_bytes for plan in named.values())
     console.out(
         f"all {len(made)} stages: {duration(low)} to {duration(high)}, {size_text(disk)} on disk"
     )
-    return answer | {
+    return {
         "plans": {name: plan.to_json() for name, plan in named.items()},
         "total": {
             "steps": sum(plan.steps for plan in named.values()),
@@ -249,23 +273,23 @@ def _named(made: Sequence[tuple[Recipe, RunPlan]]) -> dict[str, RunPlan]:
     return dict(zip(names, (plan for _, plan in made), strict=True))
 
 
-def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
+def show_plan(console: Console, plan: RunPlan) -> None:
     """What a run will take, before anything is spent."""
-    low, high = plan.seconds_range
+    (low, high), recipe = plan.seconds_range, plan.weighing.recipe
     rows = [
         ("recipe", f"{recipe.name} ({recipe.digest[:12]})"),
-        ("target", recipe.target.name + _where_text(recipe)),
+        ("target", recipe.target.name + _where_text(recipe.data)),
         ("family", recipe.drafter.family),
         ("target parameters", f"{plan.target_parameters:,}"),
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
         *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
         *_data_rows(plan),
-        ("learns", _learned_text(recipe)),
+        ("learns", _learned_text(recipe.data, recipe.origin["data.regenerate"])),
         ("steps", f"{plan.steps:,}"),
         ("hardware", plan.cluster.text()),
         *_memory_rows(plan),
         ("disk", _parts_text(plan.disk_bytes, plan.disk)),
-        *_elsewhere_rows(recipe, plan),
+        *_elsewhere_rows(recipe.data, plan),
         ("time", f"{duration(low)} to {duration(high)} ({plan.basis})"),
         *((f"  {part.name}", _part_text(part)) for part in plan.parts),
         *_hours_rows(plan),
@@ -274,19 +298,19 @@ def show_plan(console: Console, recipe: Recipe, plan: RunPlan) -> None:
     console.table(("what", "how much"), rows)
 
 
-def _elsewhere_rows(recipe: Recipe, plan: RunPlan) -> list[tuple[str, str]]:
+def _elsewhere_rows(data: DataPart, plan: RunPlan) -> list[tuple[str, str]]:
     """The size of features that are kept apart from the run, and the room for them."""
     if not plan.features_elsewhere:
         return []
-    at = Path(os.path.abspath(str(recipe.data.features_at)))
+    at = Path(os.path.abspath(str(data.features_at)))
     free = Disk().free(next(place for place in (at, *at.parents) if place.exists()))
     size = f"{size_text(plan.features_elsewhere)} in {at} ({size_text(free)} free)"
     return [("features", f"{size}; rows that are there already are not written again")]
 
 
-def _learned_text(recipe: Recipe) -> str:
-    """Whose words are learned, which decides more than anything else what a drafter drafts."""
-    data, said_by = recipe.data, recipe.origin["data.regenerate"]
+def _learned_text(data: DataPart, said_by: str) -> str:
+    """Whose words are learned, which decides more than anything else what a drafter drafts.
+    `said_by`: what has set data.regenerate."""
     if data.on_policy == 1.0:
         return "what the drafter itself writes"
     if not data.regenerate:
@@ -300,10 +324,9 @@ def _learned_text(recipe: Recipe) -> str:
     return " + ".join([words, *more])
 
 
-def _where_text(recipe: Recipe) -> str:
-    source = recipe.data.target_source
+def _where_text(data: DataPart) -> str:
     places = {"endpoint": ", its layers in a server", "files": ", its states in files"}
-    return places.get(source, "")
+    return places.get(data.target_source, "")
 
 
 def _data_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -384,30 +407,25 @@ def calibration(console: Console, processes: int = 1) -> Calibrate:
 # -- rehearsal ----------------------------------------------------------------------------------
 
 
-def _rehearsed(console: Console, recipe: Recipe) -> RunPlan:
-    """The plan of a run after its rehearsal."""
-    from specctl.train.planning.plan import plan
-
-    if recipe.stages:
+def _refuse_rehearsal(num_stages: int) -> None:
+    if num_stages:
         raise SpecctlError(
             "a pipeline cannot be rehearsed: its later stages start from the earlier ones",
-            found=f"{len(recipe.stages)} stages",
+            found=f"{num_stages} stages",
             expected="a recipe of one stage",
             do="leave --rehearse out, or plan one stage as a recipe of its own",
         )
-    console.say("rehearsing: a small run in a process of its own, a minute or two")
-    return plan(recipe, rehearsal=rehearse(recipe))
 
 
-def rehearse(recipe: Recipe) -> Rehearsal:
-    """Run the recipe small and say what it took. Nothing of it is left behind."""
+def rehearse(name: str, small: Mapping[str, Any]) -> Rehearsal:
+    """Run the `small` recipe of that name and say what it took. Nothing of it is left behind."""
     import yaml
 
-    from specctl.train.planning.rehearsal import read_rehearsal, small
+    from specctl.train.planning.rehearsal import read_rehearsal
 
     with tempfile.TemporaryDirectory(prefix="specctl-rehearsal-") as folder:
         given, out = Path(folder) / "recipe.yaml", Path(folder) / "run"
-        given.write_text(yaml.safe_dump(small(recipe).to_json()))
+        given.write_text(yaml.safe_dump(dict(small)))
         began = time.time()
         command = [
             sys.executable,
@@ -424,7 +442,7 @@ def rehearse(recipe: Recipe) -> Rehearsal:
                 "the rehearsal failed, and so would the run",
                 found=last[:300],
                 do=f"leave --rehearse out for an estimate, or try: specctl train-draft --recipe "
-                f"{recipe.name} --set train.steps=5",
+                f"{name} --set train.steps=5",
             )
         return read_rehearsal(out / "rehearsal.json")
 
@@ -440,7 +458,7 @@ def rehearsal_process() -> None:
     recipe, watch = load_recipe(given), Stopwatch()
     train_and_package(watch, recipe, Path(out), command=sys.argv)
     gpu = peak_memory().get("gpu", 0)
-    found = summary(recipe, Path(out), watch, time.time() - float(began), gpu)
+    found = summary(recipe.data, Path(out), watch, time.time() - float(began), gpu)
     write_json(Path(out) / "rehearsal.json", asdict(found))
 
 

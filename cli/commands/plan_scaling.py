@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +14,23 @@ from specctl.cli.options.recipe_flags import PlanFlags
 from specctl.cli.options.target_choice import TargetChoice
 
 if TYPE_CHECKING:
-    from specctl.recipes.schema import Recipe
+    from specctl.recipes.schema import TargetPart
+    from specctl.train.planning.scaling import Cell
 
 
-def plan_scaling(console: Console, recipe: Recipe, out: Path, run: PlanFlags) -> None:
-    """Run the grid of a recipe in `out`, print the law, and write scaling.json and scaling.png."""
+def plan_scaling(
+    console: Console, cells: Sequence[Cell], part: TargetPart, out: Path, run: PlanFlags
+) -> None:
+    """Run the cells of a grid in `out`, print the law, and write scaling.json and scaling.png."""
     from specctl.train.planning.scaling import (
         fit,
-        grid,
         measure_batches,
         report,
         run_grid,
         save_picture,
     )
-    from specctl.train.runs.kept import kept_in
 
-    console.kept = partial(kept_in, out)
-    cells = grid(recipe, out)
-    target = TargetChoice.of_recipe(recipe.target).load(console)
+    target = TargetChoice.of_recipe(part).load(console)
     points = run_grid(cells, target, console, ["specctl", *sys.argv[1:]])
     law = fit(points)
     best = max(zip(points, cells, strict=True), key=lambda pair: pair[0].tau)[1]
@@ -60,7 +59,7 @@ def plan_scaling(console: Console, recipe: Recipe, out: Path, run: PlanFlags) ->
     (out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
     picture = save_picture(points, law, out / "scaling.png")
     answer = {**found, "out": str(out), "picture": None if picture is None else str(picture)}
-    words = TargetChoice.of_recipe(recipe.target).training_words()
+    words = TargetChoice.of_recipe(part).training_words()
     data = [word for name in run.data or () for word in ("--data", name)]
     console.done(answer, next=[command_line("distill", *words, *data)])
 

@@ -28,7 +28,7 @@ from specctl.recipes.load import with_fields
 
 if TYPE_CHECKING:
     from specctl.api.prune import PruneJob, PruneResult
-    from specctl.recipes.schema import Recipe
+    from specctl.recipes.schema import Recipe, TargetPart
     from specctl.train.planning.pace import Pace
     from specctl.train.planning.work import Part
 
@@ -120,12 +120,12 @@ def prune(
     from specctl.train.runs.kept import kept_in
 
     recipe, wanted = run.load(), Cut(**asdict(cut))
-    wanted.check(recipe)
+    wanted.check(recipe.name, recipe.drafter.family)
     search.refuse_ignored()
     use_device(run.device, 1)
     if offline:
         go_offline()
-    out = run.folder(recipe)
+    out = run.folder(recipe.target.name, recipe.name)
     if not search.search:  # which keeps a folder of its own kind
         check_out(out)
     check_run(recipe, out)
@@ -152,7 +152,7 @@ def prune(
         on_cut=lambda report: console.show(cut_table(report.to_json())),
     )
     if result.run is None:
-        _finish_unhealed(console, recipe, result)
+        _finish_unhealed(console, recipe.target, recipe.vocab.size is not None, result)
     else:
         finish(console, result.run, more={"prune": result.report})
 
@@ -163,12 +163,13 @@ def _derived(
     """The recipe whose answers and steps fill the time that was given now, or when the run in its
     folder began; and the pace, where it was measured now."""
     from specctl.train.planning.target_shape import target_shape
-    from specctl.train.prune.run import cut_parts, prune_plans, shaped
+    from specctl.train.prune.run import cut_parts, prune_plans, shape_fields
 
     recipe, out = job.recipe, job.out
     if time is None and not (out / DERIVED_FILE).exists():
         return recipe, None
-    wanted = job.cut.wanted(recipe, target_shape(recipe.target).spec)
+    spec = target_shape(recipe.target).spec
+    wanted = job.cut.wanted(recipe.drafter.options, spec)
     if job.cut.heal_steps is not None:
         recipe = with_fields(recipe, {"train.steps": job.cut.heal_steps}, "--heal-steps")
 
@@ -176,11 +177,12 @@ def _derived(
         ((_, made),) = prune_plans(recipe, wanted, recipe.train.steps, False)
         return cut_parts(made)
 
-    deriving, pace = Deriving(run.recipe, time, before=before), None
+    shaped = with_fields(recipe, shape_fields(recipe.drafter, wanted, spec), "prune")
+    deriving, pace = Deriving(shaped, out, run.recipe, time, before=before), None
     if dry_run:
-        derived, pace = deriving.of_plan(console, shaped(recipe, wanted), out)
+        derived, pace = deriving.of_plan(console)
     else:
-        derived = deriving.of_run(console, shaped(recipe, wanted), out)
+        derived = deriving.of_run(console)
     own = {field: said for field, said in recipe.origin.items() if field.startswith("drafter.")}
     kept = derived.model_copy(update={"drafter": recipe.drafter})
     return kept.with_origin({**derived.origin, **own}), pace
@@ -220,14 +222,18 @@ def _show_plans(console: Console, job: PruneJob, pace: Pace | None) -> None:
     from specctl.train.prune.run import prune_plans
 
     recipe = job.data_recipe()
-    wanted = job.cut.wanted(recipe, target_shape(recipe.target).spec)
+    wanted = job.cut.wanted(recipe.drafter.options, target_shape(recipe.target).spec)
     plans = prune_plans(recipe, wanted, job.steps, job.cut.two_step, pace=pace)
-    console.done(shown(console, recipe, plans, job.out), next=[without_dry_run()])
+    about = {"recipe": recipe.to_json(), "origin": recipe.origin}
+    result = shown(console, about, plans, [job.out] * len(plans))
+    console.done(result, next=[without_dry_run()])
 
 
-def _finish_unhealed(console: Console, recipe: Recipe, result: PruneResult) -> None:
-    package, target = result.package, TargetChoice.of_recipe(recipe.target).words()
-    if recipe.vocab.size is not None:
+def _finish_unhealed(
+    console: Console, part: TargetPart, is_trimmed: bool, result: PruneResult
+) -> None:
+    package, target = result.package, TargetChoice.of_recipe(part).words()
+    if is_trimmed:
         console.say("the vocabulary is whole: it is trimmed while healing, or by vocab-trim")
     console.out(
         f"cut {package} | alpha {result.report['alpha']:.3f} | tau {result.tau:.2f}, not healed"

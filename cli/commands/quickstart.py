@@ -6,6 +6,7 @@ A chat model answers questions (`quickstart_chat.py`), any other target continue
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -91,7 +92,7 @@ def quickstart(
     else:
         loaded = load_recipe(recipe or CHAT, of_chat, target=name)
     words = ("--recipe", recipe or CHAT, *(word for one in of_chat for word in ("--set", one)))
-    place = StoryPlace(console, name, out or default_folder(name), minutes, words)
+    place = StoryPlace(console, name, out or default_folder(name), minutes, loaded, words)
     if not (place.out / MEASURED).is_file():  # of a story without training, which leaves no run
         check_out(place.out)
     check_run(loaded, place.out)
@@ -113,9 +114,9 @@ def quickstart(
     )
     if not model.is_chat:
         made = scaled(recipe or TEXT, name, minutes, sets)
-        text_story(place, model, made, None if size == NO_COST else size)
+        text_story(replace(place, recipe=made), model, None if size == NO_COST else size)
     elif size == NO_COST:
-        chat_story(place, model, loaded)
+        chat_story(place, model)
     else:
         raise RecipeError(
             f"{name} is a chat model, which is measured as it is",

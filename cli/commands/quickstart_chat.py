@@ -22,12 +22,13 @@ from specctl.core.files import digest_of, write_json
 from specctl.core.printable import counted
 from specctl.recipes.load import with_fields
 from specctl.recipes.published import published_folder
+from specctl.recipes.section import flatten
 from specctl.runtime.measure.doubt import PAYS, SLACK, SURE, standing
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
     from specctl.api.generate import GenerateResult
-    from specctl.recipes.schema import Recipe
+    from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TrainPart
     from specctl.runtime.target.target import Target
 
 QUESTION = "Explain in two sentences why the sky is blue."
@@ -45,7 +46,7 @@ LEVEL = "quick"  # of the proof
 Row = Mapping[str, Any]  # of a BenchReport, as JSON
 
 
-def chat_story(place: StoryPlace, target: Target, recipe: Recipe) -> None:
+def chat_story(place: StoryPlace, target: Target) -> None:
     """Steps 2 to 5 on a chat model."""
     from specctl.cli.options.loading import DraftChoice
 
@@ -53,12 +54,15 @@ def chat_story(place: StoryPlace, target: Target, recipe: Recipe) -> None:
     console.heading("2/5 A question, answered plainly and with guesses")
     answered = answer(console, target)
     console.heading("3/5 Train a drafter")
-    recipe, source = begun_from(recipe)
+    recipe = place.recipe
+    fields, source = begun_from(recipe.target.name, recipe.drafter)
+    if fields:
+        recipe = with_fields(recipe, fields, fields["drafter.init"])
     console.explain(
         f"It begins from {source}. The model writes questions and answers them, and the drafter "
         "learns to guess these answers."
     )
-    tau = train_in_time(place, recipe)
+    tau = train_in_time(replace(place, recipe=recipe))
     console.heading("4/5 Prove that the answers stay the same")
     package = place.out / "package"
     draft = DraftChoice(COPIER if tau is None else str(package)).load(target)
@@ -121,25 +125,25 @@ def answer(console: Console, target: Target) -> dict[str, Any]:
     return {"question": QUESTION, "text": plain.text, "identical": is_same, **stats}
 
 
-def begun_from(recipe: Recipe) -> tuple[Recipe, str]:
-    """The recipe with the weights to begin from: the published drafter TARGET-FAMILY where there is
-    one, else none; and what they are, in words."""
-    name = f"{recipe.target.name}-{recipe.drafter.family}"
-    if recipe.drafter.init is not None:
-        return recipe, recipe.drafter.init
+def begun_from(target: str, part: DrafterPart) -> tuple[dict[str, Any], str]:
+    """The fields of a recipe that name the weights to begin from, other than its own: the published
+    drafter TARGET-FAMILY where there is one; and what is begun from, in words."""
+    name = f"{target}-{part.family}"
+    if part.init is not None:
+        return {}, part.init
     folder = published_folder(name)
     if folder is None:
-        return recipe, "random weights"
+        return {}, "random weights"
     fields = drafter_fields(folder)
     fields |= {"drafter.init": name, "vocab.size": None}  # ids, too, are those of the package
-    return with_fields(recipe, fields, name), f"the published drafter {name}"
+    return fields, f"the published drafter {name}"
 
 
-def train_in_time(place: StoryPlace, recipe: Recipe) -> float | None:
+def train_in_time(place: StoryPlace) -> float | None:
     """The tau of the trained drafter; None where the time is too short for one on this machine."""
-    console, seconds = place.console, round(60 * TRAINED_SHARE * place.minutes)
+    console = place.console
     try:
-        made = derived(console, recipe, place.out, seconds)
+        made = derived(place, round(60 * TRAINED_SHARE * place.minutes))
     except RecipeError as error:
         if error.where != "--time":
             raise
@@ -148,38 +152,46 @@ def train_in_time(place: StoryPlace, recipe: Recipe) -> float | None:
             f"{error.expected}); --minutes {2 * place.minutes:g} gives it more"
         )
         return None
-    return train(place, made)
+    return train(replace(place, recipe=made))
 
 
-def derived(console: Console, recipe: Recipe, out: Path, seconds: float) -> Recipe:
+def derived(place: StoryPlace, seconds: float) -> Recipe:
     """The recipe with sizes, answers and steps for this target, machine and time; those of the run
     in the folder, if there is one."""
-    from specctl.api.derive import derive_recipe, keep, kept, time_of
+    from specctl.api import derive as api
 
-    found = kept(recipe, out, None)
-    if found is not None:
-        console.explain(f"{_amounts(found)}, as chosen by an earlier run")
-        if time_of(out) != seconds:
+    console, recipe, out = place.console, place.recipe, place.out
+
+    def digest() -> str:
+        return api.origin_digest(recipe.name, recipe.target, recipe.drafter, recipe.data)
+
+    choices = api.kept(out, None, digest)
+    if choices is not None:
+        fields = api.chosen_fields(choices, recipe.origin, flatten(recipe.to_json()))
+        found = with_fields(recipe, fields, api.DERIVED)
+        console.explain(f"{_amounts(found.data, found.train)}, as chosen by an earlier run")
+        if api.time_of(out) != seconds:
             console.warn(
                 f"--minutes is ignored in training: {out} holds a run for another time; choose "
                 "another --out to begin anew"
             )
         return found
     console.explain("First the pace of this machine is measured, for what fits into the time.")
-    made = derive_recipe(recipe=recipe, time=seconds, progress=StoryReporter(console))
-    keep(made, out, recipe)
+    made = api.derive_recipe(recipe=recipe, time=seconds, progress=StoryReporter(console))
+    api.keep(made, out, digest())
     for choice in made.choices:
         console.detail(f"{choice.field}: {choice.value} ({choice.reason})")
     low, high = (sum(part.seconds_range[i] for part in made.parts) for i in (0, 1))
-    console.explain(f"{_amounts(made.recipe)}; expected: {duration(low)} to {duration(high)}")
+    amounts = _amounts(made.recipe.data, made.recipe.train)
+    console.explain(f"{amounts}; expected: {duration(low)} to {duration(high)}")
     return made.recipe
 
 
-def _amounts(recipe: Recipe) -> str:
-    rows = recipe.train.rows * recipe.train.accumulate
+def _amounts(data: DataPart, train: TrainPart) -> str:
+    rows = train.rows * train.accumulate
     return (
-        f"{counted(recipe.data.prompts, 'question')} of at most {recipe.data.new_tokens} tokens "
-        f"an answer, {counted(recipe.train.steps, 'step')} of {rows} x {recipe.train.seq_len} "
+        f"{counted(data.prompts, 'question')} of at most {data.new_tokens} tokens "
+        f"an answer, {counted(train.steps, 'step')} of {rows} x {train.seq_len} "
         "tokens"
     )
 

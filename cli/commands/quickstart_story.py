@@ -40,14 +40,15 @@ CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class StoryPlace:
-    """Where a story takes place: the target's name, the run folder, the minutes that there are, and
-    the flags that name the recipe of a chat model's drafter, with its changes, to another command.
-    """
+    """Where a story takes place: the target's name, the run folder, the minutes that there are, the
+    recipe that is trained, and the flags that name the recipe of a chat model's drafter, with its
+    changes, to another command."""
 
     console: Console
     target: str
     out: Path
     minutes: float
+    recipe: Recipe
     recipe_words: tuple[str, ...] = ()
     began: float = field(default_factory=time.monotonic)
 
@@ -117,12 +118,13 @@ def in_plain_words(checks: Sequence[Check]) -> list[str]:
     return lines
 
 
-def train(place: StoryPlace, recipe: Recipe) -> float | None:
+def train(place: StoryPlace) -> float | None:
     """Train and package, or go on where an earlier run ended; the best tau that was measured."""
     from specctl.api.train import train_and_package
 
     command = ["specctl", *sys.argv[1:]]
-    result = train_and_package(StoryReporter(place.console), recipe, place.out, command=command)
+    reporter = StoryReporter(place.console)
+    result = train_and_package(reporter, place.recipe, place.out, command=command)
     steps = f"trained {counted(result.steps, 'step')}"  # the time stands behind the bar
     tau = "" if result.tau is None else f": {result.tau:.2f} tokens per forward pass of the target"
     place.console.say(steps + tau)

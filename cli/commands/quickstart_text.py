@@ -39,7 +39,7 @@ MUCH_REST = 0.2  # share of rounds without a draft from which tokens per pass ne
 TURNS = 3  # runs of each way; one run says little where other work slows the machine for seconds
 
 
-def text_story(place: StoryPlace, model: Target, recipe: Recipe, size: str | None) -> None:
+def text_story(place: StoryPlace, model: Target, size: str | None) -> None:
     """Steps 2 to 5 on a target that continues texts. `size`: a larger cost, at which it is measured
     as well."""
     from specctl.cli.options.loading import DraftChoice
@@ -54,7 +54,7 @@ def text_story(place: StoryPlace, model: Target, recipe: Recipe, size: str | Non
         "A drafter has to guess what this target will write. So the target answers some prompts "
         "first, and the drafter learns from its answers."
     )
-    tau = train(place, recipe)
+    tau = train(place)
     console.heading("3/5 Trim the drafter's vocabulary")
     console.say(
         "A drafter that scores fewer tokens is faster, and guesses a little less. The trimmed "
@@ -71,7 +71,7 @@ def text_story(place: StoryPlace, model: Target, recipe: Recipe, size: str | Non
     report = compare(console, model, package, size, out / "quickstart.png")
     result = place.finished({"package": str(package), "tau_trained": tau, **report})
     inflated = [] if size is None else ["--inflate", size]
-    trained = TargetChoice.of_recipe(recipe.target).training_words()
+    trained = TargetChoice.of_recipe(place.recipe.target).training_words()
     console.done(
         result,
         next=[

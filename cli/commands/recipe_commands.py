@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from specctl.cli.app.follow_up import command_line, with_text
 
 if TYPE_CHECKING:
-    from specctl.recipes.schema import Recipe
+    from specctl.recipes.low_rank import JointPart
 
 TAKE_SETS = ("train-draft", "distill", "prune", "adapt", "datastore", "plan", "quickstart")
 MAKE_RUNS = ("train-draft", "distill", "datastore")  # with --out they have a default for
@@ -24,14 +24,18 @@ def command_of(text: str) -> list[str]:
     return shlex.split(first.removeprefix("# specctl")) if first.startswith("# specctl") else []
 
 
-def uses(recipe: Recipe, name: str, text: str, sets: Sequence[str]) -> list[str]:
+def uses(
+    text: str, name: str, sets: Sequence[str], is_trained: bool, otherwise: list[str]
+) -> list[str]:
     """The command of a recipe's first line, for the recipe as it was named and changed; before it
-    the one that trains the drafter it starts from, where that is not there."""
+    the one that trains the drafter it starts from, where that is not there. `otherwise`: what is
+    used where there is no such line, or what it names takes no changes of a recipe that
+    `is_trained`."""
     from specctl.recipes.files import recipe_names
 
     words = command_of(text)
-    if not words or (sets and words[0] not in TAKE_SETS and trains(recipe)):
-        return planned(recipe, name, sets)
+    if not words or (sets and words[0] not in TAKE_SETS and is_trained):
+        return otherwise
     if name not in recipe_names():  # a copy, or a run: its first line names what it was made from
         words = _renamed(words, name)
     if words[0] in TAKE_SETS:
@@ -41,22 +45,24 @@ def uses(recipe: Recipe, name: str, text: str, sets: Sequence[str]) -> list[str]
     return [*map(_training, missing), command_line(*words)]
 
 
-def planned(recipe: Recipe, name: str, sets: Sequence[str]) -> list[str]:
-    """The command that says what a recipe takes; what trains nothing drafts as it is."""
-    if not trains(recipe):
-        words = ["--target", recipe.target.name, "--draft", recipe.drafter.family, "--compare"]
-        return [with_text("generate", *words)]
+def planned(name: str, sets: Sequence[str]) -> list[str]:
+    """The command that says what a recipe takes."""
     return [
         command_line("plan", "--recipe", name, *(word for one in sets for word in ("--set", one)))
     ]
 
 
-def trains(recipe: Recipe) -> bool:
+def drafted(target: str, family: str) -> list[str]:
+    """The command that uses what trains nothing: it drafts as it is."""
+    return [with_text("generate", "--target", target, "--draft", family, "--compare")]
+
+
+def trains(family: str, joint: JointPart | None, has_stages: bool) -> bool:
+    """Whether a recipe of that family trains anything."""
     from specctl.api.families import family_infos
 
-    joint = recipe.train.joint
     is_joint = joint is not None and joint.alone is not None
-    return bool(recipe.stages) or is_joint or family_infos()[recipe.drafter.family].trainable
+    return has_stages or is_joint or family_infos()[family].trainable
 
 
 def _renamed(words: Sequence[str], name: str) -> list[str]:

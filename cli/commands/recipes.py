@@ -10,7 +10,7 @@ import typer
 from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
-from specctl.cli.commands.recipe_commands import planned, trains, uses, write_recipe
+from specctl.cli.commands.recipe_commands import drafted, planned, trains, uses, write_recipe
 from specctl.cli.commands.recipes_write import write
 from specctl.cli.options.flags import Sets
 from specctl.cli.options.names import complete_family, complete_recipe, complete_target
@@ -143,7 +143,12 @@ def show(
         "source": layers[-1].source.where,
         "text": text,
     }
-    console.done(result, next=uses(recipe, name, text, set_ or ()))
+    family = recipe.drafter.family
+    is_trained = trains(family, recipe.train.joint, bool(recipe.stages))
+    otherwise = drafted(recipe.target.name, family)
+    if is_trained:
+        otherwise = planned(name, set_ or ())
+    console.done(result, next=uses(text, name, set_ or (), is_trained, otherwise))
 
 
 def cp(
@@ -188,13 +193,14 @@ def validate(
 
     recipe = load_recipe(name, set_ or ())
     check_options(recipe, name)
-    console.out(f"{name}: valid ({recipe.drafter.family} for {recipe.target.name})")
-    console.done(
-        {"valid": True, "name": recipe.name, "digest": recipe.digest},
-        next=planned(recipe, name, set_ or ())
-        if trains(recipe)
-        else uses(recipe, name, whole_text(lineage(name)), set_ or ()),
-    )
+    family, target = recipe.drafter.family, recipe.target.name
+    console.out(f"{name}: valid ({family} for {target})")
+    if trains(family, recipe.train.joint, bool(recipe.stages)):
+        following = planned(name, set_ or ())
+    else:
+        text = whole_text(lineage(name))
+        following = uses(text, name, set_ or (), False, drafted(target, family))
+    console.done({"valid": True, "name": recipe.name, "digest": recipe.digest}, next=following)
 
 
 def schema(

@@ -40,7 +40,7 @@ def write(
     recipe, time = run.load(), run.time or USUAL
     path = new_file(dest, force, f"specctl recipes write {dest}")
     use_device(run.device, 1)
-    check_run(recipe, run.folder(recipe))
+    check_run(recipe, run.folder(recipe.target.name, recipe.name))
     console.say(f"deriving {recipe.name} for {recipe.target.name}, to be done in {time}")
     derived = derive_recipe(recipe=recipe, time=time, progress=console)
     show(console, derived)
@@ -52,7 +52,8 @@ def write(
         f"specctl recipes write {path.name} {words}"
     )
     reasons = {choice.field: choice.reason for choice in derived.choices}
-    write_recipe(path, recipe_text(made, reasons, head), force, f"specctl recipes write {dest}")
+    text = recipe_text(made.to_json(), reasons, head)
+    write_recipe(path, text, force, f"specctl recipes write {dest}")
     console.out(str(path))
     following = command_line("train-draft", "--recipe", path)
     console.done({"path": str(path), **derived.to_json()}, next=[following])

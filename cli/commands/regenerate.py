@@ -19,7 +19,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.hub_access import go_offline
 
 if TYPE_CHECKING:
-    from specctl.recipes.schema import Recipe
+    from specctl.recipes.schema import TargetPart
     from specctl.runtime.target.target import Target
 
 FILE = "answers.jsonl"
@@ -110,13 +110,14 @@ def regenerate(
             expected="true",
             do="--set data.regenerate=true",
         )
-    out = run.folder(recipe)
+    out = run.folder(recipe.target.name, recipe.name)
     check_out(out)
     check_run(recipe, out)
     if recipe.target.tensor_parallel:
         raise not_in_step("target.tensor_parallel")
     if offline:
         go_offline()
+    from specctl.train.data.preparation import Preparation
     from specctl.train.data.prepare import write_answers_alone
     from specctl.train.data.written.answers_file import write_answers
     from specctl.train.runs.kept import kept_in
@@ -124,8 +125,9 @@ def regenerate(
 
     console.kept = partial(kept_in, out)
     with locked(out, console):
-        target = _target(recipe)
-        found = write_answers_alone(recipe, target, out, console)
+        target = _target(recipe.target, recipe.data.endpoint)
+        made = Preparation(recipe.data, recipe.train.seq_len, target, recipe.target)
+        found = write_answers_alone(made, out, console)
         lines = write_answers(out / FILE, found, target, recipe.data.thinking)
     num_tokens = sum(answer.num_tokens for answer in found)
     path = out / FILE
@@ -137,24 +139,26 @@ def regenerate(
         "documents": lines,
         "tokens": num_tokens,
     }
-    console.done(result, next=[command_line("train-draft", *_training_words(run, recipe, path))])
+    words = _training_words(run, recipe.target.name, recipe.data.thinking, path)
+    console.done(result, next=[command_line("train-draft", *words)])
 
 
-def _training_words(run: RecipeFlags, recipe: Recipe, answers: Path) -> list[str]:
+def _training_words(
+    run: RecipeFlags, target: str, thinking: bool | None, answers: Path
+) -> list[str]:
     """The flags of a run that learns these answers; those that said how they are written have done
     their work, and the folder holds them and no run."""
     sets = [word for word in run.sets or () if not word.startswith("data.")]
-    if recipe.data.thinking is not None:  # without it the run would have them written anew
-        sets.append(f"data.thinking={str(recipe.data.thinking).lower()}")
+    if thinking is not None:  # without it the run would have them written anew
+        sets.append(f"data.thinking={str(thinking).lower()}")
     kept = replace(run, sets=sets or None)
     words = kept.words(("target", "data", "endpoint", "out", "init"))
-    return ["--target", recipe.target.name, "--data", str(answers), *words]
+    return ["--target", target, "--data", str(answers), *words]
 
 
-def _target(recipe: Recipe) -> Target:
+def _target(part: TargetPart, endpoint: str | None) -> Target:
     """The target; without its layers where a server answers."""
-    part = recipe.target
-    if recipe.data.endpoint is not None and part.inflate is None:
+    if endpoint is not None and part.inflate is None:
         from specctl.runtime.target.served import load_served
 
         return load_served(part.name, revision=part.revision, dtype=part.dtype)

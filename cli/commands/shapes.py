@@ -20,6 +20,7 @@ from specctl.core.errors import FileError, RecipeError
 if TYPE_CHECKING:
     from specctl.recipes.schema import Recipe
     from specctl.runtime.target.target import Target
+    from specctl.train.prune.healing import Healings
     from specctl.train.prune.shapes import Acceptances, Candidate, DraftShape, Fit, Latency, Reached
 
 SEARCH = "Search"
@@ -99,6 +100,7 @@ def search_shapes(
     """Heal or read acceptances, measure latency, rank; OUT/shapes.json holds all of it."""
     from specctl.train.data.heldout import heldout_prompts
     from specctl.train.prune.cut import prunable
+    from specctl.train.prune.healing import healings
     from specctl.train.prune.shapes import DraftShape, fit_acceptance, measure_latency, rank
 
     target = replace(TargetChoice.of_recipe(recipe.target), device=run.device).load(console)
@@ -111,24 +113,25 @@ def search_shapes(
     ]
     out.mkdir(parents=True, exist_ok=True)
     table = None if flags.table is None else _read_table(flags.table)
-    healing = _planned(recipe, target, grid, out, steps) if table is None else str(flags.table)
+    runs = {} if table is not None else healings(recipe, grid, base, steps or QUICK_STEPS)
+    healing = _planned(runs, target, out) if table is None else str(flags.table)
     console.say(f"acceptances: {healing}; then drafts of {len(grid)} shapes are timed")
-    found = _healed(console, recipe, target, grid, out, steps) if table is None else table
+    found = _healed(console, runs, target, out) if table is None else table
     acceptances = fit_acceptance(found)
     prompts = [p.ids for p in heldout_prompts(target, 1)]
-    measuring = (target, base, grid, _vocab(recipe, target), prompts, ROUNDS, LENGTHS)
+    measuring = (target, base, grid, _vocab(recipe.vocab.size, target), prompts, ROUNDS, LENGTHS)
     latency = measure_latency(*measuring, reporter=console)
     ranked = rank(grid, latency, acceptances, flags.max_parameters)
     answer = {"out": str(out), **_answer(latency, acceptances, ranked)}
     (out / REPORT).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
     _show(console, latency, acceptances, ranked)
-    following = [] if not ranked else [_cutting(ranked[0].shape, recipe, out, run)]
+    following = [] if not ranked else [_cutting(ranked[0].shape, recipe.target.name, out, run)]
     console.done(answer, next=following)
 
 
-def _cutting(best: DraftShape, recipe: Recipe, out: Path, run: TunedFlags) -> str:
+def _cutting(best: DraftShape, target: str, out: Path, run: TunedFlags) -> str:
     """The command that cuts and heals a drafter of that shape, in a folder of its own."""
-    words = ["--target", recipe.target.name, "--layers", best.layers, "--width", best.width]
+    words = ["--target", target, "--layers", best.layers, "--width", best.width]
     return command_line("prune", *words, "--out", f"{out}-best", *run.words(("target", "out")))
 
 
@@ -166,52 +169,49 @@ def _read_table(file: Path) -> dict[DraftShape, Reached]:
         ) from error
 
 
-def _vocab(recipe: Recipe, target: Target) -> Any:
-    """A draft vocabulary of the recipe's size, for timing: which ids it keeps costs nothing."""
+def _vocab(size: int | str | None, target: Target) -> Any:
+    """A draft vocabulary of that size, for timing: which ids it keeps costs nothing."""
     import torch
 
     from specctl.core.vocab import VocabMap
 
-    size = recipe.vocab.size
     if not isinstance(size, int):
         return None
     return VocabMap(torch.arange(size, device=target.device), target.spec.vocab_size)
 
 
-def _planned(
-    recipe: Recipe, target: Target, grid: list[DraftShape], out: Path, steps: int | None
-) -> str:
+def _planned(runs: Healings, target: Target, out: Path) -> str:
     """What healing will take, before it begins."""
     from specctl.train.prune.healing import plan_healing
 
-    each = steps or QUICK_STEPS
-    plan = plan_healing(recipe, target, grid, out, each)
+    plan = plan_healing(runs, target, out)
     measuring = f"measured on {PROMPTS} prompts x {TOKENS} tokens"
     if not plan.shapes:
-        return f"all {len(grid)} shapes are healed already, {measuring}"
+        return f"all {len(runs)} shapes are healed already, {measuring}"
     time = f"{duration(plan.least)} to {duration(plan.most)} by the plan"
+    steps = next(iter(runs.values())).train.steps
     return (
-        f"{plan.shapes} of {len(grid)} shapes are healed for {each:,} steps ({time}), {measuring}"
+        f"{plan.shapes} of {len(runs)} shapes are healed for {steps:,} steps ({time}), {measuring}"
     )
 
 
 def _healed(
-    console: Console,
-    recipe: Recipe,
-    target: Target,
-    grid: list[DraftShape],
-    out: Path,
-    steps: int | None,
+    console: Console, runs: Healings, target: Target, out: Path
 ) -> dict[DraftShape, Reached]:
     """What is accepted of every shape, cut from the target and healed for a few steps in OUT/LxW,
     on more prompts than a run measures tau on: differences between shapes are small."""
-    from specctl.train.prune.healing import healed, judging_prompts
+    from specctl.train.assemble import measuring_prompts
+    from specctl.train.data.prepare import prepare
+    from specctl.train.prune.healing import healed
     from specctl.train.prune.shapes import measure_reached
 
     found: dict[DraftShape, Reached] = {}
     prompts: list[Sequence[int]] = []
-    for shape, drafter in healed(recipe, target, grid, out, steps or QUICK_STEPS, console):
-        prompts = prompts or judging_prompts(recipe, target, out / shape.name, PROMPTS)
+    for shape, drafter in healed(runs, target, out, console):
+        if not prompts:  # of the kind that the run measures tau on
+            run = runs[shape]
+            rows = prepare(run, target, out / shape.name)
+            prompts = [*measuring_prompts(run.data, PROMPTS, target, rows)]
         reached = found[shape] = measure_reached(target, drafter, prompts, TOKENS)
         alpha = _with_error(reached.alpha, reached.alpha_error)
         console.say(f"shape {shape.name}: alpha {alpha}")

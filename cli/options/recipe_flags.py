@@ -119,11 +119,11 @@ class RecipeFlags:
         name = [] if "recipe" in but else ["--recipe", self.recipe]
         return [*name, *given_flags(self, type(self)(), ("recipe", *but))]
 
-    def folder(self, recipe: Recipe) -> Path:
-        """--out, or runs/TARGET-RECIPE."""
+    def folder(self, target: str, recipe: str) -> Path:
+        """--out, or runs/TARGET-RECIPE by the names of both."""
         from specctl.api.recipe import run_folder
 
-        return self.out if self.out is not None else run_folder(recipe)
+        return self.out if self.out is not None else run_folder(target, recipe)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def run_training(
     """A whole training command, from its flags to the Next lines. `about` says more of the result
     and returns it for --json."""
     recipe = flags.load()
-    out = flags.folder(recipe)
+    out = flags.folder(recipe.target.name, recipe.name)
     check_out(out)
     if not flags.dry_run:
         console.kept = partial(kept_in, out)
@@ -60,12 +60,13 @@ def run_training(
     if is_launched():
         watch_front()
     has_more = "data" in (flags.allow or ())
-    deriving = Deriving(flags.recipe, flags.time, max(flags.gpus, flags.processes), has_more)
+    count = max(flags.gpus, flags.processes)
+    deriving = Deriving(recipe, out, flags.recipe, flags.time, count, has_more)
     pace = None
     if "recipe" not in (flags.allow or ()) and flags.dry_run:
-        recipe, pace = deriving.of_plan(console, recipe, out)
+        recipe, pace = deriving.of_plan(console)
     elif "recipe" not in (flags.allow or ()):
-        recipe = deriving.of_run(console, recipe, out)
+        recipe = deriving.of_run(console)
     processes, is_cpu = _processes(flags, min(each.train.rows for each in runs_of(recipe)))
     allow = [name for name in flags.allow or () if name not in BEFORE]
     if flags.dry_run:
@@ -101,8 +102,8 @@ def _check_before(
 
     allowed = flags.allow or ()
     for each in runs_of(recipe):
-        check_spread(each, processes)
-    if "recipe" not in allowed and not is_derived(recipe):
+        check_spread(each.target, each.data, each.train, processes)
+    if "recipe" not in allowed and not is_derived(recipe.origin):
         is_chosen = flags.recipe != RecipeFlags().recipe or flags.init is not None
         check_made_for(recipe, flags.recipe, console.warn, flags.FAMILIES, is_chosen)
     if "memory" not in allowed:

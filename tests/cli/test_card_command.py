@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
 from specctl.models.fast_llama import FastLlama
 from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder
 from specctl.train.data.heldout import heldout_prompts
@@ -62,7 +63,7 @@ def trained(drafter: SmallLm, target: Target, folder: Path, sets: tuple[str, ...
     some = ("train.tau_prompts=2", "train.tau_tokens=12", "serve.length=3", *sets)
     recipe = load_recipe("distill", sets=some)
     prompts = [prompt.ids for prompt in heldout_prompts(target, recipe.train.tau_prompts)]
-    found = decoder(recipe, target, drafter, prompts)().to_json()
+    found = decoder(recipe.serve, recipe.train, target, drafter, prompts)().to_json()
     words = run_words(recipe, target, folder)
     save_package(
         drafter,
@@ -70,10 +71,17 @@ def trained(drafter: SmallLm, target: Target, folder: Path, sets: tuple[str, ...
         folder,
         serve=recipe.to_json()["serve"],
         recipe_digest=recipe.digest,
-        acceptance=packaged_acceptance(found, recipe, target, words),
+        acceptance=packaged(found, recipe, target, words),
         command=["specctl"],
     )
     return folder
+
+
+def packaged(
+    measured: Mapping[str, Any], recipe: Recipe, target: Target, words: Sequence[str]
+) -> dict[str, Any] | None:
+    """As the package of a run by that recipe records it."""
+    return packaged_acceptance(measured, recipe.data, recipe.train.tau_tokens, target, words)
 
 
 def test_the_cards_command_measures_the_cards_tau(
@@ -97,7 +105,7 @@ def test_the_command_names_target_dtype_inflation_prompts_and_settings(
     there = {"name": "owner/model", "revision": "a" * 40, "inflated": "300m"}
     recipe = load_recipe("distill")
     target = replace(tiny_target, **there)
-    found = packaged_acceptance(MEASURED, recipe, target, ["specctl"])
+    found = packaged(MEASURED, recipe, target, ["specctl"])
     assert found is not None
     words = shlex.split(found["command"])[1:]
     assert commands.why_not(words) is None
@@ -113,7 +121,7 @@ def test_the_command_names_target_dtype_inflation_prompts_and_settings(
         "--temperature": "0",
     }
     assert {flag: value_of(words, flag) for flag in wanted} == wanted
-    here = packaged_acceptance(MEASURED, recipe, replace(target, name="/somewhere/m"), ["specctl"])
+    here = packaged(MEASURED, recipe, replace(target, name="/somewhere/m"), ["specctl"])
     assert here is not None
     assert "--target TARGET_FOLDER" in here["command"]
 
@@ -126,7 +134,7 @@ def test_documents_of_ones_own_are_measured_again_by_the_run(
     named = {"data.source": "--data", "target.name": "--target"}
     recipe = load_recipe("eagle3", sets, flags=flags, named=named)
     words = run_words(recipe, tiny_target, tmp_path / "run")
-    found = packaged_acceptance(MEASURED, recipe, tiny_target, words)
+    found = packaged(MEASURED, recipe, tiny_target, words)
     assert found is not None
     assert found["data"].startswith("documents of the training data")
     again = shlex.split(found["command"])[1:]

@@ -75,14 +75,14 @@ def test_a_machine_is_told_nothing_of_gpus_that_it_does_not_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = hardware.Gpu("toy", 1, 0.0, 0.0)
-    recipe = load_recipe("medusa", ["train.rows=4"])
+    train = load_recipe("medusa", ["train.rows=4"]).train
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for is_here, most in ((True, 2), (False, 4)):
         cluster = hardware.Cluster(1, 1, gpu, is_here=is_here)
-        found = [way for tried in ways(recipe, cluster) for way in tried]
+        found = [way for tried in ways(train, True, cluster) for way in tried]
         assert max(way.cluster.processes for way in found) == most
     here = hardware.Cluster(1, 1, gpu, is_here=True)
-    assert way_out(recipe, here, lambda recipe, cluster: cluster.gpu is not gpu) is None
+    assert way_out(train, True, here, lambda train, cluster: cluster.gpu is not gpu) is None
 
 
 def test_a_target_whose_states_come_from_a_server_needs_no_room_for_it(

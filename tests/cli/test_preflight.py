@@ -14,6 +14,7 @@ from specctl.core.errors import Exit, FileError
 from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
+from specctl.recipes.stages import stages_of
 from specctl.train.planning import capacity as room
 from specctl.train.planning.capacity import lacking_disk
 from specctl.train.planning.hardware import machine_bytes
@@ -53,7 +54,7 @@ def test_data_that_only_a_finished_stage_read_may_be_gone(recipe: Recipe, out: P
         check_run(recipe, out)
     finish(out / "stage-1-first")
     check_run(recipe, out)
-    assert [part.name for part in remaining(recipe, out)] == ["two-second"]
+    assert [part.name for part in remaining(stages_of(recipe), out)] == ["two-second"]
 
 
 def test_data_of_a_remaining_stage_may_not(recipe: Recipe, out: Path, tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_data_of_a_remaining_stage_may_not(recipe: Recipe, out: Path, tmp_path: 
         check_run(recipe, out)
     finish(out / "stage-2-second")
     check_run(recipe, out)
-    assert remaining(recipe, out) == []
+    assert remaining(stages_of(recipe), out) == []
 
 
 def test_a_stage_whose_package_was_lost_needs_its_data_again(recipe: Recipe, out: Path) -> None:
@@ -76,10 +77,14 @@ def test_a_stage_whose_package_was_lost_needs_its_data_again(recipe: Recipe, out
         check_run(recipe, out)
 
 
-def test_a_recipe_without_stages_is_always_checked(recipe: Recipe, out: Path) -> None:
-    alone = recipe.model_copy(update={"stages": {}})
+def test_a_recipe_without_stages_is_always_checked(
+    recipe: Recipe, out: Path, tmp_path: Path
+) -> None:
+    gone = recipe.data.model_copy(update={"source": str(tmp_path / "gone.txt")})
+    alone = recipe.model_copy(update={"stages": {}, "data": gone})
     finish(out / "stage-1-first")
-    assert remaining(alone, out) == [alone]
+    with pytest.raises(FileError, match=r"gone\.txt"):
+        check_run(alone, out)
 
 
 @pytest.mark.parametrize("command", ["train-draft", "distill", "plan", "prune", "quickstart"])

@@ -12,7 +12,8 @@ from specctl.api.prune import parse_heads, parse_width
 from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import load_target
-from specctl.train.prune.healing import plan_healing
+from specctl.train.prune.cut import prunable
+from specctl.train.prune.healing import healings, plan_healing
 from specctl.train.prune.shapes import DraftShape
 
 SMALL = (
@@ -194,6 +195,8 @@ def test_a_search_heals_every_shape_and_ranks_by_what_it_measured(
         assert row["tau"] == pytest.approx(1 + sum(share_at[: row["length"]]))
     assert found["acceptance"]["left_out_r2"] is None  # four shapes determine four coefficients
     shapes = [DraftShape(layers, width) for layers in (1, 2, 3) for width in (64, 128)]
-    left = plan_healing(load_recipe(str(out / "1x64")), load_target("tiny"), shapes, out, 1)
+    target = load_target("tiny")
+    runs = healings(load_recipe(str(out / "1x64")), shapes, prunable(target).module.shape, 1)
+    left = plan_healing(runs, target, out)
     assert left.shapes == 2  # the same search with one depth more
     assert 0 < left.least <= left.most

@@ -118,7 +118,7 @@ def test_only_a_published_drafter_is_begun_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def of(target: str) -> str:
-        return story.begun_from(load_recipe("eagle3", target=target))[1]
+        return story.begun_from(target, load_recipe("eagle3").drafter)[1]
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(str(resolve("tiny").path), "mine")

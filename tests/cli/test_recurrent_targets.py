@@ -21,6 +21,7 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import default_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl.train.assemble import attention_only
 from specctl.train.planning.plan import plan
 from specctl.train.run import _load_target
 from specctl_testing.cli.ran import Run
@@ -73,8 +74,9 @@ def test_drafters_that_run_its_layers_are_not_trained_for_it(name: str, hybrid: 
     recipe = load_recipe(recipes_of(name)[0], target=str(hybrid))
     with pytest.raises(IncompatibleError, match=f"drafter {name} runs layers of the target"):
         plan(recipe, flops_per_second=1e10)
+    wanted = attention_only(recipe.drafter, recipe.serve)
     with pytest.raises(IncompatibleError, match=f"drafter {name} runs layers of the target"):
-        _load_target(recipe, torch.device("cpu"))
+        _load_target(recipe.target, False, wanted, torch.device("cpu"))
 
 
 # -- by command --------------------------------------------------------------------------------

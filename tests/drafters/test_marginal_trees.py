@@ -20,7 +20,7 @@ from specctl.runtime.policies.marginal_tree import MarginalTree
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import trainable_family
+from specctl.train.assemble import served_family
 from specctl_testing.drafters.head_cases import make_heads, nearly_markov
 from specctl_testing.drafters.parallel_runs import decode
 
@@ -125,9 +125,7 @@ def test_drafters_that_read_their_own_tokens_refuse_it_by_name() -> None:
     assert grows.isdisjoint({"eagle3", "eagle", "small-lm", "hydra", "recurrent", "prompt-lookup"})
     for name in ("eagle3", "distill", "hydra"):
         recipe = load_recipe(name)
-        drawn = recipe.model_copy(
-            update={"serve": recipe.serve.model_copy(update={"policy": "marginal-tree"})}
-        )
+        serve = recipe.serve.model_copy(update={"policy": "marginal-tree"})
         with pytest.raises(RecipeError, match="cannot be grown by policy marginal-tree"):
-            trainable_family(drawn)
+            served_family(recipe.drafter, recipe.train.joint, serve)
     assert family("dflash").policies[0] == "direct"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl.train.data.prepare import prepare
 from specctl.train.datastore import fill
 from specctl_testing.drafters.following import check_rows_are_private, follow
 
@@ -178,7 +180,8 @@ def test_a_store_filled_by_the_datastore_code_serves_the_embedded_target(
     (tmp_path / "texts.txt").write_text("def main(path):\n    return path\n\n" * 40)
     recipe = load_recipe("rest", [f"data.source={tmp_path / 'texts.txt'}"])
     drafter = Rest(RestOptions(), tiny_target.spec)
-    num_tokens = fill(drafter, recipe, tiny_target, tmp_path / "out")
+    rows = partial(prepare, recipe, tiny_target, tmp_path / "out")
+    num_tokens = fill(drafter, tiny_target, rows)
     held = drafter.tensors()["corpus"]
     assert int((held != BREAK).sum()) == num_tokens
     assert 200 < num_tokens < 2000
@@ -194,4 +197,4 @@ def test_a_store_filled_by_the_datastore_code_serves_the_embedded_target(
 def test_a_family_without_texts_has_no_store_to_fill(target: Target, tmp_path: Path) -> None:
     lookup = PromptLookup(PromptLookupOptions(), target.spec)
     with pytest.raises(RecipeError, match="retrieves from no texts"):
-        fill(lookup, load_recipe("rest", []), target, tmp_path)
+        fill(lookup, target, partial(prepare, load_recipe("rest", []), target, tmp_path))

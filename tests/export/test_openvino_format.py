@@ -280,7 +280,7 @@ def test_without_openvino_the_install_is_told(
     assert sys.executable in str(found.value)
     recipe = load_recipe("eagle3", sets=["export.formats=[openvino]"])
     with pytest.raises(ResourceError, match="openvino-genai"):
-        other_formats(recipe)  # before anything is trained
+        other_formats(recipe.drafter.family, recipe.export)  # before anything is trained
 
 
 def test_weights_of_an_ir_are_no_pickles_and_nothing_else_is_let_in() -> None:

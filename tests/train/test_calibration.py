@@ -110,7 +110,7 @@ def test_a_step_is_all_its_rows_and_batches_and_one_update(
 def test_what_runs_elsewhere_is_not_loaded_and_takes_no_time_here(words: Path) -> None:
     recipe = recipe_of("eagle3", words, "train.rows=2", *STATES)
     shape = shape_of(SPEC)
-    target = stand_in(recipe, shape, measuring.run_device())
+    target = stand_in(recipe.target, False, shape, measuring.run_device())
     assert target is not None
     assert target.lm.module.shape.num_layers == 1  # type: ignore[attr-defined]
     assert target.spec.num_layers == SPEC.num_layers
@@ -133,12 +133,12 @@ def test_text_is_read_whole_or_reckoned_from_its_beginning(
         return now[0]
 
     recipe = recipe_of("medusa", words)
-    assert source_text(recipe, clock).seconds == 1.0
+    assert source_text(recipe.data, clock).seconds == 1.0
     monkeypatch.setattr("specctl.train.planning.stand_in.TEXT_BYTES", 10)
-    part = source_text(recipe, clock)
+    part = source_text(recipe.data, clock)
     assert part.seconds == pytest.approx(words.stat().st_size / len(part.samples[0].text))
     missing = recipe.data.model_copy(update={"source": "gone.txt"})
-    assert source_text(recipe.model_copy(update={"data": missing}), clock).samples == ()
+    assert source_text(missing, clock).samples == ()
 
 
 def test_the_age_of_a_process_counts_only_at_its_start() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specctl.core.errors import RecipeError
-from specctl.recipes.load import load_recipe
+from specctl.recipes.schema import DataPart
 from specctl.train.data.answers import AnswerPlan
 from specctl.train.data.context import check_context
 from specctl.train.data.heldout import heldout_prompts
@@ -139,9 +139,9 @@ def test_a_prompt_alone_is_answered_by_the_target(tiny_target: Any) -> None:
 def test_the_longest_answer_that_is_offered_leaves_room_for_a_prompt(tiny_target: Any) -> None:
     spec = tiny_target.spec
     with pytest.raises(RecipeError) as caught:
-        check_context(load_recipe("distill", sets=["data.new_tokens=1024"]), spec)
+        check_context("tiny", DataPart(new_tokens=1024), 8, spec)
     longest = int(caught.value.do.split("=")[1].split(",")[0])
-    check_context(load_recipe("distill", sets=[f"data.new_tokens={longest}"]), spec)
+    check_context("tiny", DataPart(new_tokens=longest), 8, spec)
     plan = AnswerPlan(1, 48, longest, 0.8, 0.5, 0)
     assert cut_prompts(tiny_target, [Sample("x", "", text="def main(): pass")], plan, Defects())
 

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.api.derive import derive_recipe, is_foreign, keep, kept, seconds_of
+from specctl.api.derive import (
+    derive_recipe,
+    keep,
+    seconds_of,
+)
 from specctl.core.errors import RecipeError
 from specctl.core.files import Disk
 from specctl.recipes.load import load_recipe
@@ -34,6 +38,7 @@ from specctl.train.planning.work import QUESTION_TOKENS
 from specctl.train.products import bf16_gain
 from specctl_testing.runtime.chat_targets import spoken_with
 from specctl_testing.train.known_pace import is_idle
+from specctl_testing.train.of_recipe import digest_of, foreign, kept_by, preparation_of
 
 PACE = Pace(once=5.0, answer=0.5, step=2.0, tau=1.0, save=0.1, read=0.001)
 # A million prompts of 20 tokens; answers of 40 tokens, where 48 are the most.
@@ -210,15 +215,15 @@ def test_three_prompts_are_no_error_where_the_target_writes_the_others(
     assert made.recipe.data.source == (str(file), "self")
     assert reasons(made)["data.source"].startswith("3 prompts are too few for 20 min")
     assert "in 16 tried" in reasons(made)["data.prompts"]
-    keep(made, tmp_path / "run", recipe_of(other, file))
+    keep(made, tmp_path / "run", digest_of(recipe_of(other, file)))
     (tmp_path / "run" / "run.yaml").write_text("recipe: {}")
-    again = kept(recipe_of(other, file), tmp_path / "run", 1200.0)
+    again = kept_by(recipe_of(other, file), tmp_path / "run", 1200.0)
     assert again is not None
     assert (again.to_json(), again.origin) == (made.recipe.to_json(), made.recipe.origin)
     another = recipe_of(other, shutil.copy(file, tmp_path / "b.jsonl"))
-    assert kept(another, tmp_path / "run", 1200.0) is None
+    assert kept_by(another, tmp_path / "run", 1200.0) is None
     (tmp_path / "run" / "checkpoints" / "step000003").mkdir(parents=True)
-    mine = kept(another, tmp_path / "run", 1200.0)
+    mine = kept_by(another, tmp_path / "run", 1200.0)
     assert mine is not None
     assert mine.data.source == str(tmp_path / "b.jsonl")
     with pytest.raises(RecipeError, match="too few prompts"):
@@ -352,29 +357,31 @@ def test_a_run_that_goes_on_has_the_same_recipe(other: Path, prompts: Path, tmp_
     prompts = Path(shutil.copy(prompts, tmp_path))
     recipe = recipe_of(other, prompts)
     made = derived(recipe)
-    assert kept(recipe, tmp_path / "run", None) is None
-    keep(made, tmp_path / "run", recipe)
+    assert kept_by(recipe, tmp_path / "run", None) is None
+    keep(made, tmp_path / "run", digest_of(recipe))
     (tmp_path / "run" / "run.yaml").write_text("recipe: {}")
-    assert kept(recipe, tmp_path / "run", None) == made.recipe
-    assert kept(recipe, tmp_path / "run", 600.0) == made.recipe
+    assert kept_by(recipe, tmp_path / "run", None) == made.recipe
+    assert kept_by(recipe, tmp_path / "run", 600.0) == made.recipe
     with pytest.raises(RecipeError, match="derived for another time") as caught:
-        kept(recipe, tmp_path / "run", 1200.0)
+        kept_by(recipe, tmp_path / "run", 1200.0)
     assert "--time 600s" in str(caught.value.do)
     (tmp_path / "run" / "run.yaml").unlink()  # derived, but never begun
-    assert kept(recipe, tmp_path / "run", 1200.0) is None
-    changed = kept(recipe_of(other, prompts, "train.steps=9"), tmp_path / "run", None)
+    assert kept_by(recipe, tmp_path / "run", 1200.0) is None
+    changed = kept_by(recipe_of(other, prompts, "train.steps=9"), tmp_path / "run", None)
     assert changed is not None
     assert changed.train.steps == 9
     other_size = recipe_of(other, prompts, "drafter.options.intermediate=64")
-    assert kept(other_size, tmp_path / "run", None) is None
+    assert kept_by(other_size, tmp_path / "run", None) is None
     with prompts.open("a") as file:
         file.write(json.dumps({"text": "one more line of text to learn"}) + "\n")
-    assert kept(recipe, tmp_path / "run", None) is None
+    assert kept_by(recipe, tmp_path / "run", None) is None
     (tmp_path / "run" / "checkpoints" / "step000003").mkdir(parents=True)
-    assert kept(recipe, tmp_path / "run", None) == made.recipe  # whether it may is the run's to say
+    assert (
+        kept_by(recipe, tmp_path / "run", None) == made.recipe
+    )  # whether it may is the run's to say
     (tmp_path / "run" / "derived.json").write_text("{")
     with pytest.raises(Exception, match=r"derived\.json cannot be read"):
-        kept(recipe, tmp_path / "run", None)
+        kept_by(recipe, tmp_path / "run", None)
 
 
 @pytest.mark.usefixtures("known_data")
@@ -383,7 +390,7 @@ def test_the_file_of_a_recipe_reads_back_as_the_recipe(
 ) -> None:
     made = derived(recipe_of(other, prompts))
     file = tmp_path / "mine.yaml"
-    file.write_text(recipe_text(made.recipe, reasons(made), "For a test.\nOf two lines."))
+    file.write_text(recipe_text(made.recipe.to_json(), reasons(made), "For a test.\nOf two lines."))
     read = load_recipe(file)
     assert read.to_json() == made.recipe.to_json()
     text = file.read_text()
@@ -413,11 +420,11 @@ def test_what_is_no_time(text: str | float) -> None:
 def test_only_a_demonstration_for_another_target_here_is_foreign(
     other: Path, prompts: Path
 ) -> None:
-    assert is_foreign(recipe_of(other, prompts), "eagle3")
-    assert not is_foreign(load_recipe("eagle3"), "eagle3")
-    assert not is_foreign(recipe_of(other, prompts, "train.steps=5"), "eagle3")
-    assert not is_foreign(load_recipe("eagle3", target="llama3-8b"), "eagle3")
-    assert not is_foreign(load_recipe("llama3-8b-eagle3", target=str(other)), "llama3-8b-eagle3")
+    assert foreign(recipe_of(other, prompts), "eagle3")
+    assert not foreign(load_recipe("eagle3"), "eagle3")
+    assert not foreign(recipe_of(other, prompts, "train.steps=5"), "eagle3")
+    assert not foreign(load_recipe("eagle3", target="llama3-8b"), "eagle3")
+    assert not foreign(load_recipe("llama3-8b-eagle3", target=str(other)), "llama3-8b-eagle3")
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(2.4, "bf16"), (1.2, "no"), (0.02, "no")])
@@ -463,7 +470,7 @@ def test_answers_that_the_target_has_written_are_learned_as_they_are(
 ) -> None:
     console, target = SilentReporter(), load_part(recipe_of(other, prompts).target)
     few = recipe_of(other, prompts, "data.prompts=45", "data.new_tokens=8")
-    written = write_answers_alone(few, target, tmp_path, console)
+    written = write_answers_alone(preparation_of(few, target), tmp_path, console)
     file = tmp_path / "answers.jsonl"
     write_answers(file, written, target)
     made = derive(recipe_of(other, file), 600.0, console)

@@ -14,7 +14,7 @@ from specctl.api.derive import engines_of
 from specctl.core.errors import IncompatibleError
 from specctl.core.vocab import VocabMap
 from specctl.export.formats import export, format_for
-from specctl.recipes.load import load_recipe, with_fields
+from specctl.recipes.load import load_recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import load_part
@@ -83,8 +83,9 @@ def test_the_engines_that_the_plan_names_read_the_drafter(
         assert re.search(more, said.others["llama.cpp"])
     target = load_part(recipe.target, device="cpu", is_read_only=True)
     vocab = None if recipe.vocab.size is None else VocabMap(torch.arange(900), 6144)
-    options = family_options(trainable_family(recipe), completed(recipe, target.spec).drafter)
-    drafter = trainable_family(recipe).build(options, target.spec, vocab)
+    method = trainable_family(recipe.drafter, None)
+    options = family_options(method, completed(recipe.drafter, target.spec))
+    drafter = method.build(options, target.spec, vocab)
     drafter.bind(target.borrowed())
     package = packaged(drafter, target, tmp_path / "package")
     for engine in reads:
@@ -134,12 +135,13 @@ def test_features_of_another_number_of_prompts_are_not_counted(
 def test_the_cost_of_a_vocabulary_is_that_of_its_products() -> None:
     recipe = load_recipe("dflash", ["train.seq_len=64", "drafter.options.anchors=10"])
     shape = target_shape(recipe.target)
-    found = loss_flops(recipe, shape)
+    found = loss_flops(recipe.drafter, recipe.train, shape)
     assert found is not None
     # Of each place the logits, their gradient and the target's own logits: 6 D.
     places = (10 + 5 + 1) * 5
     assert found.each_id / (6 * shape.spec.hidden_size) == pytest.approx(places, rel=0.1)
-    longer = loss_flops(with_fields(recipe, {"train.seq_len": 128}, "test"), shape)
+    train = recipe.train.model_copy(update={"seq_len": 128})
+    longer = loss_flops(recipe.drafter, train, shape)
     assert longer is not None
     assert longer.each_id == found.each_id  # as many anchors
     assert 1.2 * found.beside < longer.beside < 2 * found.beside

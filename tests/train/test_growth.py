@@ -132,7 +132,7 @@ def test_held_out_prompts_stay_held_out_and_tau_is_measured_on_the_same_ones(
         rows = held_out(recipe, data)
         held |= answered(data, rows).keys()
         trained |= answered(data, range(rows.start)).keys()
-        measured.append(measuring_prompts(recipe, target, data))
+        measured.append(measuring_prompts(recipe.data, recipe.train.tau_prompts, target, data))
         assert data.manifest.answered == wanted
         sources, wanted = [first, second], wanted + 25
     assert not held & trained

@@ -21,7 +21,6 @@ from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import build_drafter
 from specctl.train.init.initial import (
     Initial,
     check_fit,
@@ -35,6 +34,7 @@ from specctl.train.planning.plan import plan
 from specctl.train.prune.cut import prunable, spread_layers
 from specctl.train.run import train_draft
 from specctl.train.saving.checkpoint import Checkpoints
+from specctl_testing.train.of_recipe import drafter_of
 
 SMALL = {
     "data.text_tokens": 0, "data.prompts": 16, "data.new_tokens": 12, "data.prompt_tokens": 8,
@@ -245,8 +245,8 @@ def test_a_run_without_a_package_gives_its_best_checkpoint(
 
 def test_a_plan_counts_the_drafter_that_will_be_cut(target: Target, text: Path) -> None:
     recipe = small_recipe(text, drafter__init="target", **{"drafter.options.tied": False})
-    made = completed(recipe, target.spec, initial_of(recipe.drafter, target, None))
-    whole = SmallLm(SmallLmOptions(**made.drafter.options), target.spec)
+    made = completed(recipe.drafter, target.spec, initial_of(recipe.drafter, target, None))
+    whole = SmallLm(SmallLmOptions(**made.options), target.spec)
     assert plan(recipe, target.spec, flops_per_second=1e9).parameters == sum(
         t.numel() for t in whole.tensors().values()
     )
@@ -305,7 +305,7 @@ def test_weights_padded_to_another_vocabulary_size_are_cut_or_stretched_to_fit(
         shape = {name: value for name, value in shape.items() if value is not None}
         recipe = small_recipe(text, drafter__options=shape)
         check_fit(recipe.drafter, target.spec, source)
-        drafter = build_drafter(recipe, target.spec, source.drafter.vocab)
+        drafter = drafter_of(recipe, target.spec, source.drafter.vocab)
         initialise(drafter, source, None)  # type: ignore[arg-type]
         kept = min(padded, size)
         for name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -21,6 +21,7 @@ from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.export.package.folder import load_drafter, save_package
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import JointPart
+from specctl.recipes.schema import DataPart
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.joint.check import check_joint, check_stages, check_target
@@ -55,8 +56,8 @@ def settle(
         joint = JointModel(make(target), target, AT_ONCE)
         perturb(joint)
         wanted = logits(joint.target, rows(vocab=size))
-        recipe = load_recipe("medusa-2", sets=["train.seq_len=64"])
-        return target, joint, save_joint_target(joint, target, recipe, NO_ROWS, tmp_path), wanted
+        texts = held_out(DataPart(), 64, target, NO_ROWS)
+        return target, joint, save_joint_target(joint, target, texts, tmp_path), wanted
 
     return make_it
 
@@ -151,8 +152,7 @@ def test_the_package_is_for_the_changed_target_and_says_so(settle: Any, tmp_path
 def test_change_is_measured_on_text_of_any_length(settle: Any) -> None:
     """Padding counts for nothing: the figures are those of the texts one by one."""
     original, _, changed, _ = settle()
-    recipe = load_recipe("medusa-2", sets=["train.seq_len=24"])
-    texts = held_out(recipe, original, NO_ROWS)[:1]
+    texts = held_out(DataPart(), 24, original, NO_ROWS)[:1]
     alone = [
         replace(b, **{f: getattr(b, f)[i : i + 1, :n] for f in FIELDS})
         for b in texts
@@ -244,11 +244,12 @@ def test_a_drafter_that_cannot_learn_beside_its_target_is_refused(target: Target
     for name, why in (("distill", "reads no states"), ("eesd", "runs layers of the target")):
         with pytest.raises(RecipeError, match=why):
             plan(load_recipe(name, sets=["train.joint={rank: 2}"]))
-    check_joint(load_recipe("medusa-2"), make(target))
+    recipe = load_recipe("medusa-2")
+    check_joint(recipe.data, recipe.train, recipe.target, make(target))
 
 
 def test_only_the_last_stage_may_change_the_target() -> None:
-    heads, joint = load_recipe("medusa"), load_recipe("medusa-2")
+    heads, joint = (load_recipe(name).train.joint for name in ("medusa", "medusa-2"))
     check_stages([heads, joint])
     with pytest.raises(RecipeError, match="original again"):
         check_stages([joint, heads])

@@ -105,16 +105,18 @@ def test_what_says_nothing_of_a_target_alone_is_refused(sets: list[str], found: 
 def test_a_plan_counts_what_the_target_learns() -> None:
     """Three readings (its own, its gradient's two, the original's) of every token: 8 operations a
     weight, and 6 where the text is the teacher."""
-    sizes = WorkSizes(target=1000, drafter=0, trainable=0, passes=1, reads_target=False)
+    sizes = WorkSizes(target=1000, drafter=0, trainable=0, passes=1, reads_target=False, length=4)
     for keep, each in (("kl", 8), ("ce", 6)):
         recipe = load_recipe("make-some-noise", sets=[f"train.joint.keep={keep}"])
-        work = {part.name: part for part in work_of(recipe, sizes, row_tokens=1)}
+        work = {part.name: part for part in work_of(recipe.data, recipe.train, sizes, row_tokens=1)}
         assert work["training"].batches == each * 1000 * 140 * 4 * 288
 
 
 def test_a_family_without_weights_is_trained_only_where_the_target_learns() -> None:
-    assert trainable_family(load_recipe("make-some-noise")).name == "tr-jacobi"
+    recipe = load_recipe("make-some-noise")
+    assert trainable_family(recipe.drafter, recipe.train.joint).name == "tr-jacobi"
+    alone = load_recipe("make-some-noise", sets=["train.joint.noise=null"])
     with pytest.raises(RecipeError, match="nothing to train"):
-        trainable_family(load_recipe("make-some-noise", sets=["train.joint.noise=null"]))
+        trainable_family(alone.drafter, alone.train.joint)
     with pytest.raises(RecipeError, match="span"):
         load_recipe("make-some-noise", sets=["train.joint.noise.every=3"])

@@ -80,7 +80,9 @@ def source(
     recipe: Recipe, target: Target, data: TokenData, out: Path, needs: Needs = BOTH, **more: Any
 ) -> Callable[[list[int]], Any]:
     reporter = more.pop("reporter", SilentReporter())
-    return feature_source(recipe, target, data, needs, out, reporter, Ranks(), **more)
+    return feature_source(
+        recipe.data, recipe.train.rows, target, data, needs, out, reporter, Ranks(), **more
+    )
 
 
 @pytest.fixture(autouse=True)

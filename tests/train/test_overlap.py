@@ -97,12 +97,12 @@ def test_what_uses_the_target_meanwhile_is_refused(make_target: Any) -> None:
     kangaroo, eagle3 = (
         family(name).build(family(name).options(), spec, None) for name in ("kangaroo", "eagle3")
     )
-    check_overlap(recipe, eagle3)
+    check_overlap(recipe.train, recipe.data, eagle3)
     with pytest.raises(RecipeError, match="kangaroo runs the target's layers"):
-        check_overlap(recipe, kangaroo)
+        check_overlap(recipe.train, recipe.data, kangaroo)
     written = load_recipe("eagle3", sets=["train.overlap=true", "data.on_policy=0.5"])
     with pytest.raises(RecipeError, match="not known a batch ahead"):
-        check_overlap(written, eagle3)
+        check_overlap(written.train, written.data, eagle3)
     with pytest.raises(RecipeError, match="overlap needs a whole target"):
         load_recipe(
             "eagle3",

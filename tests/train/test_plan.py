@@ -31,11 +31,12 @@ from specctl.train.optim import (
     set_learning_rate,
 )
 from specctl.train.planning.plan import STATE_BYTES, RunPlan, matrix_speed, plan
-from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, small, summary
+from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, small_data, small_train, summary
 from specctl.train.planning.work import num_saves
 from specctl.train.plot import save_learning_curve
 from specctl.train.run import train_draft
 from specctl.train.saving.state import load_optimizer_state, optimizer_state
+from specctl_testing.train.of_recipe import drafter_of
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)
 SPEED = {"flops_per_second": 1e10}
@@ -46,7 +47,7 @@ def test_the_planned_parameters_are_those_of_the_drafter_that_is_built(name: str
     vocab = VocabMap(torch.arange(64), SPEC.vocab_size)
     for sets, kept in (("vocab.size=null", None), ("vocab.size=64", vocab)):
         recipe = load_recipe(name, sets=[sets])
-        drafter = build_drafter(completed(recipe, SPEC), SPEC, kept)
+        drafter = build_drafter(completed(recipe.drafter, SPEC), recipe.train, SPEC, kept)
         made = plan(recipe, SPEC, **SPEED)
         assert drafter.module is not None
         assert made.parameters == sum(p.numel() for p in drafter.module.parameters())
@@ -88,7 +89,7 @@ def test_more_steps_take_longer_and_larger_batches_more_memory() -> None:
 def test_the_optimizer_state_in_the_plan_is_the_state_that_is_kept() -> None:
     for optimizer in ("muon", "adamw"):
         recipe = load_recipe("medusa", sets=[f"train.optimizer={optimizer}", "vocab.size=null"])
-        drafter = build_drafter(recipe, SPEC, None)
+        drafter = drafter_of(recipe, SPEC)
         trainable = drafter.trainable()
         found = build_optimizers(trainable, recipe.train, frozenset({SPEC.vocab_size}))
         for parameter in trainable.values():
@@ -161,16 +162,16 @@ def test_a_rehearsal_gives_the_time_of_the_whole_run_and_its_memory() -> None:
     assert disk["data"] == pytest.approx(tokens * 13 / 0.98 + 200 * 60 * 3, abs=1)
     assert "on the GPU" in plan(recipe, SPEC, rehearsal=rehearsed(gpu=10**9)).memory
     still = load_recipe("eagle3", sets=[*sets, "data.regenerate=false"])
-    assert rehearsed().seconds(still) == pytest.approx(whole - 20)
+    assert rehearsed().seconds(still.data, still.train) == pytest.approx(whole - 20)
 
 
 def test_a_rehearsal_is_the_run_with_fewer_prompts_and_steps() -> None:
     recipe = load_recipe("eagle3", sets=["train.rows=3"])
-    short = small(recipe)
-    assert (short.train.steps, short.data.prompts) == (5, 64)
-    assert short.train.model_copy(update={"steps": 7, "tau_every": 7, "save_every": 7}).rows == 3
+    short = small_train(recipe.train)
+    assert (short.steps, small_data(recipe.data).prompts) == (5, 64)
+    assert short.model_copy(update={"steps": 7, "tau_every": 7, "save_every": 7}).rows == 3
     changed = {"steps", "tau_every", "save_every", "log_every", "trackers"}
-    before, after = recipe.train.model_dump(), short.train.model_dump()
+    before, after = recipe.train.model_dump(), short.model_dump()
     assert {key for key in before if before[key] != after[key]} <= changed
 
 
@@ -181,7 +182,7 @@ def test_a_stopwatch_takes_a_run_apart(tmp_path: Path, monkeypatch: pytest.Monke
     def later(seconds: float) -> None:
         now[0] += seconds
 
-    recipe, watch = small(load_recipe("eagle3", sets=["data.prompts=4"])), Stopwatch()
+    data, watch = small_data(load_recipe("eagle3", sets=["data.prompts=4"]).data), Stopwatch()
     later(3)
     with watch.task("the target writes answers", 4, "prompts"):
         later(8)
@@ -197,7 +198,7 @@ def test_a_stopwatch_takes_a_run_apart(tmp_path: Path, monkeypatch: pytest.Monke
     words = np.arange(20, dtype=np.int32)
     rows = pack([Document(words, words > 0, "text")], 20, 0, 0)
     write_rows(tmp_path / "data", rows, "0" * 64, {}, "source", Defects())
-    found = summary(recipe, tmp_path, watch, whole=40.0, gpu=0)
+    found = summary(data, tmp_path, watch, whole=40.0, gpu=0)
     assert (found.answer, found.step, found.tau, found.save) == (2.0, 1.0, 6.0, 0.5)
     assert found.once == pytest.approx(40 - 8 - 20.5)
     assert found.memory > 10**8
@@ -228,7 +229,7 @@ def test_a_schedule_warms_up_then_falls_towards_zero(name: str) -> None:
 
 def test_muon_moves_hidden_matrices_and_adamw_all_the_rest() -> None:
     recipe = load_recipe("eagle3", sets=["vocab.size=null", "drafter.options.lm_head=init"])
-    drafter = build_drafter(recipe, SPEC, None)
+    drafter = drafter_of(recipe, SPEC)
     named = drafter.trainable()
     found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
     name_of = {id(p): name for name, p in named.items()}
@@ -250,7 +251,7 @@ def test_matrices_over_a_vocabulary_learn_at_their_own_share_of_the_rate() -> No
     recipe = load_recipe(
         "distill", sets=["vocab.size=null", "train.vocab_rate=0.25", "train.attention_rate=1"]
     )
-    named = build_drafter(recipe, SPEC, None).trainable()
+    named = drafter_of(recipe, SPEC).trainable()
     found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
     set_learning_rate(found, 0.4)
     rates = {id(p): group["lr"] for each in found.values() for group in each.param_groups
@@ -265,7 +266,7 @@ def test_matrices_of_attention_learn_at_a_multiple_of_the_rate(optimizer: str) -
     sets = [f"train.optimizer={optimizer}", "train.attention_rate=3"]
     for name in ("eagle3", "glide", "distill"):
         recipe = load_recipe(name, sets=[*sets, "vocab.size=null", "train.vocab_rate=1"])
-        named = build_drafter(recipe, SPEC, None).trainable()
+        named = drafter_of(recipe, SPEC).trainable()
         found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
         assert set(found) == {optimizer, "adamw"}
         set_learning_rate(found, 0.2)
@@ -296,7 +297,7 @@ def test_attention_is_known_by_its_name(name: str, belongs: bool) -> None:
 
 
 def test_state_is_read_by_name_whatever_rates_and_momentum_are_now() -> None:
-    named = build_drafter(load_recipe("eagle3", []), SPEC, None).trainable()
+    named = drafter_of(load_recipe("eagle3", []), SPEC).trainable()
     sizes = frozenset({SPEC.vocab_size})
     before, after = (
         build_optimizers(named, load_recipe("eagle3", sets).train, sizes)
@@ -320,7 +321,7 @@ def test_state_is_read_by_name_whatever_rates_and_momentum_are_now() -> None:
 
 def test_the_momentum_of_a_recipe_is_muons() -> None:
     recipe = load_recipe("eagle3", sets=["train.momentum=0.5"])
-    named = build_drafter(recipe, SPEC, None).trainable()
+    named = drafter_of(recipe, SPEC).trainable()
     found = build_optimizers(named, recipe.train, frozenset({SPEC.vocab_size}))
     assert {group["momentum"] for group in found["muon"].param_groups} == {0.5}
 
@@ -329,7 +330,7 @@ def test_the_momentum_of_a_recipe_is_muons() -> None:
 def test_an_update_counts_as_a_write_of_every_parameter(optimizer: str) -> None:
     """Copies of weights are renewed by that count; PyTorch's fused update has none."""
     recipe = load_recipe("distill", [f"train.optimizer={optimizer}"])
-    weights = build_drafter(recipe, SPEC, None).trainable()
+    weights = drafter_of(recipe, SPEC).trainable()
     Gradient(weights).flat_N.fill_(0.1)
     before = {name: p._version for name, p in weights.items()}
     old = {name: p.detach().clone() for name, p in weights.items()}

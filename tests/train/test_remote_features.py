@@ -74,7 +74,9 @@ def source(target: Target, data: TokenData, out: Path, *sets: str) -> tuple[Any,
     fields = ["data.features=offline", "data.feature_dtype=fp32", "train.rows=4"]
     recipe = load_recipe("eagle3", sets=[*fields, f"data.features_at={URL}", *sets])
     said = Counts()
-    return feature_source(recipe, target, data, BOTH, out, said, Ranks()), said.lines[-1]
+    return feature_source(
+        recipe.data, recipe.train.rows, target, data, BOTH, out, said, Ranks()
+    ), said.lines[-1]
 
 
 def same(read: Any, target: Target, data: TokenData) -> bool:

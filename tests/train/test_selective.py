@@ -20,7 +20,7 @@ from specctl.drafters import family
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture
-from specctl.train.selective import Selection, chosen, reference_stage
+from specctl.train.selective import Selection, chosen, reference_part
 from specctl.train.stop import Interrupted
 from specctl_testing.train import small_runs as runs
 
@@ -122,13 +122,12 @@ def test_the_lowest_gaps_are_the_others_and_random_ones_repeat_for_the_same_rows
 def test_the_reference_is_the_same_recipe_with_every_token_learned() -> None:
     sets = ["train.select=highest", "train.reference_steps=7", "vocab.size=null"]
     recipe = load_recipe("distill", sets=sets)
-    stage = reference_stage(recipe)
+    stage = reference_part(recipe.train)
     assert stage is not None
-    assert (stage.train.select, stage.train.steps) == ("none", 7)
-    assert stage.train.seed == recipe.train.seed
-    assert stage.drafter == recipe.drafter
+    changed = {"select": "none", "steps": 7, "reference_steps": None}
+    assert stage == recipe.train.model_copy(update=changed)
     for quiet in (["train.select=random"], ["train.select=highest", "train.reference=x"], []):
-        assert reference_stage(load_recipe("distill", sets=quiet)) is None
+        assert reference_part(load_recipe("distill", sets=quiet).train) is None
     with pytest.raises(RecipeError, match="reference_steps is ignored"):
         load_recipe("distill", sets=["train.reference_steps=7"])
 

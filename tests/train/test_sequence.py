@@ -211,14 +211,14 @@ def test_what_cannot_share_rows_is_refused(make_target: Any) -> None:
     recipe = load_recipe("eagle3", sets=["train.sequence_parallel=4"])
     built = {name: family(name).build(family(name).options(), spec, None) for name in FAMILIES}
     with pytest.raises(RecipeError, match="falcon computes whole rows") as caught:
-        row_part(recipe, built["falcon"], Ranks(0, 4))
+        row_part(4, built["falcon"], Ranks(0, 4))
     assert ", eagle3, fspad, " in str(caught.value.expected)
     scored = family("blockwise").options(rescore="ngram")
     with pytest.raises(RecipeError, match="blockwise computes whole rows"):
-        row_part(recipe, family("blockwise").build(scored, spec, None), Ranks(0, 4))
+        row_part(4, family("blockwise").build(scored, spec, None), Ranks(0, 4))
     with pytest.raises(RecipeError, match="do not divide"):
-        row_part(recipe, built["eagle3"], Ranks(0, 6))
-    assert row_part(load_recipe("eagle3"), built["falcon"], Ranks(0, 4)) is None
+        row_part(4, built["eagle3"], Ranks(0, 6))
+    assert row_part(1, built["falcon"], Ranks(0, 4)) is None
     assert recipe.train.groups(8) == 2
     with pytest.raises(RecipeError, match="look at whole rows"):
         load_recipe("eagle3", sets=["train.sequence_parallel=2", "train.select=random"])

@@ -97,7 +97,7 @@ def test_each_stage_starts_from_the_weights_of_the_one_before(
     trained = model(out / "stage-1-first", int(Path(best).name[4:]))
     assert all(torch.equal(handed[name], trained[name]) for name in trained)
     assert any("starts from" in line and "stage-1-first" in line for line in talk.said)
-    alone = stages(recipe, out)[1].recipe
+    alone = stages(stages_of(recipe), out)[1].recipe
     assert alone.drafter.init == str(out / "stage-1-first")
     assert alone.drafter.options["loss"] == "kl"
     assert alone.train.seed == 1
@@ -181,10 +181,12 @@ def test_a_stage_may_name_any_earlier_one(recipe: Recipe, tmp_path: Path) -> Non
     second = recipe.stages["second"]
     third = second.model_copy(update={"drafter": {"init": "stage:first"}})
     longer = recipe.model_copy(update={"stages": {**recipe.stages, "third": third}})
-    assert stages(longer, tmp_path)[2].recipe.drafter.init == str(tmp_path / "stage-1-first")
+    assert stages(stages_of(longer), tmp_path)[2].recipe.drafter.init == str(
+        tmp_path / "stage-1-first"
+    )
     fresh = second.model_copy(update={"drafter": {"init": None}})
     alone = recipe.model_copy(update={"stages": {**recipe.stages, "second": fresh}})
-    assert stages(alone, tmp_path)[1].recipe.drafter.init is None
+    assert stages(stages_of(alone), tmp_path)[1].recipe.drafter.init is None
     later = recipe.model_copy(update={"stages": {"third": third, **recipe.stages}})
     with pytest.raises(RecipeError, match="not run before"):
         stages_of(later)
@@ -217,7 +219,8 @@ def test_the_order_of_stages_is_part_of_the_digest(recipe: Recipe) -> None:
 
 def test_fastdraft_plans_three_stages_and_set_reaches_into_them(tmp_path: Path) -> None:
     fast = load_recipe("fastdraft", ["stages.align.train.steps=7"])
-    made = plans(fast, tmp_path)
+    runs = [(stage.recipe, stage.folder) for stage in stages(stages_of(fast), tmp_path)]
+    made = plans(runs)
     assert [part.name for part, _ in made] == [
         "fastdraft-pretrain", "fastdraft-continue", "fastdraft-align",
     ]  # fmt: skip

@@ -23,7 +23,6 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.made_for import made_for, target_of
 from specctl.recipes.stages import runs_of
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import build_drafter
 from specctl.train.planning.capacity import fits, lacking_memory
 from specctl.train.planning.hardware import GPUS, Cluster
 from specctl.train.planning.live_bytes import LiveBytes, traced
@@ -36,6 +35,7 @@ from specctl.train.planning.step_bytes import (
 )
 from specctl.train.planning.target_shape import TargetShape, config_of, target_shape
 from specctl.train.planning.weighing import Weighing
+from specctl_testing.train.of_recipe import drafter_of, step_of
 
 H100 = Cluster.of("h100", 1)
 H100_BYTES = 80 * 10**9
@@ -82,11 +82,13 @@ def test_more_rows_than_are_traced_are_reckoned_right(name: str, rows: int) -> N
     """At real widths; two layers, because a layer gives back what it takes."""
     sets = ["train.seq_len=128", "drafter.options.ttt_steps=2", "drafter.options.chunk=64"]
     recipe, shape = load_recipe("llama3-8b-eagle3", sets, target="tiny"), shape_named(name, 2)
-    found = step_bytes(recipe, shape.config, shape.spec, "bfloat16", is_gpu=True, rows=rows)
+    found = step_bytes(
+        step_of(recipe), shape.config, shape.spec, "bfloat16", is_gpu=True, rows=rows
+    )
     with traced() as live:
         model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.bfloat16).eval()
         model.requires_grad_(False)
-        drafter = fake_drafter(recipe, shape.spec, 32000, is_gpu=True)
+        drafter = fake_drafter(recipe.drafter, recipe.train, shape.spec, 32000, is_gpu=True)
         target = fake_target(model, shape.spec)
         drafter.bind(target.borrowed())
         for parameter in drafter.trainable().values():
@@ -104,7 +106,7 @@ def test_a_stretch_of_a_row_takes_its_share_beside_the_features_of_all_of_it() -
     def of(seq_len: int, parts: int) -> StepBytes:
         more = [*sets, f"train.seq_len={seq_len}"]
         recipe = load_recipe("llama3-8b-eagle3", more, target="tiny")
-        return step_bytes(recipe, shape.config, shape.spec, "bfloat16", True, 1, parts)
+        return step_bytes(step_of(recipe), shape.config, shape.spec, "bfloat16", True, 1, parts)
 
     whole, part, own = of(1024, 1), of(1024, 4), of(256, 1)
     features = 4 * 4096 * 2  # of a token: three taps and the last state, no logits
@@ -122,7 +124,7 @@ def test_fake_tensors_take_what_real_ones_take(
     monkeypatch.setattr(kl, "library", lambda: Library(None))
     recipe = load_recipe("eagle3", ["vocab.size=null", "drafter.options.intermediate=64"])
     target = Target.from_model(make_model(dtype=torch.float32))
-    drafter = build_drafter(recipe, target.spec, None)
+    drafter = drafter_of(recipe, target.spec)
     drafter.bind(target.borrowed())
     for parameter in drafter.trainable().values():
         parameter.grad = torch.zeros_like(parameter)
@@ -134,7 +136,7 @@ def test_fake_tensors_take_what_real_ones_take(
     with traced() as live:
         model = AutoModelForCausalLM.from_config(config_of(target.spec), dtype=torch.float32)
         model.eval().requires_grad_(False)
-        fake = fake_drafter(recipe, target.spec, None, is_gpu=False)
+        fake = fake_drafter(recipe.drafter, recipe.train, target.spec, None, is_gpu=False)
         reader = fake_target(model, target.spec)
         fake.bind(reader.borrowed())
         for parameter in fake.trainable().values():
@@ -169,7 +171,7 @@ def test_a_step_of_every_family_is_traced(recipe_name: str) -> None:
     """To its end, without content: CORAL's groups of rows and Falcon's documents read some."""
     recipe = load_recipe(recipe_name, ["train.seq_len=32"])
     shape = target_shape(recipe.target)
-    found = step_bytes(recipe, shape.config, shape.spec, "float32", False, rows=1)
+    found = step_bytes(step_of(recipe), shape.config, shape.spec, "float32", False, rows=1)
     assert found.untraced == ""
     assert (found.batch > 0) == (found.gradient > 0)
 
@@ -209,12 +211,14 @@ def test_what_is_proposed_for_a_pipeline_is_enough_for_all_its_stages() -> None:
     largest = max(stages, key=lambda stage: stage.held().device_bytes)
     whole, batch = largest.held().device_bytes, largest.held().device["batch"]
     toy = Cluster(1, 1, GPUS["h100"].__class__("toy", whole - batch // 2, 1, 1), is_here=False)
-    (lack,) = lacking_memory(replace(largest, cluster=toy), whole=recipe)
+    (lack,) = lacking_memory(replace(largest, cluster=toy), pipeline=Weighing(recipe, shape, toy))
     words = [word for word in shlex.split(lack.do) if word != "--set"]
     changed = load_recipe("fastdraft", [*sets, *words])
     assert changed.train.rows < 16
     assert all(fits(Weighing(part, shape, toy).held(), toy) for part in runs_of(changed))
-    stuck = load_recipe("fastdraft", [*sets, "stages.align.train.rows=16"])
+    stuck = Weighing(
+        load_recipe("fastdraft", [*sets, "stages.align.train.rows=16"]), shape, largest.cluster
+    )
     assert largest.way_out(lambda held, cluster: held.device_bytes < whole, stuck) != lack.do
 
 
@@ -272,5 +276,10 @@ def here_batch(weighing: Weighing) -> int:
     """Of a batch whose states the target makes here: the same tensors, once they are there."""
     train = weighing.recipe.train
     return step_bytes(
-        weighing.recipe, weighing.shape.config, weighing.shape.spec, "bfloat16", True, train.rows
+        step_of(weighing.recipe),
+        weighing.shape.config,
+        weighing.shape.spec,
+        "bfloat16",
+        True,
+        train.rows,
     ).batch

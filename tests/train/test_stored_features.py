@@ -26,6 +26,7 @@ from specctl.train.planning.pace import Pace
 from specctl.train.planning.plan import build_shape
 from specctl.train.planning.target_shape import target_shape
 from specctl.train.planning.work import READING
+from specctl_testing.train.of_recipe import preparation_of
 
 MOST = 200  # rows
 SETS = (
@@ -49,13 +50,21 @@ def target(recipe: Recipe) -> Target:
 
 
 def needs_of(recipe: Recipe, target: Target) -> Needs:
-    return training_needs(build_shape(trainable_family(recipe), recipe, target.spec))
+    family = trainable_family(recipe.drafter, None)
+    return training_needs(build_shape(family, recipe.drafter, recipe.vocab.size, target.spec))
+
+
+def there(recipe: Recipe, target: Target, needs: Needs, out: Path, most: int) -> StoredRows | None:
+    """The rows of a run in `out` whose features are kept."""
+    return stored_rows(preparation_of(recipe, target), recipe.train, needs, out, most)
 
 
 def kept(recipe: Recipe, target: Target, out: Path) -> int:
     """The rows of a run in `out`, whose features are read now."""
     data, needs = prepare(recipe, target, out), needs_of(recipe, target)
-    feature_source(recipe, target, data, needs, out, SilentReporter(), Ranks())
+    feature_source(
+        recipe.data, recipe.train.rows, target, data, needs, out, SilentReporter(), Ranks()
+    )
     return data.num_rows
 
 
@@ -63,19 +72,19 @@ def test_a_calibrated_plan_reads_only_what_is_missing(
     recipe: Recipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs, other = needs_of(recipe, target), tmp_path / "other"
-    assert stored_rows(recipe, target, needs, other, MOST) is None
+    assert there(recipe, target, needs, other, MOST) is None
     monkeypatch.setattr(shards, "SHARD_BYTES", 1)  # eight rows each
     rows = kept(recipe, target, tmp_path / "run")
     assert rows > 16
-    assert stored_rows(recipe, target, needs, other, MOST) == StoredRows(rows, rows)
+    assert there(recipe, target, needs, other, MOST) == StoredRows(rows, rows)
     whole = calibrate(recipe, target_shape(recipe.target))
     assert whole is not None
     assert whole.read > 0 == whole.read_once
-    said = {part.name: part for part in whole.parts(recipe, 1000, (0.8, 1.25))}
+    said = {part.name: part for part in whole.parts(recipe.data, recipe.train, 1000, (0.8, 1.25))}
     assert said[READING].amount == f"features: {rows} of {rows} rows already there"
     assert said[READING].seconds_range == (0.0, 0.0)
     next((tmp_path / "features").glob("*/shard-00001.json")).unlink()
-    assert stored_rows(recipe, target, needs, other, MOST) == StoredRows(rows - 8, rows)
+    assert there(recipe, target, needs, other, MOST) == StoredRows(rows - 8, rows)
 
 
 def test_features_of_other_rows_or_another_form_are_not_counted(
@@ -84,7 +93,7 @@ def test_features_of_other_rows_or_another_form_are_not_counted(
     rows, needs = kept(recipe, target, tmp_path / "run"), needs_of(recipe, target)
 
     def stored(other: Recipe, most: int = MOST) -> StoredRows | None:
-        return stored_rows(other, target, needs, tmp_path / "other", most)
+        return there(other, target, needs, tmp_path / "other", most)
 
     def changed(**fields: object) -> Recipe:
         return with_fields(recipe, {k.replace("__", "."): v for k, v in fields.items()}, "test")
@@ -95,16 +104,22 @@ def test_features_of_other_rows_or_another_form_are_not_counted(
     assert stored(changed(train__seq_len=64)) is None
     assert stored(changed(data__feature_dtype="fp32")) is None
     assert stored(changed(data__features="online", data__features_at=None)) is None
-    assert stored_rows(recipe, target, replace(needs, taps=(1,)), tmp_path / "o", MOST) is None
+    assert there(recipe, target, replace(needs, taps=(1,)), tmp_path / "o", MOST) is None
 
 
 def test_a_time_is_divided_by_what_is_left_to_read(recipe: Recipe) -> None:
     facts = DataFacts(100, 20.0, 24, 40.0, 16, 0.5, 900, 0.95)
     pace = Pace(once=1.0, answer=0.0, step=1.0, tau=0.0, save=0.0, read=0.01)
     half = replace(pace, stored=StoredRows(30, 60))
-    costs = [AmountCosts.of(recipe, facts, each, 600.0).answer for each in (pace, half)]
+    costs = [
+        AmountCosts.of(recipe.data, recipe.train, facts, each, 600.0).answer
+        for each in (pace, half)
+    ]
     assert costs == pytest.approx([0.6, 0.3])
-    parts = [{p.name: p for p in each.parts(recipe, 1000, (1.0, 1.0))} for each in (pace, half)]
+    parts = [
+        {p.name: p for p in each.parts(recipe.data, recipe.train, 1000, (1.0, 1.0))}
+        for each in (pace, half)
+    ]
     assert [found[READING].seconds_range[0] for found in parts] == pytest.approx([10.0, 5.0])
     assert parts[0][READING].amount == "1,000 tokens"
     said = "features: 30 of 60 rows already there, 500 tokens to read"

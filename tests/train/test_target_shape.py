@@ -15,7 +15,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TargetPart
 from specctl.runtime.target.target import Target
 from specctl.train.planning.hardware import GPUS, Cluster
-from specctl.train.planning.memory import RowBytes, held
+from specctl.train.planning.memory import Moments, RowBytes
 from specctl.train.planning.plan import plan
 from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.planning.target_shape import TargetShape, target_shape
@@ -125,12 +125,13 @@ def test_a_plan_counts_states_where_rows_are_decoded(tmp_path: Path) -> None:
     assert row.cache(8, 640)["recurrent states"] == 8 * row.states + 640 * row.pending
     assert row.cache(8, 9000)["recurrent states"] == 8 * row.states + 2048 * row.pending
 
-    nothing, step = {}, StepBytes(0, 0, 0, 0, 0, 0, {})
+    nothing, step = dict[str, int](), StepBytes(0, 0, 0, 0, 0, 0, {})
     h100 = Cluster(1, 1, GPUS["h100"], is_here=False)
-    measuring = held(recipe, shape.spec, step, h100, row, nothing, is_fast=False)
+    about = (recipe.target, recipe.data, recipe.train, shape.spec, step)
+    measuring = Moments(*about, h100, row).held(nothing, is_fast=False)
     assert measuring.moment == "tau is measured"
     assert measuring.device["recurrent states"] >= 8 * row.states
-    writing = held(recipe, shape.spec, step, Cluster(1, 1, None, True), row, nothing, is_fast=False)
+    writing = Moments(*about, Cluster(1, 1, None, True), row).held(nothing, is_fast=False)
     assert writing.moment == "answers are written"
     assert writing.host["recurrent states"] == 20 * row.states + 20 * 64 * row.pending
     weighing = Weighing(recipe, shape, h100)

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, Recipe, TargetPart, TrainPart
 from specctl.runtime.target.target import load_target
 from specctl.runtime.target.tensor_parallel import bytes_of_process, check_plan
 from specctl.train.distributed.in_step import check_spread
@@ -55,7 +55,7 @@ def test_a_plan_counts_what_a_device_then_holds(
 ) -> None:
     recipe = Recipe.model_validate({"target": target})
     step: Any = SimpleNamespace(layers=800, beside_layers=100, largest_layer=50, target=900)
-    assert memory.resident(recipe, step, 4) == resident
+    assert memory.resident(recipe.target, step, 4) == resident
     shape: Any = SimpleNamespace(
         config=None, parameters=1000, dtype=lambda part, device: torch.bfloat16
     )
@@ -78,14 +78,14 @@ def test_ways_that_exclude_each_other_are_refused(
 ) -> None:
     recipe = Recipe.model_validate({"target": target, **other})
     if found is None:
-        check_spread(recipe, 2)
+        check_spread(recipe.target, recipe.data, recipe.train, 2)
         return
     with pytest.raises(RecipeError) as caught:
-        check_spread(recipe, 2)
+        check_spread(recipe.target, recipe.data, recipe.train, 2)
     assert caught.value.found == found
 
 
 def test_one_training_process_is_told_to_be_several() -> None:
     with pytest.raises(RecipeError, match="there is one") as caught:
-        check_spread(Recipe.model_validate({"target": {"tensor_parallel": True}}), 1)
+        check_spread(TargetPart(tensor_parallel=True), DataPart(), TrainPart(), 1)
     assert "--gpus 2" in caught.value.do

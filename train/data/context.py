@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart
 from specctl.runtime.target.target import Target
 
 LEAST_PROMPT = 2  # tokens of a prompt; an answer stands behind them
@@ -19,16 +19,17 @@ def check_ids(ids: Sequence[int], target: Target) -> None:
         raise ValueError(f"the text spells token {top:,}, which the target lacks")
 
 
-def check_context(recipe: Recipe, spec: ModelSpec, has_rows: bool = True) -> None:
-    """The recipe's rows, if any are made, and its answers fit into the target's context."""
-    limits = [("train.seq_len", recipe.train.seq_len, spec.max_positions)] if has_rows else []
-    if recipe.data.regenerate:
+def check_context(name: str, data: DataPart, seq_len: int | None, spec: ModelSpec) -> None:
+    """Rows of that length (None: none are made) and answers fit into the context of the target of
+    that name."""
+    limits = [] if seq_len is None else [("train.seq_len", seq_len, spec.max_positions)]
+    if data.regenerate:
         most = spec.max_positions - LEAST_PROMPT
-        limits.append(("data.new_tokens", recipe.data.new_tokens, most))
+        limits.append(("data.new_tokens", data.new_tokens, most))
     for where, length, most in limits:
         if length > most:
             raise RecipeError(
-                f"{recipe.target.name} cannot read that many tokens in a row",
+                f"{name} cannot read that many tokens in a row",
                 where=where,
                 found=f"{length:,} tokens",
                 expected=f"at most {most:,}: its context is {spec.max_positions:,} tokens",

@@ -19,14 +19,14 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, DrafterPart, TrainPart
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import document_prompts, measuring_rows
+from specctl.train.assemble import document_prompts
 from specctl.train.data.answers import AnswerPlan, sampling_of
 from specctl.train.data.pack import Document, PackedRows, laid_out
-from specctl.train.data.prepare import LEAST_ANSWER
+from specctl.train.data.preparation import LEAST_ANSWER
 from specctl.train.data.rows import TokenData
 from specctl.train.data.supply import Mixed, Order, Prepared, Text
 from specctl.train.data.written.regenerate import slots_for
@@ -146,16 +146,12 @@ def _opened(document: Document) -> Document:
     return replace(document, mask=mask)
 
 
-def text_of(
-    recipe: Recipe, target: Target, data: TokenData, drafter: Drafter, order: Order, ranks: Ranks
-) -> Text:
-    """What the recipe's run reads: the prepared rows, mixed with the drafter's own if wanted."""
-    part, train = recipe.data, recipe.train
+def writing_of(part: DataPart, train: TrainPart, order: Order, pad_id: int) -> Writing | None:
+    """How the drafter's text is made by the recipe; None where it writes none."""
     if part.on_policy == 0.0:
-        return Prepared(data)
-    _check_writer(recipe, drafter)
+        return None
     room = train.seq_len // max(1, train.seq_len // (part.prompt_tokens + part.new_tokens))
-    writing = Writing(
+    return Writing(
         plan=AnswerPlan(
             prompts=order.num_rows,
             prompt_tokens=part.prompt_tokens,
@@ -169,28 +165,41 @@ def text_of(
         rows_per_step=train.rows * train.accumulate,
         seq_len=train.seq_len,
         room=room,
-        pad_id=target.spec.pad_id or 0,
+        pad_id=pad_id,
         train_on_prompt=part.train_on_prompt,
     )
-    assert len(measuring_rows(recipe.data, data)) == data.num_rows - order.num_rows
-    return Mixed(Prepared(data), OnPolicy(drafter, target, data, writing, ranks), order.num_rows)
 
 
-def _check_writer(recipe: Recipe, drafter: Drafter) -> None:
+def text_of(
+    writing: Writing | None, target: Target, data: TokenData, drafter: Drafter, ranks: Ranks
+) -> Text:
+    """What the run reads: the prepared rows, mixed with the drafter's own if wanted."""
+    prepared = Prepared(data)
+    if writing is None:
+        return prepared
+    written = OnPolicy(drafter, target, data, writing, ranks)
+    return Mixed(prepared, written, writing.order.num_rows)
+
+
+def check_writer(part: DrafterPart, share: float, drafter: Drafter) -> None:
+    """Refuse a drafter that shall write a share of the text, and cannot, or would learn from it
+    nothing but its own words."""
+    if share == 0.0:
+        return
     with drafter.whole() as whole:
         can_write = whole.language_model() is not None
     if not can_write:
         raise RecipeError(
             f"{drafter.family} cannot write text by itself",
-            found=f"data.on_policy: {recipe.data.on_policy:g}",
+            found=f"data.on_policy: {share:g}",
             expected="an independent language model, such as small-lm",
             do="--set data.on_policy=0",
             where="data.on_policy",
         )
-    if recipe.drafter.options.get("loss") == "ce":
+    if part.options.get("loss") == "ce":
         raise RecipeError(
             "ce would teach the drafter its own words",
-            found=f"drafter.options.loss: ce, data.on_policy: {recipe.data.on_policy:g}",
+            found=f"drafter.options.loss: ce, data.on_policy: {share:g}",
             expected="a loss that reads the target: kl, rkl, jsd, tv, lk_alpha, lk_hybrid",
             do="--set drafter.options.loss=kl",
             where="drafter.options.loss",

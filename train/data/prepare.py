@@ -28,12 +28,13 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.chat_turns import template_text, writes_date, written_on
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan, WrittenAnswer
+from specctl.train.data.answers import WrittenAnswer
 from specctl.train.data.chat import Encoded, Variables, encode_sample, thinking_switch
 from specctl.train.data.context import check_context, check_ids
 from specctl.train.data.growth import LearnedRows, unknown_documents
 from specctl.train.data.layouts import FieldChoices
 from specctl.train.data.pack import Document
+from specctl.train.data.preparation import Preparation
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample, without
 from specctl.train.data.row_maker import WrittenTexts, write_documents
@@ -46,11 +47,10 @@ from specctl.train.data.written.own_answers import is_own, own_documents, say_wr
 from specctl.train.data.written.regenerate import regenerate
 from specctl.train.data.written.self_prompts import write_self_prompts
 from specctl.train.data.written.self_source import check_self, others_of, uses_self, with_file
-from specctl.train.data.written.writing_target import writing_target, written_in
+from specctl.train.data.written.writing_target import written_in
 from specctl.train.distributed.ranks import Ranks
 
 DAY = "date.json"  # in OUT/data: the day that the chat template writes
-LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row
 LATER = ("top_p", "top_k", "thinking")  # count where set, so that rows made before them stay
 BY_SET = (
     "--set 'data.map={{{name}: {close}}}' reads it as that; "
@@ -75,11 +75,12 @@ def prepare(
     each has its share of the prompts answered, the first one writes the rows."""
     console = console if console is not None else SilentReporter()
     ranks = ranks if ranks is not None else Ranks()
-    check_context(recipe, target.spec)
+    check_context(recipe.target.name, recipe.data, recipe.train.seq_len, target.spec)
     folder, data, defects = out / "data", recipe.data, Defects()
+    name, origin = recipe.name, recipe.origin
     if data.regenerate and data.limit_tokens is not None:
         console.warn("data.limit_tokens is ignored while the target writes the answers")
-    check_corpus(recipe, target)
+    check_corpus(name, data, origin, target)
     check_self(data, target)
     manifest = None
     with ranks.together():  # nobody writes before all have looked
@@ -87,12 +88,13 @@ def prepare(
         day = _day(data, target, out)
     if ranks.is_main:
         _keep_day(day, folder)
-    data = with_questions(recipe, target, folder, day, console, ranks)
+    made = Preparation(data, recipe.train.seq_len, target, recipe.target, day)
+    data = with_questions(made, folder, console, ranks)
     samples, source_digest = _select(data, target, defects)
-    check_own_answers(recipe, samples)
+    check_own_answers(name, data, origin, samples)
     warn_of_suite(recipe.train.tau_suite, samples, console)
     defects.tell_reading(console)
-    settings = _settings(recipe, target, source_digest, day)
+    settings = _settings(made, source_digest)
     digest = digest_of(settings)
     if learned is not None:
         learned.check(digest, settings, manifest)
@@ -112,39 +114,32 @@ def prepare(
     if data.regenerate:
         there = unknown_documents(own_documents(samples, target, data), known)
         samples = [sample for sample in samples if not is_own(sample, target, data)]
-    own = unknown_documents(_own_words(recipe, target, samples, day, defects, console), known)
+    own = unknown_documents(_own_words(made, samples, defects, console), known)
     answers: list[WrittenAnswer] = []
     if data.regenerate and (samples or not there):
-        answers = answer_prompts(
-            recipe, target, samples, folder, defects, console, ranks, day, before, len(there)
-        )
+        answers = answer_prompts(made, samples, folder, defects, console, ranks, before, len(there))
     with ranks.together():
         if ranks.is_main:
             texts = WrittenTexts(answers, there, own)
             place = (folder, digest, settings)
-            write_documents(recipe, target, texts, place, before, defects, console)
+            write_documents(made, texts, place, before, defects, console)
     manifest = read_manifest(folder)
     assert manifest is not None, "the first rank has written it"
     return TokenData(folder, manifest)
 
 
 def _own_words(
-    recipe: Recipe,
-    target: Target,
-    samples: Sequence[Sample],
-    day: str | None,
-    defects: Defects,
-    console: Reporter,
+    made: Preparation, samples: Sequence[Sample], defects: Defects, console: Reporter
 ) -> list[Document]:
     """What is learned of the source's own words: all of it where the target writes nothing; beside
     answers up to `data.text_tokens`, where the source has any."""
-    data = recipe.data
+    data = made.data
     if not data.regenerate:
-        return _encoded(data, target, samples, defects, data.limit_tokens, day)
+        return _encoded(made, samples, defects, data.limit_tokens)
     if not data.text_tokens:
         return []
     try:
-        return _encoded(data, target, samples, Defects(), data.text_tokens, day)
+        return _encoded(made, samples, Defects(), data.text_tokens)
     except RecipeError as error:
         if error.where != "data.source":
             raise
@@ -164,6 +159,11 @@ def _day(data: DataPart, target: Target, out: Path) -> str | None:
     return data.date or datetime.date.today().isoformat()
 
 
+def _dated(made: Preparation, out: Path) -> Preparation:
+    """The same with the day of the run in that folder."""
+    return replace(made, day=_day(made.data, made.target, out))
+
+
 def _keep_day(day: str | None, folder: Path) -> None:
     """Write down the day for the runs that continue this one."""
     if day is not None:
@@ -177,29 +177,27 @@ def _say_kinds(samples: Sequence[Sample], console: Reporter) -> None:
         console.warn(f"data: {count:,} x {kind} left out: a drafter reads text alone")
 
 
-def with_questions(
-    recipe: Recipe, target: Target, folder: Path, day: str | None, console: Reporter, ranks: Ranks
-) -> DataPart:
+def with_questions(made: Preparation, folder: Path, console: Reporter, ranks: Ranks) -> DataPart:
     """The recipe's data with a file in the place of the source `self`: as many questions of the
     target as the other sources lack, which are read and checked before. The first rank writes."""
-    data, num_others = recipe.data, 0
+    data, num_others = made.data, 0
     if not uses_self(data.source):
         return data
     others = others_of(data)
     if others is not None:
-        num_others = min(data.prompts, len(_select(others, target, Defects())[0]))
+        num_others = min(data.prompts, len(_select(others, made.target, Defects())[0]))
     with ranks.together():
         if ranks.is_main:
-            plan, writer = answer_plan(recipe, target, day), writing_target(recipe, target)
+            plan, writer = made.plan(), made.writer()
             write_self_prompts(writer, data.prompts - num_others, plan, folder, console)
     return with_file(data, folder)
 
 
-def rows_digest(recipe: Recipe, target: Target, out: Path) -> str:
+def rows_digest(made: Preparation, out: Path) -> str:
     """The digest of the rows that `prepare` would return; nothing is written."""
-    data = with_file(recipe.data, out / "data")
-    _, source_digest = _select(data, target, Defects())
-    settings = _settings(recipe, target, source_digest, _day(recipe.data, target, out))
+    data = with_file(made.data, out / "data")
+    _, source_digest = _select(data, made.target, Defects())
+    settings = _settings(_dated(made, out), source_digest)
     digest, there = digest_of(settings), read_manifest(out / "data")
     return there.identity if there is not None and there.digest == digest else digest
 
@@ -264,18 +262,16 @@ def check_share(defects: Defects, num_good: int, most: float) -> None:
         )
 
 
-def _settings(
-    recipe: Recipe, target: Target, source_digest: str, day: str | None
-) -> dict[str, Any]:
+def _settings(made: Preparation, source_digest: str) -> dict[str, Any]:
     """All that decides the content of the rows."""
-    data = recipe.data
+    data, target = made.data, made.target
     used = {"seed", "limit_tokens"} | ({"thinking"} if data.thinking is not None else set())
     writer = None
     if data.regenerate:
         used = {"seed", "prompts", "prompt_tokens", "new_tokens", "temperature", "greedy_share"}
         used |= {name for name in LATER if getattr(data, name) != getattr(DataPart(), name)}
         used |= {"text_tokens"} if data.text_tokens else set()
-        here = written_in(recipe, target) if data.endpoint is None else EndpointWriter.name
+        here = written_in(made.part, target) if data.endpoint is None else EndpointWriter.name
         writer = [target.fingerprint, target.inflated, here]
     return {
         "format": FORMAT,
@@ -283,71 +279,47 @@ def _settings(
         "tokenizer": target.tokenizer_fingerprint,
         "template": target.template_digest,
         "writer": writer,
-        "seq_len": recipe.train.seq_len,
+        "seq_len": made.seq_len,
         "train_on_prompt": data.train_on_prompt,
-        **({} if day is None else {"date": day}),
+        **({} if made.day is None else {"date": made.day}),
         **data.model_dump(mode="json", include=used),
     }
 
 
-def write_answers_alone(
-    recipe: Recipe, target: Target, out: Path, console: Reporter
-) -> list[WrittenAnswer]:
+def write_answers_alone(made: Preparation, out: Path, console: Reporter) -> list[WrittenAnswer]:
     """The answers that `prepare` would make rows of, kept in OUT/data, without the rows."""
-    check_context(recipe, target.spec, has_rows=False)
-    check_self(recipe.data, target)
+    target = made.target
+    check_context(made.part.name, made.data, None, target.spec)
+    check_self(made.data, target)
     defects, folder = Defects(), out / "data"
-    day = _day(recipe.data, target, out)
-    _keep_day(day, folder)
-    data = with_questions(recipe, target, folder, day, console, Ranks())
+    made = _dated(made, out)
+    _keep_day(made.day, folder)
+    data = with_questions(made, folder, console, Ranks())
     samples, _ = _select(data, target, defects)
     defects.tell_reading(console)
     _say_kinds(samples, console)
     say_writers(samples, target, data, console)
     samples = [sample for sample in samples if not is_own(sample, target, data)]
-    answers = answer_prompts(recipe, target, samples, folder, defects, console, day=day)
+    answers = answer_prompts(made, samples, folder, defects, console)
     defects.tell(console)
     return answers
 
 
-def answer_plan(
-    recipe: Recipe, target: Target, day: str | None = None, prompts: int | None = None
-) -> AnswerPlan:
-    """How a recipe's prompts are cut and answered; `prompts` of them, or as many as it says."""
-    data = recipe.data
-    return AnswerPlan(
-        data.prompts if prompts is None else prompts,
-        data.prompt_tokens,
-        data.new_tokens,
-        data.temperature,
-        data.greedy_share,
-        data.seed,
-        data.top_p,
-        data.top_k,
-        recipe.train.seq_len - min(LEAST_ANSWER, recipe.train.seq_len // 2),
-        thinking_switch(target.tokenizer, data.thinking),
-        day,
-    )
-
-
 def answer_prompts(
-    recipe: Recipe,
-    target: Target,
+    made: Preparation,
     samples: Sequence[Sample],
     folder: Path,
     defects: Defects,
     console: Reporter,
     ranks: Ranks | None = None,
-    day: str | None = None,
     before: TokenData | None = None,
     there: int = 0,
 ) -> list[WrittenAnswer]:
     """The target's answers to prompts of the samples, kept in `folder`: by the engine, or by the
-    recipe's endpoint. `day`: what the chat template writes as the date. Prompts of the rows that
-    are there `before` count as answered, and are not answered again; so do as many as `there` are
-    answers of the target in the data."""
-    data, ranks = recipe.data, ranks if ranks is not None else Ranks()
-    plan = answer_plan(recipe, target, day)
+    recipe's endpoint. Prompts of the rows that are there `before` count as answered, and are not
+    answered again; so do as many as `there` are answers of the target in the data."""
+    data, target, ranks = made.data, made.target, ranks if ranks is not None else Ranks()
+    plan = made.plan()
     left_out, known = Defects(), frozenset[int]()
     if before is not None:
         first, known = before.manifest.answered, before.prompts() or known
@@ -370,7 +342,7 @@ def answer_prompts(
         where = EndpointSettings.of(data.endpoint, data.endpoint_model, data.endpoint_requests)
         writer = EndpointWriter(target, where, console, ranks.size)
     if writer is None:
-        target = writing_target(recipe, target)
+        target = made.writer()
     answers = regenerate(target, prompts, plan, folder, console=console, writer=writer, ranks=ranks)
     if len(answers) < len(prompts):
         defects.note("prompt without an answer", "data.endpoint", len(prompts) - len(answers))
@@ -378,30 +350,26 @@ def answer_prompts(
 
 
 def _encoded(
-    data: DataPart,
-    target: Target,
-    samples: Sequence[Sample],
-    defects: Defects,
-    limit: int | None,
-    day: str | None,
+    made: Preparation, samples: Sequence[Sample], defects: Defects, limit: int | None
 ) -> list[Document]:
     """Documents from the source's own words, up to `limit` tokens."""
+    data, target = made.data, made.target
     documents: list[Document] = []
     num_tokens = num_read = 0
-    dated = written_on(target.tokenizer, day) if day else {}
+    dated = written_on(target.tokenizer, made.day) if made.day else {}
     variables = {**thinking_switch(target.tokenizer, data.thinking), **dated}
     left_out = Defects()
     for sample in samples:
         if limit is not None and num_tokens >= limit:
             break
         try:
-            made = encode_documents(target, sample, data.train_on_prompt, variables)
+            found = encode_documents(target, sample, data.train_on_prompt, variables)
         except ValueError as error:
             left_out.note(str(error), sample.where)
             continue
-        documents += made
+        documents += found
         num_read += 1
-        num_tokens += sum(len(document.ids) for document in made)
+        num_tokens += sum(len(document.ids) for document in found)
     if not documents:
         answers = (
             "the target answers them otherwise: --set data.regenerate=true"

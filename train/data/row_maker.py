@@ -9,13 +9,12 @@ from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.core.printable import counted
-from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
-from specctl.runtime.target.target import Target
 from specctl.train.data.answers import WrittenAnswer
 from specctl.train.data.growth import joined_rows, opening_key, part_digest
 from specctl.train.data.heldout import num_held
 from specctl.train.data.pack import Document, PackedRows, better_seq_len, cut_documents, pack
+from specctl.train.data.preparation import Preparation
 from specctl.train.data.prompts import ids_key
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects
@@ -34,8 +33,7 @@ class WrittenTexts:
 
 
 def write_documents(
-    recipe: Recipe,
-    target: Target,
+    made: Preparation,
     texts: WrittenTexts,
     place: tuple[Path, str, dict[str, Any]],
     before: TokenData | None,
@@ -46,21 +44,21 @@ def write_documents(
     there `before`."""
     folder, digest, settings = place
     answers, own = texts.answers, texts.own
-    documents = [each for a in answers for each in a.documents(recipe.data.train_on_prompt)]
+    documents = [each for a in answers for each in a.documents(made.data.train_on_prompt)]
     documents += texts.there
     writer = "both" if documents and own else "target" if documents else "source"
     prompts = {ids_key(a.prompt.ids) for a in answers}
     prompts |= {opening_key(document) for document in (*texts.there, *own)}
     answered = len(answers) + len(texts.there)
     if before is None:
-        rows = _rows([*documents, *own], recipe, target, defects, console)
-        held = num_held(recipe.data, len(rows.ids_RS), target.can_run)
+        rows = _rows([*documents, *own], made, defects, console)
+        held = num_held(made.data, len(rows.ids_RS), made.target.can_run)
         parts = [(digest, len(rows.ids_RS))]
     else:
         there, rows = before.manifest, before.packed()
         parts, held, answered = list(there.parts), there.held or 0, there.answered + answered
         if documents or own:
-            new = _rows([*documents, *own], recipe, target, defects, console)
+            new = _rows([*documents, *own], made, defects, console)
             parts.append((part_digest(parts, digest), len(new.ids_RS)))
             rows = joined_rows(before, new)
             writer = writer if writer == there.writer else "both"
@@ -82,12 +80,11 @@ def write_documents(
 
 def _rows(
     documents: Sequence[Document],
-    recipe: Recipe,
-    target: Target,
+    made: Preparation,
     defects: Defects,
     console: Reporter,
 ) -> PackedRows:
-    seq_len = recipe.train.seq_len
+    seq_len, spec = made.seq_len, made.target.spec
     cut = cut_documents(documents, seq_len)
     if cut.dropped:
         reason = f"sample has nothing to predict in its first {seq_len} tokens"
@@ -105,8 +102,8 @@ def _rows(
             f"data: {cut.shortened:,} samples cut to {seq_len} tokens (longest {cut.longest:,}); "
             "raise train.seq_len to keep them whole"
         )
-    pad_id = target.spec.pad_id if target.spec.pad_id is not None else 0
-    rows = pack(cut.documents, seq_len, pad_id, recipe.data.seed)
+    pad_id = spec.pad_id if spec.pad_id is not None else 0
+    rows = pack(cut.documents, seq_len, pad_id, made.data.seed)
     if rows.fill < POOR_FILL and len(cut.documents) > 1:
         better, fill = better_seq_len([len(d.ids) for d in cut.documents], seq_len)
         if fill > rows.fill + 0.1:

@@ -18,7 +18,7 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 from specctl.models.hf_lm import HfLM
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TargetPart, TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.distributed.ranks import Ranks
 
@@ -87,25 +87,22 @@ class InStepLM(LanguageModel):
         )
 
 
-def in_step(recipe: Recipe, target: Target, ranks: Ranks) -> Target:
+def in_step(part: TargetPart, target: Target, ranks: Ranks) -> Target:
     """The same target, read in turns where it is spread over the processes."""
-    if not recipe.target.tensor_parallel:
+    if not part.tensor_parallel:
         return target
     assert isinstance(target.lm, HfLM), "what is spread is transformers' own module"
     return replace(target, lm=InStepLM(target.lm, ranks))
 
 
-def check_spread(recipe: Recipe, processes: int) -> None:
+def check_spread(part: TargetPart, data: DataPart, train: TrainPart, processes: int) -> None:
     """Refuse a way of spreading the target that so many processes cannot take."""
-    part, train = recipe.target, recipe.train
     others = {
         "train.parallel: fsdp": train.parallel == "fsdp",
         "train.joint": train.joint is not None,
         "train.shard_target: true": train.shard_target,
-        "data.features: offline": recipe.data.features == "offline",
-        f"data.target_source: {recipe.data.target_source}": (
-            recipe.data.target_source != "inprocess"
-        ),
+        "data.features: offline": data.features == "offline",
+        f"data.target_source: {data.target_source}": data.target_source != "inprocess",
     }
     if part.tensor_parallel and processes == 1:
         raise RecipeError(

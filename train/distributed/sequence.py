@@ -13,7 +13,6 @@ from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError
 from specctl.core.row_part import RowPart
 from specctl.drafters import families
-from specctl.recipes.schema import Recipe
 from specctl.train.distributed.ranks import Ranks
 
 WHERE = "train.sequence_parallel"
@@ -23,10 +22,9 @@ def _splits(family: Family) -> bool:
     return bool(getattr(family.build, "splits_rows", False))
 
 
-def row_part(recipe: Recipe, drafter: Drafter, ranks: Ranks) -> RowPart | None:
-    """This process' part of every row; None where it computes rows whole. Every process must ask,
-    because asking forms the groups."""
-    count = recipe.train.sequence_parallel
+def row_part(count: int, drafter: Drafter, ranks: Ranks) -> RowPart | None:
+    """This process' part of every row, of which `count` processes compute one together; None where
+    it computes rows whole. Every process must ask, because asking forms the groups."""
     if count == 1:
         return None
     if not drafter.splits_rows:

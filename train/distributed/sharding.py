@@ -30,7 +30,7 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Borrowed
 from specctl.models.hf_lm import HfLM
 from specctl.models.read_only import ReadingLM
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TrainPart
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
 from specctl.train.distributed.pieces import gathered, like_parameter
@@ -114,12 +114,12 @@ def _shared(drafter: Drafter) -> dict[int, Any]:
     return {id(value): value for value in held if isinstance(value, (Tensor, Borrowed))}
 
 
-def shard_target(recipe: Recipe, target: Target, ranks: Ranks) -> Target:
+def shard_target(train: TrainPart, data: DataPart, target: Target, ranks: Ranks) -> Target:
     """The same target with its layers spread over the ranks, where the recipe asks for that. The
     forward is transformers' own then, whichever it was before."""
-    if not recipe.train.shard_target or ranks.size == 1:
+    if not train.shard_target or ranks.size == 1:
         return target
-    if recipe.data.features == "offline":
+    if data.features == "offline":
         raise RecipeError(
             "processes that keep features on disk do not read rows in step",
             found="train.shard_target: true, data.features: offline",

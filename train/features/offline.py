@@ -21,7 +21,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
 from specctl.core.files import Disk, digest_of
-from specctl.recipes.schema import DataPart, Recipe
+from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData
@@ -128,7 +128,8 @@ class Features:
 
 
 def feature_source(
-    recipe: Recipe,
+    part: DataPart,
+    rows: int,
     target: Target,
     data: TokenData,
     needs: Needs,
@@ -137,9 +138,10 @@ def feature_source(
     ranks: Ranks,
     disk: Disk | None = None,
 ) -> Features:
-    """Features, the way that the recipe says."""
-    source = target_source(recipe.data, target, reporter)
-    if recipe.data.features == "online":
+    """Features, the way that the recipe says; `rows` are those of a batch, over all processes, and
+    as many of the rows are read at a time."""
+    source = target_source(part, target, reporter)
+    if part.features == "online":
         return Features(lambda rows: source.read(data.batch(rows), needs))
     if not needs.taps and not needs.teacher:
         raise RecipeError(
@@ -149,9 +151,9 @@ def feature_source(
             do="--set data.features=online",
             where="data.features",
         )
-    features = _features(recipe.data, source, target, data, needs, out, disk)
-    todo = _todo(recipe.data, features, reporter, ranks)
-    group = max(1, recipe.train.rows // ranks.size)
+    features = _features(part, source, target, data, needs, out, disk)
+    todo = _todo(part, features, reporter, ranks)
+    group = max(1, rows // ranks.size)
     threads = StepThreads.of(ranks, reporter)
     with ranks.together(), reporter.task("features", len(todo), "shard") as advance:
         for number, shard in todo[ranks.rank :: ranks.size]:

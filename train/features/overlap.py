@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TrainPart
 
 BatchOf = Callable[[list[int]], TrainBatch]
 
@@ -84,18 +84,18 @@ def _tensors(batch: TrainBatch) -> Iterator[Tensor]:
         yield from (x for x in (rows.state_RD, rows.log_z_R, rows.best_R) if x is not None)
 
 
-def check_overlap(recipe: Recipe, drafter: Drafter) -> None:
+def check_overlap(train: TrainPart, data: DataPart, drafter: Drafter) -> None:
     """Refuse text that is not written yet, and drafters whose loss runs the target's layers, which
     would then be in use twice."""
-    if recipe.train.overlap and recipe.data.on_policy > 0:
+    if train.overlap and data.on_policy > 0:
         raise RecipeError(
             "text that the drafter writes is not known a batch ahead",
             where="train.overlap",
-            found=f"train.overlap: true, data.on_policy: {recipe.data.on_policy:g}",
+            found=f"train.overlap: true, data.on_policy: {data.on_policy:g}",
             expected="one of the two",
             do="--set train.overlap=false",
         )
-    if recipe.train.overlap and drafter.runs_target:
+    if train.overlap and drafter.runs_target:
         raise RecipeError(
             f"{drafter.family} runs the target's layers while it learns",
             where="train.overlap",

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from specctl.core.drafter import Needs
 from specctl.core.errors import SpecctlError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TrainPart
 from specctl.runtime.target.target import Target
+from specctl.train.data.preparation import Preparation
 from specctl.train.data.prepare import rows_digest
 from specctl.train.features.kept import Form
 from specctl.train.features.offline import features_key, local_folder
@@ -42,32 +43,33 @@ class StoredRows:
 
 
 def stored_rows(
-    recipe: Recipe, target: Target, needs: Needs, out: Path, most: int
+    made: Preparation, train: TrainPart, needs: Needs, out: Path, most: int
 ) -> StoredRows | None:
-    """Of the rows that a run of the recipe in `out` would have, at most so many; None where none
+    """Of the rows that a run in `out` would have, at most so many; None where none
     are there, and where its rows cannot be named yet: questions that are still to be written,
     features at a URL."""
-    root = local_folder(recipe.data)
-    if recipe.data.features != "offline" or root is None or not root.is_dir():
+    data = made.data
+    root = local_folder(data)
+    if data.features != "offline" or root is None or not root.is_dir():
         return None
     keys = {path.name for path in root.iterdir() if path.is_dir()}
     if not keys or not (needs.taps or needs.teacher):
         return None
     with suppress(SpecctlError):  # data that are not as they should be; the run will say it
-        digest = rows_digest(recipe, target, out)
-        reading = reading_target(target, recipe.train)
-        for form in _forms(recipe, reading, needs):
+        digest = rows_digest(made, out)
+        reading = reading_target(made.target, train)
+        for form in _forms(data, reading, needs):
             for number in range(1, min(most, MOST_ROWS) + 1):
-                layout = ShardLayout.of(number, recipe.train.seq_len * form.bytes_per_token)
-                key = features_key(recipe.data, reading, form, digest, layout)
+                layout = ShardLayout.of(number, made.seq_len * form.bytes_per_token)
+                key = features_key(data, reading, form, digest, layout)
                 if key in keys:
                     return StoredRows(_there(Shards(root / key, layout)), number)
     return None
 
 
-def _forms(recipe: Recipe, target: Target, needs: Needs) -> Iterator[Form]:
+def _forms(data: DataPart, target: Target, needs: Needs) -> Iterator[Form]:
     """The form of these needs, and the one of a vocabulary whose size is yet unknown."""
-    form = Form.of(recipe.data, target, needs)
+    form = Form.of(data, target, needs)
     yield form
     if form.teacher == "state":
         yield replace(form, has_log_z=not form.has_log_z)

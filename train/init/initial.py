@@ -28,11 +28,11 @@ from specctl.drafters.nets.heads import fitting_rows
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.fast_llama import LlamaModel
 from specctl.recipes.load import load_recipe
-from specctl.recipes.schema import DrafterPart, Recipe
+from specctl.recipes.schema import DataPart, DrafterPart, VocabPart
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.mtp_checkpoint import first_module
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import build_drafter, family_options
+from specctl.train.assemble import build_drafter, family_options, served_family
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
 from specctl.train.prune.cut import Wanted, check_cut, cut_like, groups_left, prunable
@@ -87,32 +87,28 @@ def initial_of(part: DrafterPart, target: Target, load: Loader | None) -> Initia
     return Initial(name, drafter, tensors_digest(drafter.tensors()))
 
 
-def completed(recipe: Recipe, spec: ModelSpec, initial: Initial | None = None) -> Recipe:
-    """With init "target", the recipe whose options left out follow the target; else the recipe
-    itself. Without `initial` (in a plan) the switches that a ModelSpec does not know stay open."""
-    if recipe.drafter.init != TARGET:
-        return recipe
-    if carries(recipe.drafter):
+def completed(part: DrafterPart, spec: ModelSpec, initial: Initial | None = None) -> DrafterPart:
+    """With init "target", the part whose options left out follow the target; else the part itself.
+    Without `initial` (in a plan) the switches that a ModelSpec does not know stay open."""
+    if part.init != TARGET:
+        return part
+    if carries(part):
         if initial is None:
-            return recipe
+            return part
         own = initial.drafter.options
         sizes = {"layer": own.layer, "modules": own.modules, "shared": own.shared}
-        options = recipe.drafter.options | sizes
-        part = recipe.drafter.model_copy(update={"options": options})
-        return recipe.model_copy(update={"drafter": part})
-    _only_small_lm(recipe.drafter)
-    family_options(family(recipe.drafter.family), recipe.drafter)  # of the right types
+        return part.model_copy(update={"options": part.options | sizes})
+    _only_small_lm(part)
+    family_options(family(part.family), part)  # of the right types
     sizes = {option: getattr(spec, size) for option, size in _LIKE_TARGET.items()}
     if initial is not None and isinstance(initial.drafter.module, LlamaModel):
         sizes = options_of(initial.drafter.module.shape, spec)
         del sizes["layers"]
-    given = recipe.drafter.options
+    given = part.options
     if given.get("heads") is not None:
         sizes["kv_heads"] = groups_left(int(given["heads"]), spec.num_heads, spec.num_kv_heads)
-    options = sizes | given
-    part = recipe.drafter.model_copy(update={"options": options})
-    complete = recipe.model_copy(update={"drafter": part})
-    _check_sizes(part, spec)
+    complete = part.model_copy(update={"options": sizes | given})
+    _check_sizes(complete, spec)
     return complete
 
 
@@ -273,17 +269,22 @@ def checkpoint_drafter(run: Path, target: Target) -> Drafter:
         source = initial_of(recipe.drafter, target, None)
     elif recipe.drafter.init == TARGET:
         source = Initial(TARGET, SmallLm.from_lm(prunable(target), target.spec), "")
-    recipe = completed(recipe, target.spec, source)
-    drafter = build_drafter(recipe, target.spec, _run_vocab(recipe, run, target, snapshot))
+    complete = completed(recipe.drafter, target.spec, source)
+    served_family(complete, recipe.train.joint, recipe.serve)
+    vocab = None
+    if recipe.vocab.size is not None:
+        rows = prepare(recipe, target, run)
+        vocab = _run_vocab(recipe.vocab, recipe.data, target, rows, snapshot)
+    drafter = build_drafter(complete, recipe.train, target.spec, vocab)
     drafter.load_tensors(snapshot.tensors["model"])
     return drafter
 
 
-def _run_vocab(recipe: Recipe, run: Path, target: Target, snapshot: Any) -> VocabMap | None:
+def _run_vocab(
+    how: VocabPart, part: DataPart, target: Target, rows: TokenData, snapshot: Any
+) -> VocabMap:
     """The draft vocabulary of a run that has no package yet, counted again from its data."""
-    if recipe.vocab.size is None:
-        return None
-    vocab = draft_vocab(recipe, target, prepare(recipe, target, run))
+    vocab = draft_vocab(how, part, target, rows)
     assert vocab is not None, "a size was given"
     if vocab.digest() != snapshot.fingerprint["vocab"]:
         raise IncompatibleError(

@@ -13,7 +13,7 @@ from specctl.drafters import family as family_named
 from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.recipes.low_rank import ALONE, JointPart
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TargetPart, TrainPart
 from specctl.runtime.target.device import FEW_BITS, PACKED
 from specctl.runtime.target.target import Target
 from specctl.train.selective import COMPARING
@@ -31,9 +31,8 @@ class Clash:
     instead: str
 
 
-def clashes(recipe: Recipe) -> Iterator[Clash]:
+def clashes(data: DataPart, train: TrainPart, target: TargetPart) -> Iterator[Clash]:
     """The settings of a recipe that exclude train.joint."""
-    data, train, target = recipe.data, recipe.train, recipe.target
     if data.features == "offline":
         why = "features on disk are those of the target before it learns"
         yield Clash("data.features", "offline", why, "online")
@@ -54,12 +53,12 @@ def clashes(recipe: Recipe) -> Iterator[Clash]:
         yield Clash("target.inflate", target.inflate, why, "null")
 
 
-def check_joint(recipe: Recipe, drafter: Drafter) -> None:
+def check_joint(data: DataPart, train: TrainPart, target: TargetPart, drafter: Drafter) -> None:
     """Refuse settings that exclude train.joint, and drafters that read no states of the target or
     run its layers as they were."""
-    if recipe.train.joint is None:
+    if train.joint is None:
         return
-    for clash in clashes(recipe):
+    for clash in clashes(data, train, target):
         raise RecipeError(
             f"joint training does not go with {clash.where}: {clash.why}",
             where=clash.where,
@@ -67,32 +66,31 @@ def check_joint(recipe: Recipe, drafter: Drafter) -> None:
             expected=clash.instead,
             do=f"--set {clash.where}={clash.instead}, or --set train.joint=null",
         )
-    if recipe.train.joint.alone is not None:
-        _check_alone(recipe, recipe.train.joint, recipe.train.joint.alone)
+    if train.joint.alone is not None:
+        _check_alone(drafter.family, train, train.joint, train.joint.alone)
         return
     if drafter.runs_target and not drafter.teaches_target:
         raise RecipeError(
-            f"a {recipe.drafter.family} drafter runs layers of the target while it learns, and "
+            f"a {drafter.family} drafter runs layers of the target while it learns, and "
             "would run those of before",
             where="train.joint",
-            found=f"drafter.family: {recipe.drafter.family}",
+            found=f"drafter.family: {drafter.family}",
             expected="a family with layers of its own, such as medusa or eagle3, or pass",
             do="--set train.joint=null, or --set drafter.family=medusa",
         )
     if not drafter.needs().taps:
         raise RecipeError(
-            f"a {recipe.drafter.family} drafter reads no states of the target, so that nothing "
+            f"a {drafter.family} drafter reads no states of the target, so that nothing "
             "tells the target what to learn",
             where="train.joint",
-            found=f"drafter.family: {recipe.drafter.family}",
+            found=f"drafter.family: {drafter.family}",
             expected="a family that reads the target's states, such as medusa, hydra or eagle3",
             do="--set train.joint=null, or --set drafter.family=medusa",
         )
 
 
-def _check_alone(recipe: Recipe, part: JointPart, way: str) -> None:
+def _check_alone(family: str, train: TrainPart, part: JointPart, way: str) -> None:
     """Where the target alone learns, settings of a drafter that learns beside it say nothing."""
-    family = recipe.drafter.family
     found = None
     if family_named(family).trainable:
         other = f"--set drafter.family={ALONE[way]}"
@@ -102,7 +100,7 @@ def _check_alone(recipe: Recipe, part: JointPart, way: str) -> None:
     elif part.warmup or part.ramp:
         said = f"train.joint.warmup: {part.warmup:g}, ramp: {part.ramp:g}"
         found = said, "--set train.joint.warmup=0 --set train.joint.ramp=0"
-    elif recipe.train.compile:
+    elif train.compile:
         found = "train.compile: true", "--set train.compile=false"
     if found is not None:
         raise RecipeError(
@@ -114,10 +112,11 @@ def _check_alone(recipe: Recipe, part: JointPart, way: str) -> None:
         )
 
 
-def check_stages(stages: Sequence[Recipe]) -> None:
-    """Refuse a stage after one that changes the target: it would go on with the original."""
-    for number, stage in enumerate(stages[:-1], start=1):
-        if stage.train.joint is not None:
+def check_stages(stages: Sequence[JointPart | None]) -> None:
+    """Refuse a stage after one that changes the target: it would go on with the original. Given is
+    the train.joint of each."""
+    for number, joint in enumerate(stages[:-1], start=1):
+        if joint is not None:
             raise RecipeError(
                 "a stage changes the target, and the next one starts from the original again",
                 where="train.joint",

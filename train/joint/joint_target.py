@@ -17,7 +17,7 @@ import torch
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.errors import GateError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target, load_target
@@ -35,9 +35,10 @@ TEXTS, ROWS_AT_ONCE = 64, 8  # measured on; read at a time
 
 
 def save_joint_target(
-    joint: JointModel, original: Target, recipe: Recipe, data: TokenData, out: Path
+    joint: JointModel, original: Target, texts: Sequence[TrainBatch], out: Path
 ) -> Target:
-    """Write OUT/target and read it back: the target that the drafter is for, with what changed."""
+    """Write OUT/target and read it back: the target that the drafter is for, with what changed, as
+    measured on the texts."""
     folder = out / FOLDER
     save_adapter(joint.target.lm.module, out / ADAPTER, joint.part, original.name)
     _write(joint.target, folder)
@@ -51,7 +52,7 @@ def save_joint_target(
             do="report this with the tokenizer's class",
             where=str(folder),
         )
-    change = measured_change(original, found, held_out(recipe, original, data))
+    change = measured_change(original, found, texts)
     (folder / "README.md").write_text(_card(original, change), encoding="utf-8")
     return replace(found, changed=change)
 
@@ -73,15 +74,16 @@ def _write(changed: Target, folder: Path) -> None:
     partial.rmdir()
 
 
-def held_out(recipe: Recipe, target: Target, data: TokenData) -> list[TrainBatch]:
-    """Text that no step has read: rows kept back, or the built-in corpus' held-out prompts."""
-    rows = list(measuring_rows(recipe.data, data))[:TEXTS]
+def held_out(part: DataPart, seq_len: int, target: Target, data: TokenData) -> list[TrainBatch]:
+    """Text that no step has read: rows kept back, or the built-in corpus' held-out prompts, of
+    which `seq_len` tokens are read."""
+    rows = list(measuring_rows(part, data))[:TEXTS]
     if rows:
         batches = [
             data.batch(rows[i : i + ROWS_AT_ONCE]) for i in range(0, len(rows), ROWS_AT_ONCE)
         ]
         return [replace(b, loss_mask_BS=b.document_BS >= 0) for b in batches]
-    texts = [prompt.ids[: recipe.train.seq_len] for prompt in heldout_prompts(target, TEXTS)]
+    texts = [prompt.ids[:seq_len] for prompt in heldout_prompts(target, TEXTS)]
     return [_padded(texts[i : i + ROWS_AT_ONCE]) for i in range(0, len(texts), ROWS_AT_ONCE)]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from specctl.core.errors import RecipeError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TrainPart
 from specctl.train.data.written.self_source import uses_self
 from specctl.train.planning.data_facts import DataFacts
 from specctl.train.planning.other_programs import OtherPrograms
@@ -38,8 +38,9 @@ class AmountCosts:
     step_answers: float
 
     @classmethod
-    def of(cls, recipe: Recipe, facts: DataFacts, pace: Pace, seconds: float) -> AmountCosts:
-        data, train = recipe.data, recipe.train
+    def of(
+        cls, data: DataPart, train: TrainPart, facts: DataFacts, pace: Pace, seconds: float
+    ) -> AmountCosts:
         saves = max(1, round(seconds / SAVE_SECONDS))
         writing = pace.answer if data.regenerate and data.endpoint is None else 0.0
         read = pace.read_once * facts.document_tokens if data.features == "offline" else 0.0

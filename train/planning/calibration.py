@@ -28,6 +28,7 @@ from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, measuring_prompts, measuring_rows
+from specctl.train.data.preparation import Preparation
 from specctl.train.data.rows import TokenData
 from specctl.train.data.suite_prompts import suite_prompts
 from specctl.train.data.written.regenerate import slots_for
@@ -98,12 +99,13 @@ def calibrate(
         reporter.task("calibrating", PIECES, "pieces") as advance,
     ):
         began = clock()
-        target = stand_in(recipe, shape, device)
+        is_here = recipe.data.target_source == "inprocess"
+        target = stand_in(recipe.target, is_here, shape, device)
         if target is None:
             return None
         loading = clock() - began
         advance(1, "target")
-        text = source_text(recipe, clock)
+        text = source_text(recipe.data, clock)
         advance(1, "text")
         rows = -(-recipe.train.rows // processes)
         train = recipe.train.model_copy(update={"rows": rows, "trackers": ()})
@@ -127,9 +129,8 @@ class _Pieces:
         recipe, target = self.recipe, self.target
         data = recipe.data
         train = recipe.train
-        few = self._small()
-        rows = rows_of(few, target, self.text.samples, self.folder / "data", 4 + 2 * train.rows)
-        job = self._job(few, rows)
+        rows = self._rows(4 + 2 * train.rows)
+        job = self._job(rows)
         progress = TrainProgress()
         write, read, stored = self._written(job, progress), 0.0, None
         if data.features == "offline":
@@ -169,8 +170,10 @@ class _Pieces:
 
     def _stored(self, needs: Needs) -> StoredRows | None:
         """Of the run's own rows, in the folder of features that it shares."""
-        most = SPARE_ROWS + MOST_ROWS_TIMES * data_tokens(self.recipe) // self.recipe.train.seq_len
-        return stored_rows(self.recipe, self.target, needs, self.folder / "no run", most)
+        recipe, train = self.recipe, self.recipe.train
+        most = SPARE_ROWS + MOST_ROWS_TIMES * data_tokens(recipe.data) // train.seq_len
+        made = Preparation(recipe.data, train.seq_len, self.target, recipe.target)
+        return stored_rows(made, train, needs, self.folder / "no run", most)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -190,8 +193,16 @@ class _Pieces:
         train = recipe.train.model_copy(update={"tau_suite": None})
         return recipe.model_copy(update={"data": data, "vocab": vocab, "train": train})
 
-    def _job(self, recipe: Recipe, data: TokenData) -> Job:
-        target = self.target
+    def _rows(self, count: int) -> TokenData:
+        """At least so many, like those of the run."""
+        data, seq_len, size = self.recipe.data, self.recipe.train.seq_len, self.recipe.vocab.size
+        spec = self.target.spec
+        kept = min(size, spec.vocab_size) if isinstance(size, int) else spec.vocab_size
+        stream = token_stream(self.target, self.text.samples, count * seq_len, kept)
+        return rows_of(data, seq_len, stream, spec.pad_id or 0, self.folder / "data")
+
+    def _job(self, data: TokenData) -> Job:
+        target, recipe = self.target, self._small()
         accelerator = Accelerator()
         ranks = Ranks(device=target.device)
         checkpoints = Checkpoints(self.folder / "checkpoints", SilentReporter(), ranks=ranks)
@@ -306,7 +317,7 @@ class _Pieces:
         longest = min(data.prompt_tokens + data.new_tokens, target.spec.max_positions)
         slots = min(slots_for(target, longest), data.prompts)
         ids = token_stream(target, self.text.samples, slots * longest, target.spec.vocab_size)
-        writer = writing_target(self.recipe, target)
+        writer = writing_target(self.recipe.target, target)
         middle = min(data.prompt_tokens + data.new_tokens // 2, longest - ROUNDS - 4)
         read = self._rounds(writer, ids, slots, max(1, middle))
         waves = -(-data.prompts // slots) if data.prompts < 8 * slots else data.prompts / slots
@@ -345,15 +356,14 @@ class _Pieces:
             drafter.module.eval()
         recipe, count = self.recipe, train.tau_prompts
         if target.tokenizer is not None:
-            held = measuring_prompts(recipe, target, data)
+            held = measuring_prompts(recipe.data, count, target, data)
         else:
             ids = data.batch(measuring_rows(recipe.data, data) or [0]).ids_BS[0].tolist()
             held = [ids[:24]] * count
 
         def per_tokens(prompts: Sequence[Sequence[int]], tokens: int) -> float:
             short = train.model_copy(update={"tau_tokens": tokens})
-            part = recipe.model_copy(update={"train": short})
-            return self._timed(decoder(part, target, drafter, prompts))
+            return self._timed(decoder(recipe.serve, short, target, drafter, prompts))
 
         def reckoned(prompts: Sequence[Sequence[int]], tokens: int) -> float:
             few, more = per_tokens(prompts, 3), per_tokens(prompts, 3 + ROUNDS)

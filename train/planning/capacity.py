@@ -12,7 +12,6 @@ from pathlib import Path
 
 from specctl.core.errors import ResourceError
 from specctl.core.files import Disk
-from specctl.recipes.schema import Recipe
 from specctl.train.joint.joint_target import FOLDER
 from specctl.train.planning.hardware import Cluster, machine_bytes
 from specctl.train.planning.memory import Held
@@ -76,10 +75,10 @@ def _unwritten(out: Path, parts: Mapping[str, int]) -> int:
 
 
 def lacking_memory(
-    weighing: Weighing, is_exact: bool = True, whole: Recipe | None = None
+    weighing: Weighing, is_exact: bool = True, pipeline: Weighing | None = None
 ) -> list[Lack]:
     """The host or the fullest device, if a run would hold more than there is, with the change of
-    recipe or hardware that would be enough, for all of the pipeline `whole` if it is part of one.
+    recipe or hardware that would be enough, for all of the `pipeline` if it is part of one.
     Unless the answer shall be exact, a run that surely fits is not weighed."""
     cluster = weighing.cluster
     held = weighing.least()
@@ -89,7 +88,7 @@ def lacking_memory(
         held = weighing.held()
     if fits(held, cluster):
         return []
-    do = weighing.way_out(fits, whole) or _elsewhere(weighing)
+    do = weighing.way_out(fits, pipeline) or _elsewhere(weighing)
     found = list[Lack]()
     if cluster.gpu is not None and held.device_bytes > cluster.gpu.memory:
         what = f"memory of each GPU ({cluster.gpu.name}), fullest when {held.moment}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -18,22 +18,17 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from specctl.core.errors import RecipeError
-from specctl.recipes.schema import DataPart, Recipe
+from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.answers import OVER, AnswerJob, PromptCut, sampling_of
-from specctl.train.data.prepare import (
-    answer_plan,
-    encode_documents,
-    field_choices,
-    with_questions,
-)
+from specctl.train.data.preparation import Preparation
+from specctl.train.data.prepare import encode_documents, field_choices, with_questions
 from specctl.train.data.prompts import cut_prompts
 from specctl.train.data.records import Sample
 from specctl.train.data.sources import HUB, SELF, Defects, find_source, names_of, read_samples
 from specctl.train.data.written.regenerate import EngineWriter
 from specctl.train.data.written.self_source import check_self, others_of, uses_self
-from specctl.train.data.written.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.planning.work import QUESTION_TOKENS
 from specctl.train.vocab.coverage import (
@@ -94,31 +89,31 @@ class SomePrompts:
 
 
 def look_at_data(
-    recipe: Recipe,
-    target: Target | None,
+    data: DataPart,
+    made: Preparation | None,
     some: SomePrompts,
     coverage: float,
     reporter: Reporter,
     tried: Tried = lambda: None,
 ) -> DataFacts:
-    """The facts of a recipe's data, with answers of `target`; without one (it is too large to be
-    read for a plan, or not here) lengths are those that the recipe allows. `tried` is called with
-    every answer, and may end this by an error."""
-    data = recipe.data
-    if target is None or target.tokenizer is None:
+    """The facts of a recipe's data, with answers of the target by which rows are `made` of them;
+    without one (it is too large to be read for a plan, or not here) lengths are those that the
+    recipe allows. `tried` is called with every answer, and may end this by an error."""
+    if made is None or made.target.tokenizer is None:
         ids = data.prompt_tokens if some.samples else QUESTION_TOKENS
         guessed = GUESSED * data.new_tokens
         return DataFacts(some.count, ids, ids, guessed, 0, 0.0, 0, coverage)
+    target = made.target
     if not data.regenerate:
-        return _of_documents(recipe, target, some.count, some.samples, coverage)
+        return _of_documents(data, target, some.count, some.samples, coverage)
     samples: Sequence[Sample] = some.samples
     _warn_of_misfit(target, samples[:PREDICTED_TEXTS], reporter)
     if uses_self(data.source):
         check_self(data, target)
-        samples = _with_questions(recipe, target, samples, reporter)
-    cuts = _prompts(recipe, target, samples)
+        samples = _with_questions(made, samples, reporter)
+    cuts = _prompts(made, samples)
     lengths = sorted(len(cut.ids) for cut in cuts)
-    answers = _tried(recipe, target, cuts[:TRIED], reporter, tried)
+    answers = _tried(made, cuts[:TRIED], reporter, tried)
     seen = [*(cut.ids for cut in cuts), *(ids for ids, _ in answers)]
     written = sum(len(ids) for ids, _ in answers)
     mean = written / len(answers) if answers else GUESSED * data.new_tokens
@@ -136,33 +131,32 @@ def look_at_data(
 
 
 def _with_questions(
-    recipe: Recipe, target: Target, samples: Sequence[Sample], reporter: Reporter
+    made: Preparation, samples: Sequence[Sample], reporter: Reporter
 ) -> Sequence[Sample]:
     """The samples, and where they are few some questions of the target, which are written now and
     thrown away."""
     if len(samples) >= TRIED:
         return samples
-    few = recipe.data.model_copy(update={"source": SELF, "prompts": TRIED - len(samples)})
+    few = made.data.model_copy(update={"source": SELF, "prompts": TRIED - len(samples)})
     with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
-        small = recipe.model_copy(update={"data": few})
-        data = with_questions(small, target, Path(folder), None, reporter, Ranks())
+        data = with_questions(replace(made, data=few), Path(folder), reporter, Ranks())
         return [*samples, *_samples(data, Defects())]
 
 
 def _of_documents(
-    recipe: Recipe, target: Target, count: int | None, samples: Sequence[Sample], coverage: float
+    data: DataPart, target: Target, count: int | None, samples: Sequence[Sample], coverage: float
 ) -> DataFacts:
     """The facts of data whose own words are learned."""
     texts, said = list[Sequence[int]](), 0
     for sample in samples:
         try:
-            documents = encode_documents(target, sample, recipe.data.train_on_prompt)
+            documents = encode_documents(target, sample, data.train_on_prompt)
         except ValueError:
             continue
         texts += [document.ids.tolist() for document in documents]
         said += sum(int(document.mask.sum()) for document in documents)
     if not texts:
-        raise _nothing(recipe.data, "no sample of the data can be learned", Defects())
+        raise _nothing(data, "no sample of the data can be learned", Defects())
     lengths = sorted(map(len, texts))
     mean, answer = sum(lengths) / len(texts), said / len(texts)
     size, always = target.spec.vocab_size, always_kept(target)
@@ -199,13 +193,12 @@ def _samples(data: DataPart, defects: Defects) -> Iterator[Sample]:
     return read_samples(data.source, data.format, data.split, data.seed, defects, choices)
 
 
-def _prompts(recipe: Recipe, target: Target, samples: Sequence[Sample]) -> list[PromptCut]:
-    plan = answer_plan(recipe, target, prompts=len(samples))
+def _prompts(made: Preparation, samples: Sequence[Sample]) -> list[PromptCut]:
     defects = Defects()
-    cuts = cut_prompts(target, samples, plan, defects)
+    cuts = cut_prompts(made.target, samples, made.plan(len(samples)), defects)
     if cuts:
         return cuts
-    raise _nothing(recipe.data, "no prompt of the data can be answered", defects)
+    raise _nothing(made.data, "no prompt of the data can be answered", defects)
 
 
 def _nothing(data: DataPart, what: str, defects: Defects) -> RecipeError:
@@ -219,14 +212,14 @@ def _nothing(data: DataPart, what: str, defects: Defects) -> RecipeError:
 
 
 def _tried(
-    recipe: Recipe, target: Target, cuts: Sequence[PromptCut], reporter: Reporter, tried: Tried
+    made: Preparation, cuts: Sequence[PromptCut], reporter: Reporter, tried: Tried
 ) -> list[tuple[Sequence[int], str]]:
     """New ids and the finish reason of an answer to each prompt; none where the target writes no
     answers here."""
-    data = recipe.data
-    if not data.regenerate or data.endpoint is not None or not target.can_run:
+    data = made.data
+    if not data.regenerate or data.endpoint is not None or not made.target.can_run:
         return []
-    plan, target = answer_plan(recipe, target, prompts=len(cuts)), writing_target(recipe, target)
+    plan, target = made.plan(len(cuts)), made.writer()
     longest = max(len(cut.ids) for cut in cuts) + plan.new_tokens
     writer = EngineWriter(target, longest, len(cuts))
     jobs = (AnswerJob(i, 0, cut.ids, sampling_of(i, plan)) for i, cut in enumerate(cuts))

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specctl.core.drafter import Family
 from specctl.core.errors import RecipeError
 from specctl.core.files import Disk
 from specctl.core.printable import counted
@@ -22,7 +23,13 @@ from specctl.recipes.load import with_fields
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import check_answers, check_states, trainable_family
+from specctl.train.assemble import (
+    attention_only,
+    check_answers,
+    check_states,
+    trainable_family,
+)
+from specctl.train.data.preparation import Preparation
 from specctl.train.data.records import Sample
 from specctl.train.data.shipped import is_shipped
 from specctl.train.data.sources import SELF, is_corpus, names_of
@@ -42,12 +49,14 @@ from specctl.train.planning.amounts import (
 from specctl.train.planning.calibration import calibrate
 from specctl.train.planning.capacity import lacking_memory
 from specctl.train.planning.data_facts import DataFacts, look_at_data, some_prompts
+from specctl.train.planning.derivable import check_derivable
 from specctl.train.planning.for_engines import (
     MASK,
     VOCABULARY,
     BesideTarget,
     EngineReading,
     Foresee,
+    Said,
     engine_reading,
     whole_vocabulary,
 )
@@ -113,20 +122,23 @@ def derive(
     check_derivable(recipe)
     clock = TimeLeft(seconds, now(), sum(sum(part.seconds_range) / 2 for part in before))
     cluster, shape = Cluster.here(processes), target_shape(recipe.target)
-    check_states(recipe, shape.config)
+    wanted = attention_only(recipe.drafter, recipe.serve)
+    check_states(shape.config, wanted, recipe.target.name)
     deriving = _Deriving(recipe, shape, cluster, [])
     deriving.sizes()
-    target = stand_in(recipe, shape, run_device())
+    is_here = recipe.data.target_source == "inprocess"
+    target = stand_in(recipe.target, is_here, shape, run_device())
     if target is not None:
-        check_answers(deriving.recipe, target)
+        check_answers(deriving.recipe.data, target)
     deriving.source(target)
     some = some_prompts(deriving.recipe.data)
     deriving.own_answers(target, some.samples)
     deriving.can_fill = deriving.may_fill(target)
     deriving.check_enough(some.count)
     beside = BesideTarget.of(shape, target)
-    facts = look_at_data(deriving.recipe, target, some, COVERAGE, reporter, clock.check)
-    del target
+    data, made = deriving.recipe.data, deriving.preparation(target)
+    facts = look_at_data(data, made, some, COVERAGE, reporter, clock.check)
+    del target, made
     deriving.lengths(facts)
     engines = deriving.engines(facts, beside, foresee)
     deriving.rows()
@@ -155,32 +167,10 @@ def derive(
     deriving.amounts(facts, pace, seconds, clock.left())
     if busy := clock.others.note():
         reporter.warn(f"the pace here is that of a busy machine: {busy}")
-    parts = [*before, *pace.parts(deriving.recipe, deriving.row_tokens(facts), CALIBRATED)]
+    found, tokens = deriving.recipe, deriving.row_tokens(facts)
+    parts = [*before, *pace.parts(found.data, found.train, tokens, CALIBRATED)]
     choices = tuple(deriving.choices)
-    return Derived(deriving.recipe, choices, tuple(parts), pace, seconds, engines)
-
-
-def check_derivable(recipe: Recipe) -> None:
-    """RecipeError for a recipe whose numbers cannot be found by its time: a pipeline, or one that
-    changes the target."""
-    trainable_family(recipe)
-    for is_so, what in (
-        (bool(recipe.stages), "has several stages"),
-        (recipe.train.joint is not None, "also trains the target"),
-        (recipe.train.lora is not None, "adapts a drafter that is trained already"),
-        (recipe.data.on_policy > 0, "learns from text that the drafter writes"),
-        (recipe.data.target_source != "inprocess", "reads the target's states from elsewhere"),
-    ):
-        if is_so:
-            raise RecipeError(
-                f"--time cannot derive a recipe that {what}",
-                where="--time",
-                found=recipe.name,
-                expected="a recipe of one stage, whose drafter learns the target's own answers and "
-                "whose target is loaded here",
-                do="--recipe eagle3 --time 40m; or leave --time out and change what differs by "
-                "--set",
-            )
+    return Derived(found, choices, tuple(parts), pace, seconds, engines)
 
 
 @dataclass
@@ -204,7 +194,19 @@ class _Deriving:
     def is_free(self, field: str) -> bool:
         """Whether neither the user nor an earlier choice has set a field."""
         origin = self.recipe.origin
-        return field not in origin or is_shipped(self.recipe, field)
+        return field not in origin or is_shipped(origin[field])
+
+    def preparation(self, target: Target | None) -> Preparation | None:
+        """How the target answers prompts of the data; None without it."""
+        recipe = self.recipe
+        if target is None:
+            return None
+        return Preparation(recipe.data, recipe.train.seq_len, target, recipe.target)
+
+    @property
+    def family(self) -> Family:
+        """That of the drafter."""
+        return trainable_family(self.recipe.drafter, self.recipe.train.joint)
 
     def sizes(self) -> None:
         """Sizes of the drafter that a recipe sets for its own target are this target's here; and
@@ -286,7 +288,7 @@ class _Deriving:
     ) -> EngineReading | None:
         """The vocabulary; of a block drafter also a token as its mask, and which engines will read
         it then."""
-        options = trainable_family(self.recipe).options
+        options = self.family.options
         if foresee is None or not issubclass(options, DFlashOptions):
             self.vocabulary(facts)
             return None
@@ -294,9 +296,15 @@ class _Deriving:
         if mask is not None:
             reason = f"{mask[1]}, in no text: engines take a mask from the target's embedding"
             self.choose(MASK, mask[0], reason)
+        part, train, serve = self.recipe.drafter, self.recipe.train, self.recipe.serve
+
+        def said_of(size: int | None) -> Said:
+            return foresee(part, serve, size, beside)
+
         whole = None
         if self.recipe.vocab.size is not None and self.is_free(VOCABULARY):
-            whole = whole_vocabulary(self.recipe, facts.ids, self.shape, beside, foresee)
+            every = beside.spec.vocab_size
+            whole = whole_vocabulary(part, train, self.shape, every, facts.ids, said_of)
         if whole is not None and whole.is_worth_it:
             names = ", ".join(whole.gained)
             self.choose(VOCABULARY, None, f"{names} read it over all ids alone; {whole.cost}")
@@ -304,7 +312,8 @@ class _Deriving:
         self.vocabulary(facts)
         if whole is not None:
             return engine_reading(whole.trimmed, whole)
-        return engine_reading(foresee(self.recipe, beside))
+        size = self.recipe.vocab.size
+        return engine_reading(said_of(size if isinstance(size, int) else None))
 
     def vocabulary(self, facts: DataFacts) -> None:
         """A draft vocabulary by coverage, where the method trims it."""
@@ -327,8 +336,7 @@ class _Deriving:
             self._again("train.accumulate", batches, "for the same tokens a step")
 
     def _lacks_memory(self) -> bool:
-        weighing = Weighing(self.recipe, self.shape, self.cluster)
-        return bool(lacking_memory(weighing, False, self.recipe))
+        return bool(lacking_memory(Weighing(self.recipe, self.shape, self.cluster), False))
 
     def _again(self, field: str, value: Any, reason: str) -> bool:
         """Choose anew what was chosen here; False for what the user has set."""
@@ -342,11 +350,13 @@ class _Deriving:
     def features(self, facts: DataFacts) -> None:
         """Features of the target on disk where they fit: then it reads every row once."""
         recipe = self.recipe
-        drafter = build_shape(trainable_family(recipe), self._without_auto(facts), self.shape.spec)
+        kept = self._without_auto(facts).vocab.size
+        drafter = build_shape(self.family, recipe.drafter, kept, self.shape.spec)
         needs = drafter.needs()
         if not (needs.taps or needs.teacher) or not self.is_free("data.features"):
             return
-        size = facts.document_tokens * feature_bytes(recipe, self.shape, drafter)
+        each = feature_bytes(recipe.target, recipe.data, self.shape, drafter)
+        size = facts.document_tokens * each
         count = CALIBRATED_PROMPTS if recipe.data.regenerate else facts.prompts
         free = Disk().free(Path.cwd())
         if size * (count or CALIBRATED_PROMPTS) > DISK_SHARE * free:
@@ -364,9 +374,9 @@ class _Deriving:
             reason = f"its products are {gain:.1f} times as fast here; weights are kept in float32"
             self.choose("train.precision", "bf16", reason)
 
-    def _without_auto(self, facts: DataFacts, recipe: Recipe | None = None) -> Recipe:
+    def _without_auto(self, facts: DataFacts) -> Recipe:
         """The recipe with the vocabulary that its data are expected to need."""
-        recipe = self.recipe if recipe is None else recipe
+        recipe = self.recipe
         if recipe.vocab.size != "auto":
             return recipe
         most = self.shape.spec.vocab_size
@@ -388,7 +398,8 @@ class _Deriving:
     def least(self, facts: DataFacts, pace: Pace, seconds: float) -> float:
         """Seconds of the shortest run in a time of so many, by a pace of which some may yet be
         unknown (0); 0 where the user has set how long it is."""
-        train, costs = self.recipe.train, AmountCosts.of(self.recipe, facts, pace, seconds)
+        train, data = self.recipe.train, self.recipe.data
+        costs = AmountCosts.of(data, train, facts, pace, seconds)
         prompts, steps = self._set_prompts(facts), train.steps
         if prompts is not None and not self.is_free("train.steps"):
             return 0.0
@@ -401,13 +412,14 @@ class _Deriving:
     def amounts(self, facts: DataFacts, pace: Pace, seconds: float, left: float) -> None:
         """Answers and steps for a time of so many seconds, of which some are `left` for the run:
         what measuring and saving leave is divided so that every row is read `EPOCHS` times."""
-        costs = AmountCosts.of(self.recipe, facts, pace, seconds)
+        data, train = self.recipe.data, self.recipe.train
+        costs = AmountCosts.of(data, train, facts, pace, seconds)
         left -= costs.fixed
         prompts = self._prompts(facts, costs, left)
         steps = self._steps(prompts, costs, left)
         if self.can_fill and steps > costs.most_steps(prompts):
             self.fill()
-            costs = AmountCosts.of(self.recipe, facts, pace, seconds)
+            costs = AmountCosts.of(self.recipe.data, train, facts, pace, seconds)
             prompts = self._prompts(facts, costs, left)
             steps = self._steps(prompts, costs, left)
         if self.filled is not None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.core.spec import ModelSpec
-from specctl.recipes.load import with_fields
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DrafterPart, TrainPart
+from specctl.recipes.serve import ServePart
 from specctl.runtime.target.spare_token import spare_token
 from specctl.runtime.target.target import Target
 from specctl.train.planning.loss_flops import loss_flops
@@ -49,7 +49,9 @@ class BesideTarget:
         return found, "a row without a token" if text is None else str(text)
 
 
-Foresee = Callable[[Recipe, BesideTarget], Mapping[str, SpecctlError | None]]
+Said = Mapping[str, SpecctlError | None]  # of each engine: why it does not read the drafter
+# Of a drafter that is served so, with so many ids (None: all of them, or not known yet).
+Foresee = Callable[[DrafterPart, ServePart, int | None, BesideTarget], Said]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +99,20 @@ class Whole:
 
 
 def whole_vocabulary(
-    recipe: Recipe, ids: int, shape: TargetShape, beside: BesideTarget, foresee: Foresee
+    part: DrafterPart,
+    train: TrainPart,
+    shape: TargetShape,
+    size: int,
+    ids: int,
+    said_of: Callable[[int | None], Said],
 ) -> Whole:
-    """Both vocabularies of a recipe whose answers need so many `ids` (0: not known)."""
-    size = beside.spec.vocab_size
+    """Both vocabularies of a drafter for a target of `size` ids, whose answers need so many `ids`
+    (0: not known). `said_of`: what engines say of it with so many (None: all)."""
     kept = min(ids or size // UNKNOWN_SHARE, size - 1)
-    trimmed, whole = (with_fields(recipe, {VOCABULARY: n}, "derived") for n in (kept, None))
-    said = foresee(trimmed, beside), foresee(whole, beside)
+    said = said_of(kept), said_of(None)
     if not any(no is None and said[0][engine] for engine, no in said[1].items()):
         return Whole(*said, None)
-    flops = loss_flops(recipe, shape)
+    flops = loss_flops(part, train, shape)
     return Whole(*said, None if flops is None else flops.over(size) / flops.over(kept))
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from specctl.core.errors import SpecctlError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DrafterPart, TrainPart
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.features.capture import training_needs
 from specctl.train.init.initial import completed
@@ -74,25 +74,25 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def loss_flops(recipe: Recipe, shape: TargetShape) -> LossFlops | None:
+def loss_flops(part: DrafterPart, train: TrainPart, shape: TargetShape) -> LossFlops | None:
     """None where they depend on what tensors contain, and for a target whose embedding and head
     cannot stand alone."""
-    drafter = completed(recipe, shape.spec).drafter
-    options = family_options(trainable_family(recipe), drafter)
-    anchored, length = options.anchors + options.num_heads + 1, recipe.train.seq_len
+    family = trainable_family(part, train.joint)
+    options = family_options(family, completed(part, shape.spec))
+    anchored, length = options.anchors + options.num_heads + 1, train.seq_len
     try:
-        few = _traced(recipe, shape, min(length, anchored)).few
-        return LossFlops(_traced(recipe, shape, length).others, few / FEW)
+        few = _traced(part, train, shape, min(length, anchored)).few
+        return LossFlops(_traced(part, train, shape, length).others, few / FEW)
     except (SpecctlError, *DATA_DEPENDENT):
         return None
 
 
-def _traced(recipe: Recipe, shape: TargetShape, length: int) -> _Products:
+def _traced(part: DrafterPart, train: TrainPart, shape: TargetShape, length: int) -> _Products:
     """Of one row of so many tokens."""
     products = _Products(shape.spec.vocab_size)
     with traced() as live:
         target = served_target(copy.deepcopy(shape.config), shape.spec, torch.float32)
-        drafter = fake_drafter(recipe, shape.spec, FEW, is_gpu=False)
+        drafter = fake_drafter(part, train, shape.spec, FEW, is_gpu=False)
         if drafter.needs().borrow:
             drafter.bind(target.borrowed())
         step = TracedStep(live, target, drafter, False, lambda: None, training_needs(drafter))

@@ -16,7 +16,7 @@ import torch
 from specctl.core.slot_state import PENDING
 from specctl.core.spec import ModelSpec
 from specctl.models.llama import PACK_SHARE
-from specctl.recipes.schema import Recipe, TrainPart
+from specctl.recipes.schema import DataPart, TargetPart, TrainPart
 from specctl.train.data.suite_prompts import MOST_TOKENS
 from specctl.train.data.written.regenerate import HOST_BYTES, HOST_ROWS, rows_within
 from specctl.train.data.written.writing_target import packed_copy
@@ -79,76 +79,19 @@ class RowBytes:
         return found | ({"recurrent states": states} if states else {})
 
 
-def held(
-    recipe: Recipe, spec: ModelSpec, step: StepBytes, cluster: Cluster, row: RowBytes,
-    joint: Mapping[str, int], is_fast: bool,
-) -> Held:  # fmt: skip
-    """The fullest of the moments. `row`: of the target's cache; `joint`: what joint training adds;
-    `is_fast`: the target's forward is our own, which fuses its matrices."""
-    is_elsewhere = recipe.data.target_source != "inprocess"
-    fused = _fused(recipe, step, cluster) if is_fast and not is_elsewhere else {}
-    moments = {"a step": _training(recipe, step, cluster) | dict(joint) | fused}
-    if not is_elsewhere:  # else tau is reckoned from a batch like those of the steps
-        moments["tau is measured"] = _measuring(recipe, spec, step, cluster, row) | fused
-    if cluster.gpu is None and recipe.data.regenerate and recipe.data.endpoint is None:
-        moments[WRITING] = _writing(recipe, spec, step, row) | fused
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
-    found, count = moments[moment], cluster.per_node
-    states = {"states as they come in": IN_FLIGHT * step.states} if is_elsewhere else {}
-    if cluster.gpu is None:
-
-        def of_all(parts: Mapping[str, int]) -> dict[str, int]:
-            process = {"process": PROCESS_BYTES, **parts}
-            return {name: count * size for name, size in process.items()}
-
-        written = moments.get(WRITING, {})
-        written = of_all(written) if PACKED_COPY in written else {}
-        return Held({}, of_all({**found, **states}), moment, written)
-    found["CUDA"] = CUDA_BYTES + (NCCL_BYTES if cluster.processes > 1 else 0)
-    host = {"process": PROCESS_BYTES + CUDA_HOST_BYTES, **states}
-    return Held(found, {name: count * size for name, size in host.items()}, moment)
-
-
-def is_spread(recipe: Recipe) -> bool:
+def is_spread(part: TargetPart) -> bool:
     """Whether no device holds the whole target, by its device map or by tensor parallelism."""
-    return recipe.target.device_map is not None or recipe.target.tensor_parallel
+    return part.device_map is not None or part.tensor_parallel
 
 
-def resident(recipe: Recipe, step: StepBytes, processes: int) -> int:
+def resident(part: TargetPart, step: StepBytes, processes: int) -> int:
     """Bytes of the target on a device. By a device map the least that it must be, with a layer that
     is brought there; where the others go is settled, and checked, as it is loaded."""
-    if recipe.target.tensor_parallel:
+    if part.tensor_parallel:
         return step.layers // processes + step.beside_layers
-    if recipe.target.device_map is not None:
+    if part.device_map is not None:
         return step.beside_layers + step.largest_layer
     return step.target
-
-
-def _fused(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, int]:
-    """Joined copies of the target's matrices, made on a host with plenty of room for them; on a GPU
-    they are joined in place."""
-    room = machine_bytes() if cluster.gpu is None else None
-    is_joined = not (recipe.train.shard_target or is_spread(recipe))
-    if recipe.train.joint is not None or not is_joined or room is None:
-        return {}
-    return {"target, joined matrices": step.layers} if step.target <= PACK_SHARE * room else {}
-
-
-def _training(recipe: Recipe, step: StepBytes, cluster: Cluster) -> dict[str, int]:
-    train, count = recipe.train, cluster.processes
-    is_sharded = train.parallel == "fsdp" and count > 1
-    whole = step.weights + step.gradient + step.optimizer
-    target = resident(recipe, step, count)
-    if is_sharded and train.shard_target:
-        target = step.layers // count + step.beside_layers + 2 * step.largest_layer
-    return {
-        _target_name(recipe): target,
-        "drafter, gradient, optimizer": whole
-        if not is_sharded
-        else whole // count + step.weights + step.gradient,
-        **({"reference": step.weights} if train.select in COMPARING else {}),
-        "batch": step.batch,
-    }
 
 
 def rows_each(train: TrainPart, processes: int) -> int:
@@ -156,90 +99,154 @@ def rows_each(train: TrainPart, processes: int) -> int:
     return -(-train.rows // train.groups(processes))
 
 
-def _target_name(recipe: Recipe) -> str:
-    is_here = recipe.data.target_source == "inprocess"
-    return "target" if is_here else "target's embedding, norm, head"
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What the bytes of each moment of a run follow from: the recipe's parts, the shape of the
+    target and of a row of its cache, a traced step, the hardware."""
 
+    target: TargetPart
+    data: DataPart
+    train: TrainPart
+    spec: ModelSpec
+    step: StepBytes
+    cluster: Cluster
+    row: RowBytes
 
-def _measuring(
-    recipe: Recipe, spec: ModelSpec, step: StepBytes, cluster: Cluster, row: RowBytes
-) -> dict[str, int]:
-    train, data, count = recipe.train, recipe.data, cluster.processes
-    is_sharded = train.parallel == "fsdp" and count > 1
-    whole = step.weights + step.gradient + step.optimizer
-    longest = data.prompt_tokens if train.tau_suite is None else MOST_TOKENS
-    places = train.tau_prompts * min(spec.max_positions, longest + train.tau_tokens + 64)
-    return {
-        "target": resident(recipe, step, count),
-        "drafter, gradient, optimizer": whole // count if is_sharded else whole,
-        "drafter, prepared for drafting": step.weights,
-        **row.cache(train.tau_prompts, places),
-    }
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the target's layers are not in this process."""
+        return self.data.target_source != "inprocess"
 
+    def held(self, joint: Mapping[str, int], is_fast: bool) -> Held:
+        """The fullest of the moments. `joint`: what joint training adds; `is_fast`: the target's
+        forward is our own, which fuses its matrices."""
+        cluster, data, is_elsewhere = self.cluster, self.data, self.is_elsewhere
+        fused = self._fused() if is_fast and not is_elsewhere else {}
+        moments = {"a step": self._training() | dict(joint) | fused}
+        if not is_elsewhere:  # else tau is reckoned from a batch like those of the steps
+            moments["tau is measured"] = self._measuring() | fused
+        if cluster.gpu is None and data.regenerate and data.endpoint is None:
+            moments[WRITING] = self._writing() | fused
+        moment = max(moments, key=lambda name: sum(moments[name].values()))
+        found, count = moments[moment], cluster.per_node
+        coming = IN_FLIGHT * self.step.states
+        states = {"states as they come in": coming} if is_elsewhere else {}
+        if cluster.gpu is None:
 
-def _writing(recipe: Recipe, spec: ModelSpec, step: StepBytes, row: RowBytes) -> dict[str, int]:
-    """On a CPU, before there is a drafter."""
-    length = min(spec.max_positions, recipe.train.seq_len)
-    rows = rows_within(HOST_BYTES, HOST_ROWS, row.position * length, row.states, row.pending)
-    rows = min(rows, recipe.data.prompts)
-    found = {"target": step.target, **row.cache(rows, rows * length)}
-    packed = packed_copy(recipe.target)
-    return found | ({PACKED_COPY: packed} if packed else {})
+            def of_all(parts: Mapping[str, int]) -> dict[str, int]:
+                process = {"process": PROCESS_BYTES, **parts}
+                return {name: count * size for name, size in process.items()}
+
+            written = moments.get(WRITING, {})
+            written = of_all(written) if PACKED_COPY in written else {}
+            return Held({}, of_all({**found, **states}), moment, written)
+        found["CUDA"] = CUDA_BYTES + (NCCL_BYTES if cluster.processes > 1 else 0)
+        host = {"process": PROCESS_BYTES + CUDA_HOST_BYTES, **states}
+        return Held(found, {name: count * size for name, size in host.items()}, moment)
+
+    def _fused(self) -> dict[str, int]:
+        """Joined copies of the target's matrices, made on a host with plenty of room for them; on a
+        GPU they are joined in place."""
+        step, room = self.step, machine_bytes() if self.cluster.gpu is None else None
+        is_joined = not (self.train.shard_target or is_spread(self.target))
+        if self.train.joint is not None or not is_joined or room is None:
+            return {}
+        fits = step.target <= PACK_SHARE * room
+        return {"target, joined matrices": step.layers} if fits else {}
+
+    def _training(self) -> dict[str, int]:
+        train, step, count = self.train, self.step, self.cluster.processes
+        is_sharded = train.parallel == "fsdp" and count > 1
+        whole = step.weights + step.gradient + step.optimizer
+        target = resident(self.target, step, count)
+        if is_sharded and train.shard_target:
+            target = step.layers // count + step.beside_layers + 2 * step.largest_layer
+        name = "target's embedding, norm, head" if self.is_elsewhere else "target"
+        return {
+            name: target,
+            "drafter, gradient, optimizer": whole
+            if not is_sharded
+            else whole // count + step.weights + step.gradient,
+            **({"reference": step.weights} if train.select in COMPARING else {}),
+            "batch": step.batch,
+        }
+
+    def _measuring(self) -> dict[str, int]:
+        train, step, count = self.train, self.step, self.cluster.processes
+        is_sharded = train.parallel == "fsdp" and count > 1
+        whole = step.weights + step.gradient + step.optimizer
+        longest = self.data.prompt_tokens if train.tau_suite is None else MOST_TOKENS
+        places = train.tau_prompts * min(self.spec.max_positions, longest + train.tau_tokens + 64)
+        return {
+            "target": resident(self.target, step, count),
+            "drafter, gradient, optimizer": whole // count if is_sharded else whole,
+            "drafter, prepared for drafting": step.weights,
+            **self.row.cache(train.tau_prompts, places),
+        }
+
+    def _writing(self) -> dict[str, int]:
+        """On a CPU, before there is a drafter."""
+        row, length = self.row, min(self.spec.max_positions, self.train.seq_len)
+        rows = rows_within(HOST_BYTES, HOST_ROWS, row.position * length, row.states, row.pending)
+        rows = min(rows, self.data.prompts)
+        found = {"target": self.step.target, **row.cache(rows, rows * length)}
+        packed = packed_copy(self.target)
+        return found | ({PACKED_COPY: packed} if packed else {})
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A change of a run: the words that say it, and what it makes of recipe and hardware."""
+    """A change of a run: the words that say it, and what it makes of training and hardware."""
 
     words: str
-    recipe: Recipe
+    train: TrainPart
     cluster: Cluster
 
 
-def ways(recipe: Recipe, cluster: Cluster) -> Iterator[list[Way]]:
+def ways(train: TrainPart, is_here: bool, cluster: Cluster) -> Iterator[list[Way]]:
     """Changes that need less memory of a device, the least first; in each list they differ by the
-    rows of a batch alone, so that if the last is not enough none of them is."""
+    rows of a batch alone, so that if the last is not enough none of them is. `is_here`: the
+    target's layers are in this process."""
     counts = [cluster.processes]
     if cluster.gpu is not None:
         most = cluster.most_processes(MOST_PROCESSES)
         counts += [2**k for k in range(1, 7) if cluster.processes < 2**k <= most]
     for count in counts:
         wider = cluster if count == cluster.processes else cluster.with_processes(count)
-        for spread in _spreads(recipe, count):
+        for spread in _spreads(train, is_here, count):
             found = list[Way]()
             for halvings in range(10):
-                rows = recipe.train.rows >> halvings
-                least = recipe.train.groups(count)
-                if rows < least or (halvings and rows << halvings != recipe.train.rows):
+                rows = train.rows >> halvings
+                least = train.groups(count)
+                if rows < least or (halvings and rows << halvings != train.rows):
                     break
                 change = dict(spread)
                 if halvings:
-                    change |= {"rows": rows, "accumulate": recipe.train.accumulate << halvings}
+                    change |= {"rows": rows, "accumulate": train.accumulate << halvings}
                 flags = [f"--gpus {count}"] if wider is not cluster else []
                 flags += [f"--set train.{k}={_word(v)}" for k, v in change.items()]
-                train = recipe.train.model_copy(update=change)
                 if flags:
-                    changed = recipe.model_copy(update={"train": train})
+                    changed = train.model_copy(update=change)
                     found.append(Way(" ".join(flags), changed, wider))
             if found:
                 yield found
 
 
-def _spreads(recipe: Recipe, count: int) -> Iterator[dict[str, object]]:
+def _spreads(train: TrainPart, is_here: bool, count: int) -> Iterator[dict[str, object]]:
     """Settings of the train part that spread what a process holds over several."""
     yield {}
-    if count > 1 and recipe.train.lora is None:
+    if count > 1 and train.lora is None:
         yield {"parallel": "fsdp"}
-        if recipe.data.target_source == "inprocess":
+        if is_here:
             yield {"parallel": "fsdp", "shard_target": True}
 
 
 def way_out(
-    recipe: Recipe, cluster: Cluster, fits: Callable[[Recipe, Cluster], bool]
+    train: TrainPart, is_here: bool, cluster: Cluster, fits: Callable[[TrainPart, Cluster], bool]
 ) -> str | None:
     """The first change after which the run fits; None if none of them is enough. A machine that is
     here gets no other GPUs than it has."""
-    found = _first(recipe, cluster, fits)
+    found = _first(train, is_here, cluster, fits)
     if found is not None or cluster.gpu is None or cluster.is_here:
         return found
     larger = sorted(
@@ -247,18 +254,20 @@ def way_out(
     )
     for gpu in larger:
         other = Cluster(cluster.processes, cluster.nodes, gpu, is_here=False)
-        if fits(recipe, other):
+        if fits(train, other):
             return f"--gpu {gpu.name}"
-        flags = _first(recipe, other, fits)
+        flags = _first(train, is_here, other, fits)
         if flags is not None:
             return f"--gpu {gpu.name} {flags}"
     return None
 
 
-def _first(recipe: Recipe, cluster: Cluster, fits: Callable[[Recipe, Cluster], bool]) -> str | None:
-    for tried in ways(recipe, cluster):
-        if fits(tried[-1].recipe, tried[-1].cluster):
-            return next(way.words for way in tried if fits(way.recipe, way.cluster))
+def _first(
+    train: TrainPart, is_here: bool, cluster: Cluster, fits: Callable[[TrainPart, Cluster], bool]
+) -> str | None:
+    for tried in ways(train, is_here, cluster):
+        if fits(tried[-1].train, tried[-1].cluster):
+            return next(way.words for way in tried if fits(way.train, way.cluster))
     return None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from specctl.core.printable import counted
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TrainPart
 from specctl.train.features.stored_rows import StoredRows
 from specctl.train.planning.work import (
     ANSWERS,
@@ -22,7 +22,7 @@ from specctl.train.planning.work import (
     num_questions,
     num_saves,
 )
-from specctl.train.selective import reference_stage
+from specctl.train.selective import reference_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,24 @@ class Pace:
     read: float = field(default=0.0, kw_only=True)
     stored: StoredRows | None = field(default=None, kw_only=True)
 
-    def seconds(self, recipe: Recipe, row_tokens: int = 0) -> float:
+    def seconds(self, data: DataPart, train: TrainPart, row_tokens: int = 0) -> float:
         """Of the whole run over `row_tokens` tokens of text."""
-        return sum(seconds for _, _, seconds in self._spent(recipe, row_tokens))
+        return sum(seconds for _, _, seconds in self._spent(data, train, row_tokens))
 
-    def parts(self, recipe: Recipe, row_tokens: int, within: tuple[float, float]) -> list[Part]:
+    def parts(
+        self, data: DataPart, train: TrainPart, row_tokens: int, within: tuple[float, float]
+    ) -> list[Part]:
         """The parts of the whole run, between these shares of the seconds that were found."""
         low, high = within
         return [
             Part(name, amount, (low * seconds, high * seconds))
-            for name, amount, seconds in self._spent(recipe, row_tokens)
+            for name, amount, seconds in self._spent(data, train, row_tokens)
             if seconds or (self.stored is not None and name == READING)
         ]
 
-    def _spent(self, recipe: Recipe, row_tokens: int) -> Iterator[tuple[str, str, float]]:
-        data = recipe.data
+    def _spent(
+        self, data: DataPart, train: TrainPart, row_tokens: int
+    ) -> Iterator[tuple[str, str, float]]:
         prompts = data.prompts if data.regenerate and data.endpoint is None else 0
         yield "start, text, package", "once", self.once
         questions = num_questions(data)
@@ -63,11 +66,11 @@ class Pace:
         yield ANSWERS, counted(prompts, "prompt"), prompts * self.answer
         if data.features == "offline":
             yield READING, self._rows(row_tokens), self.read_once * row_tokens
-        first = reference_stage(recipe)
+        first = reference_part(train)
         if first is not None:
-            for name, amount, seconds in self._training(first):
+            for name, amount, seconds in self._training(data, first):
                 yield f"reference: {name}", amount, seconds
-        yield from self._training(recipe)
+        yield from self._training(data, train)
 
     @property
     def read_once(self) -> float:
@@ -80,10 +83,10 @@ class Pace:
         left = round(self.stored.missing * tokens)
         return self.stored.text() + (f", {left:,} tokens to read" if left else "")
 
-    def _training(self, recipe: Recipe) -> Iterator[tuple[str, str, float]]:
-        train, writes = recipe.train, 0
-        if recipe.data.on_policy:
-            writes = math.ceil(train.steps / recipe.data.on_policy_every)
+    def _training(self, data: DataPart, train: TrainPart) -> Iterator[tuple[str, str, float]]:
+        writes = 0
+        if data.on_policy:
+            writes = math.ceil(train.steps / data.on_policy_every)
         yield "the drafter writes", counted(writes, "time"), writes * self.write
         yield "training", counted(train.steps, "step"), train.steps * self.step
         measures, saves = num_measures(train), num_saves(train)

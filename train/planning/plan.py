@@ -21,9 +21,15 @@ from specctl.core.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.shortlist import check_shortlist
-from specctl.recipes.schema import Recipe, TrainPart
+from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TargetPart, TrainPart
 from specctl.runtime.target.mtp_checkpoint import check_kind
-from specctl.train.assemble import check_states, family_options, trainable_family
+from specctl.train.assemble import (
+    attention_only,
+    check_states,
+    family_options,
+    served_family,
+    trainable_family,
+)
 from specctl.train.data.context import check_context
 from specctl.train.data.written.writing_target import is_read_packed
 from specctl.train.features.capture import training_needs
@@ -53,7 +59,7 @@ from specctl.train.planning.work import (
     work_of,
 )
 from specctl.train.prune.cut import uncuttable
-from specctl.train.selective import reference_stage
+from specctl.train.selective import reference_part
 
 ANSWER_BYTES = 3  # more for a token that the target wrote, kept as it was drawn
 FILL = 0.98  # share of a row that holds tokens
@@ -63,6 +69,7 @@ CALIBRATED = (0.8, 1.25)  # of the seconds that a calibration promises
 
 Before = Callable[[WorkSizes], Sequence[Work]]
 Calibrate = Callable[[Recipe, TargetShape], Pace | None]
+VocabSize = int | str | None  # of vocab.size: so many ids, those that the data need, all
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +165,18 @@ def plan(
     and the first step. `cluster`: where it shall run, None for one process here."""
     cluster = cluster or Cluster.here()
     shape = target_shape(recipe.target) if spec is None else shape_of(spec)
-    check_states(recipe, shape.config)
-    check_context(recipe, shape.spec)
+    data, train, name = recipe.data, recipe.train, recipe.target.name
+    check_states(shape.config, attention_only(recipe.drafter, recipe.serve), name)
+    check_context(name, data, train.seq_len, shape.spec)
     if recipe.drafter.init == TARGET and carries(recipe.drafter):
-        check_kind(shape.config, recipe.target.name)
+        check_kind(shape.config, name)
     is_cut = recipe.drafter.init == TARGET and not carries(recipe.drafter)
     if is_cut and (recipe.target.inflate or not shape.plain_head):
-        raise uncuttable(recipe.target.name, shape.spec.model_type, recipe.target.inflate)
-    counts = _counts(recipe, shape)
+        raise uncuttable(name, shape.spec.model_type, recipe.target.inflate)
+    served_family(recipe.drafter, train.joint, recipe.serve)
+    counts = _counts(recipe.drafter, train, recipe.vocab.size, shape)
     drafter = counts.drafter
-    check_joint(recipe, drafter)
+    check_joint(data, train, recipe.target, drafter)
     weighing = Weighing(recipe, shape, cluster, rehearsal)
 
     def paced() -> Pace | None:
@@ -175,30 +184,37 @@ def plan(
             return None
         return calibrate(recipe, shape)
 
-    timed = _time(recipe, shape, drafter, out, flops_per_second, rehearsal, before, cluster, paced)
-    elsewhere = tuple(parts_elsewhere(recipe))
-    tokens = data_tokens(recipe, rehearsal)
-    is_apart = recipe.data.features_at is not None and not is_url(recipe.data.features_at)
+    tokens = data_tokens(data, rehearsal)
+    timed = _measured_time(data, train, tokens, out, rehearsal, paced)
+    if timed is None:
+        sizes = WorkSizes.of(drafter, shape.active, recipe.serve.length)
+        work = work_of(data, train, sizes, tokens, before(sizes))
+        timed = _estimated_time(work, cluster, flops_per_second)
+    elsewhere = tuple(parts_elsewhere(data))
+    features = _features(recipe.target, data, shape, drafter, tokens)
+    is_apart = data.features_at is not None and not is_url(data.features_at)
     return RunPlan(
         parameters=counts.parameters,
         trainable=counts.trainable,
         target_parameters=shape.parameters,
-        disk=_disk(recipe, shape, counts, tokens),
+        disk=_disk(recipe.target, data, train, shape, counts, tokens),
         weighing=weighing,
-        steps=recipe.train.steps,
-        sources=source_shares(recipe.data),
+        steps=train.steps,
+        sources=source_shares(data),
         added=counts.added,
         remarks=tuple(drafter.remarks(spec is None and is_read_packed(recipe.target))),
         parts=(*elsewhere, *timed.parts),
-        features_elsewhere=_features(recipe, shape, drafter, tokens) if is_apart else 0,
+        features_elsewhere=features if is_apart else 0,
         basis=timed.basis + (", without the time of servers" if elsewhere else ""),
     )
 
 
 def disk_needs(recipe: Recipe, spec: ModelSpec) -> dict[str, int]:
     """Bytes on disk by purpose, as the plan of a recipe for that target counts them."""
-    shape = shape_of(spec)
-    return _disk(recipe, shape, _counts(recipe, shape), data_tokens(recipe))
+    shape, data, train = shape_of(spec), recipe.data, recipe.train
+    served_family(recipe.drafter, train.joint, recipe.serve)
+    counts = _counts(recipe.drafter, train, recipe.vocab.size, shape)
+    return _disk(recipe.target, data, train, shape, counts, data_tokens(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,26 +233,25 @@ class _Counts:
         return 4 * self.parameters + self.optimizer + 12 * self.added + STATE_BYTES
 
 
-def _counts(recipe: Recipe, shape: TargetShape) -> _Counts:
-    drafter = build_shape(trainable_family(recipe), recipe, shape.spec)
+def _counts(part: DrafterPart, train: TrainPart, size: VocabSize, shape: TargetShape) -> _Counts:
+    drafter = build_shape(trainable_family(part, train.joint), part, size, shape.spec)
     parameters = num_parameters(drafter)
-    if recipe.train.lora is not None:
+    if train.lora is not None:
         with torch.device("meta"):
-            attach(drafter, recipe.train.lora)
+            attach(drafter, train.lora)
     moving = drafter.trainable().values()
     return _Counts(
         drafter,
         parameters,
         trainable=sum(p.numel() for p in moving),
-        added=num_added(recipe.train.joint, shape.spec),
-        optimizer=4 * sum(p.numel() * _states(recipe.train, p, drafter) for p in moving),
+        added=num_added(train.joint, shape.spec),
+        optimizer=4 * sum(p.numel() * _states(train, p, drafter) for p in moving),
     )
 
 
-def build_shape(family: Family, recipe: Recipe, spec: ModelSpec) -> Drafter:
+def build_shape(family: Family, part: DrafterPart, size: VocabSize, spec: ModelSpec) -> Drafter:
     """The recipe's drafter without storage. A vocabulary size of "auto" counts as untrimmed."""
-    options = family_options(family, completed(recipe, spec).drafter)
-    size = recipe.vocab.size
+    options = family_options(family, completed(part, spec))
     kept = min(size, spec.vocab_size) if isinstance(size, int) else None
     with torch.device("meta"):
         vocab = None if kept is None else VocabMap(torch.arange(kept), spec.vocab_size)
@@ -252,10 +267,17 @@ def _states(train: TrainPart, parameter: torch.Tensor, drafter: Drafter) -> int:
     return 1 if is_muon else 2
 
 
-def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> dict[str, int]:
+def _disk(
+    target: TargetPart,
+    data: DataPart,
+    train: TrainPart,
+    shape: TargetShape,
+    counts: _Counts,
+    tokens: int,
+) -> dict[str, int]:
     """Bytes at the fullest moment: while the last checkpoint is written and none is dropped yet, or
     when the package is written. One checkpoint more where the best is an old one."""
-    data, train, drafter, checkpoint = recipe.data, recipe.train, counts.drafter, counts.checkpoint
+    drafter, checkpoint = counts.drafter, counts.checkpoint
     package = 4 * num_parameters(drafter)
     answers = data.prompts * data.new_tokens if data.regenerate else 0
     saves = num_saves(train)
@@ -265,33 +287,35 @@ def _disk(recipe: Recipe, shape: TargetShape, counts: _Counts, tokens: int) -> d
         "package": package,
         "while saving": max(0, checkpoint - package) if saves > train.keep else 0,
     }
-    first = reference_stage(recipe)
+    first = reference_part(train)
     if first is not None:
-        found["reference"] = min(num_saves(first.train), train.keep) * checkpoint
+        found["reference"] = min(num_saves(first), train.keep) * checkpoint
     if train.joint is not None:
-        found["changed target"] = shape.itemsize(recipe.target) * shape.parameters
+        found["changed target"] = shape.itemsize(target) * shape.parameters
     if data.features == "offline":
-        features = _features(recipe, shape, drafter, tokens)
+        features = _features(target, data, shape, drafter, tokens)
         if data.features_at is None or (is_url(data.features_at) and data.features_gb):
             found["features"] = features  # a cache without a limit takes what is free, no more
     return found
 
 
-def _features(recipe: Recipe, shape: TargetShape, drafter: Drafter, tokens: int) -> int:
+def _features(
+    target: TargetPart, data: DataPart, shape: TargetShape, drafter: Drafter, tokens: int
+) -> int:
     """Bytes of all features that are kept; 0 where none are."""
-    if recipe.data.features != "offline":
+    if data.features != "offline":
         return 0
-    found, most = feature_bytes(recipe, shape, drafter) * tokens, recipe.data.features_gb
+    found, most = feature_bytes(target, data, shape, drafter) * tokens, data.features_gb
     return found if most is None else min(found, int(most * 1e9))
 
 
-def feature_bytes(recipe: Recipe, shape: TargetShape, drafter: Drafter) -> int:
+def feature_bytes(target: TargetPart, data: DataPart, shape: TargetShape, drafter: Drafter) -> int:
     """Of a token's features on disk."""
-    needs, spec, topk = training_needs(drafter), shape.spec, recipe.data.teacher_topk or 0
+    needs, spec, topk = training_needs(drafter), shape.spec, data.teacher_topk or 0
     whole = "state" if shape.plain_head else "logits"
     teacher = ("topk" if topk else whole) if needs.teacher else "none"
-    itemsize = shape.itemsize(recipe.target)
-    dtype = recipe.data.feature_dtype
+    itemsize = shape.itemsize(target)
+    dtype = data.feature_dtype
     has_log_z = teacher == "state" and needs.teacher_log_z
     widths = spec.hidden_size, spec.vocab_size
     form = Form(needs.taps, teacher, topk, dtype, *widths, itemsize, has_log_z)
@@ -304,28 +328,25 @@ class _Timed:
     basis: str
 
 
-def _time(
-    recipe: Recipe,
-    shape: TargetShape,
-    drafter: Drafter,
+def _measured_time(
+    data: DataPart,
+    train: TrainPart,
+    tokens: int,
     out: Path | None,
-    flops_per_second: float | None,
     rehearsal: Rehearsal | None,
-    before: Before,
-    cluster: Cluster,
     paced: Callable[[], Pace | None],
-) -> _Timed:
-    tokens = data_tokens(recipe, rehearsal)
+) -> _Timed | None:
+    """By a rehearsal, by the run itself in `out`, or by a calibration; None without any of them."""
     if rehearsal is not None:
         return _Timed(
-            tuple(rehearsal.parts(recipe, tokens, WITHIN)),
+            tuple(rehearsal.parts(data, train, tokens, WITHIN)),
             f"a rehearsal: {rehearsal.step:.3g} s a step, {rehearsal.answer:.3g} s a prompt, "
             f"{rehearsal.once:.3g} s once",
         )
     measured = measured_step_seconds(out) if out is not None else None
     if measured is not None:
         seconds, behind = measured
-        left = max(0, recipe.train.steps - behind)
+        left = max(0, train.steps - behind)
         within = (0.9 * left * seconds, 1.2 * left * seconds)
         return _Timed(
             (Part("training", counted(left, "step"), within),),
@@ -333,22 +354,25 @@ def _time(
         )
     began = time.perf_counter()
     pace = paced()
-    if pace is not None:
-        spent = time.perf_counter() - began
-        return _Timed(
-            tuple(pace.parts(recipe, tokens, CALIBRATED)),
-            f"calibrated in {spent:.0f} s here: {pace.step:.3g} s a step, "
-            f"{pace.answer:.3g} s a prompt, {pace.tau:.3g} s a measurement of tau",
-        )
-    sizes = WorkSizes.of(drafter, shape.active)
-    work = work_of(recipe, sizes, tokens, before(sizes))
+    if pace is None:
+        return None
+    spent = time.perf_counter() - began
+    return _Timed(
+        tuple(pace.parts(data, train, tokens, CALIBRATED)),
+        f"calibrated in {spent:.0f} s here: {pace.step:.3g} s a step, "
+        f"{pace.answer:.3g} s a prompt, {pace.tau:.3g} s a measurement of tau",
+    )
+
+
+def _estimated_time(work: Sequence[Work], cluster: Cluster, flops: float | None) -> _Timed:
+    """By floating-point operations, so many a second (None: as measured here)."""
     if not cluster.is_here:
         assert cluster.gpu is not None
         return _Timed(
             tuple(part.reckoned(cluster) for part in work),
             f"reckoned from the data sheet of a {cluster.gpu.name}, not measured",
         )
-    speed = flops_per_second or matrix_speed()
+    speed = flops or matrix_speed()
     return _Timed(
         tuple(part.timed(speed) for part in work),
         f"estimate from FLOPs at {speed / 1e9:,.0f} GFLOP/s measured in 1 s here",

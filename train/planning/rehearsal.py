@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.train.data.rows import read_manifest
 from specctl.train.planning.pace import Pace
@@ -43,16 +43,19 @@ class Rehearsal(Pace):
         return cls(**fields)
 
 
-def small(recipe: Recipe) -> Recipe:
-    """The recipe of the rehearsal."""
-    train = recipe.train.model_copy(
+def small_train(train: TrainPart) -> TrainPart:
+    """How the rehearsal trains."""
+    return train.model_copy(
         update={
             "steps": STEPS, "tau_every": STEPS, "save_every": STEPS, "log_every": 1,
             "trackers": (), "reference_steps": None,
         }
     )  # fmt: skip
-    data = recipe.data.model_copy(update={"prompts": min(recipe.data.prompts, PROMPTS)})
-    return recipe.model_copy(update={"train": train, "data": data})
+
+
+def small_data(data: DataPart) -> DataPart:
+    """The data of the rehearsal."""
+    return data.model_copy(update={"prompts": min(data.prompts, PROMPTS)})
 
 
 @dataclass(slots=True)
@@ -90,7 +93,7 @@ class Stopwatch(SilentReporter):
         return self.all_spent.get(label, 0.0)
 
 
-def summary(recipe: Recipe, out: Path, watch: Stopwatch, whole: float, gpu: int) -> Rehearsal:
+def summary(data: DataPart, out: Path, watch: Stopwatch, whole: float, gpu: int) -> Rehearsal:
     """What a finished rehearsal in `out` shows; `whole` seconds from the start of its process."""
     ends = [watch.began[TRAIN], *watch.steps]
     each = [after - before for before, after in itertools.pairwise(ends)]
@@ -100,14 +103,14 @@ def summary(recipe: Recipe, out: Path, watch: Stopwatch, whole: float, gpu: int)
     assert manifest is not None, "a finished run has its data"
     return Rehearsal(
         once=whole - watch.spent(QUESTIONS) - answers - training,
-        answer=answers / recipe.data.prompts,
+        answer=answers / data.prompts,
         step=step,
         tau=watch.measured - watch.steps[-1],
         save=watch.ended[TRAIN] - watch.measured,
         memory=peak_bytes(),
         gpu=gpu,
         tokens=manifest.tokens,
-        write=max(0.0, each[0] - step) if recipe.data.on_policy else 0.0,
+        write=max(0.0, each[0] - step) if data.on_policy else 0.0,
     )
 
 

@@ -26,8 +26,9 @@ import numpy as np
 
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.files import write_json
+from specctl.core.spec import ModelSpec
 from specctl.recipes.load import build_recipe
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DrafterPart, Recipe
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import make_policy
@@ -36,7 +37,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import trainable_family
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.init.initial import checkpoint_drafter
-from specctl.train.planning.plan import build_shape
+from specctl.train.planning.plan import VocabSize, build_shape
 from specctl.train.run import train_draft
 from specctl.train.saving.fingerprint import check_same_run, config_fields
 
@@ -197,9 +198,9 @@ def grid(recipe: Recipe, out: Path) -> list[Cell]:
     return sorted(cells, key=lambda c: (c.tokens * c.layers * c.width**2, c.folder.name))
 
 
-def body_parameters(recipe: Recipe, target: Target) -> int:
+def body_parameters(part: DrafterPart, size: VocabSize, spec: ModelSpec) -> int:
     """Parameters of the drafter's layers, without embedding and LM head."""
-    drafter = build_shape(trainable_family(recipe), recipe, target.spec)
+    drafter = build_shape(trainable_family(part, None), part, size, spec)
     assert drafter.module is not None
     sizes = {drafter.spec.vocab_size} | ({drafter.vocab.size} if drafter.vocab else set())
     named = drafter.module.parameters()
@@ -228,7 +229,8 @@ def run_grid(
             assert result.tau is not None, "the last step of a run is always measured"
             tau = result.tau
             write_json(cell.folder / MARK, {"config": config_fields(cell.recipe), "tau": tau})
-        points.append(Point(body_parameters(cell.recipe, target), cell.tokens, tau))
+        part, size = cell.recipe.drafter, cell.recipe.vocab.size
+        points.append(Point(body_parameters(part, size, target.spec), cell.tokens, tau))
     return points
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import SpecctlError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.hub import is_local
 from specctl.runtime.target.target import Target, load_part
@@ -50,12 +50,13 @@ class SourceText:
     seconds: float
 
 
-def stand_in(recipe: Recipe, shape: TargetShape, device: torch.device) -> Target | None:
+def stand_in(
+    part: TargetPart, is_here: bool, shape: TargetShape, device: torch.device
+) -> Target | None:
     """The target of a recipe, or one of its shape with random weights; None for one that a CPU
-    would need minutes to make. Its tokenizer is only there with the target itself."""
-    part, is_cuda = recipe.target, device.type == "cuda"
-    is_here = recipe.data.target_source == "inprocess"
-    spec = shape.spec
+    would need minutes to make. Its tokenizer is only there with the target itself. `is_here`: its
+    layers run in this process."""
+    spec, is_cuda = shape.spec, device.type == "cuda"
     is_there = is_local(resolve(part.name, part.revision))
     if is_here and is_there and shape.parameters <= LIGHT:
         alone = {"device_map": None, "tensor_parallel": False}
@@ -82,9 +83,8 @@ def _cut(config: Any, num_layers: int) -> None:
             setattr(config, name, value[:1])
 
 
-def source_text(recipe: Recipe, clock: Callable[[], float]) -> SourceText:
+def source_text(data: DataPart, clock: Callable[[], float]) -> SourceText:
     """Samples of the recipe's source. Nothing is asked of the hub."""
-    data = recipe.data
     sizes = [share.bytes for share in source_shares(data)]
     is_all = is_corpus(data.source)
     if not is_all and None in sizes:
@@ -143,14 +143,10 @@ def token_stream(target: Target, samples: Sequence[Sample], count: int, kept: in
 
 
 def rows_of(
-    recipe: Recipe, target: Target, samples: Sequence[Sample], folder: Path, rows: int
+    data: DataPart, seq_len: int, stream: Sequence[int], pad_id: int, folder: Path
 ) -> TokenData:
-    """At least so many rows like those of the run: answers behind their prompts, and whole rows of
+    """The tokens as rows like those of the run: answers behind their prompts, and whole rows of
     text in the share that the recipe asks for."""
-    data, seq_len = recipe.data, recipe.train.seq_len
-    size = recipe.vocab.size
-    kept = size if isinstance(size, int) else target.spec.vocab_size
-    stream = token_stream(target, samples, rows * seq_len, min(kept, target.spec.vocab_size))
     answer = min(seq_len, data.prompt_tokens + data.new_tokens)
     answer = seq_len // (seq_len // answer)  # rows of the run are full, too: short ones fill gaps
     answers = data.prompts * answer if data.regenerate else 0
@@ -165,7 +161,7 @@ def rows_of(
         ids = np.array(stream[place : place + length], dtype=np.int32)
         documents.append(Document(ids, mask, "text"))
         place, answered = place + length, answered + length * is_answer
-    packed = pack(documents, seq_len, target.spec.pad_id or 0, 0)
+    packed = pack(documents, seq_len, pad_id, 0)
     manifest = write_rows(folder, packed, "0" * 64, {}, "source", Defects())
     return TokenData(folder, manifest)
 

@@ -42,7 +42,7 @@ from specctl.models.fast_llama import fast_llama_from_hf
 from specctl.models.hf_lm import HfLM
 from specctl.models.hf_spec import refuse_stateful
 from specctl.models.read_only import ReadingLM
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DrafterPart, TrainPart
 from specctl.runtime.target.device import DTYPES
 from specctl.runtime.target.served import ServedLM, StoredWeights
 from specctl.runtime.target.target import Target
@@ -87,8 +87,19 @@ class StepBytes:
         return max(self.phases.values(), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a step follows from beside its target and its rows: the drafter, the ids that its
+    vocabulary keeps (None: all), how it learns, and whether the target's layers are elsewhere."""
+
+    drafter: DrafterPart
+    train: TrainPart
+    kept: int | None = None
+    is_elsewhere: bool = False
+
+
 def step_bytes(
-    recipe: Recipe,
+    settings: StepSettings,
     config: Any,
     spec: ModelSpec,
     dtype: str,
@@ -96,25 +107,23 @@ def step_bytes(
     rows: int,
     parts: int = 1,
 ) -> StepBytes:
-    """The bytes of a step over so many of a recipe's rows, for a target of that transformers
-    configuration, held in that dtype. `is_gpu`: with the slices of logits that a GPU gets. `parts`:
+    """The bytes of a step over so many rows, for a target of that transformers configuration, held
+    in that dtype. `is_gpu`: with the slices of logits that a GPU gets. `parts`:
     processes that compute one row together, each with the features of all of it."""
     told = json.dumps(config.to_diff_dict(), sort_keys=True, default=str)
-    drafter = recipe.drafter.model_dump_json()
-    size = recipe.vocab.size
-    kept = min(size, spec.vocab_size) if isinstance(size, int) else None
-    train = recipe.train
+    drafter = settings.drafter.model_dump_json()
+    kept = None if settings.kept is None else min(settings.kept, spec.vocab_size)
+    train = settings.train
     how = (train.precision, train.optimizer, train.seq_len, train.lora)
-    where = recipe.data.target_source != "inprocess"
-    key = (told, drafter, how, where, kept, dtype, is_gpu, rows, parts)
-    return _Known(recipe, config, spec).bytes(key)
+    key = (told, drafter, how, settings.is_elsewhere, kept, dtype, is_gpu, rows, parts)
+    return _Known(settings, config, spec).bytes(key)
 
 
 class _Known:
     """A question to the cache: what is asked, hashed and compared by its key alone."""
 
-    def __init__(self, recipe: Recipe, config: Any, spec: ModelSpec) -> None:
-        self.recipe, self.config, self.spec = recipe, config, spec
+    def __init__(self, settings: StepSettings, config: Any, spec: ModelSpec) -> None:
+        self.settings, self.config, self.spec = settings, config, spec
         self.key: tuple[Any, ...] = ()
 
     def bytes(self, key: tuple[Any, ...]) -> StepBytes:
@@ -131,7 +140,7 @@ class _Known:
 @lru_cache(maxsize=16)
 def _asked(asked: _Known) -> StepBytes:
     *_, is_elsewhere, kept, dtype, is_gpu, rows, parts = asked.key
-    recipe, train = asked.recipe, asked.recipe.train
+    part, train = asked.settings.drafter, asked.settings.train
     known = _known_peaks((*asked.key[:-2], train.sequence_parallel > 1))
     config = copy.deepcopy(asked.config)  # building a model writes into it
     with traced() as live:
@@ -146,7 +155,7 @@ def _asked(asked: _Known) -> StepBytes:
             found = _layer_bytes(model)
             target = fake_target(model, asked.spec)
         before = live.now
-        drafter = fake_drafter(recipe, asked.spec, kept, is_gpu)
+        drafter = fake_drafter(part, train, asked.spec, kept, is_gpu)
         weights = live.now - before
         if drafter.needs().borrow:
             drafter.bind(target.borrowed())
@@ -287,17 +296,19 @@ def _feature_bytes(batch: TrainBatch) -> int:
     return sum(x.untyped_storage().nbytes() for x in storages.values())
 
 
-def fake_drafter(recipe: Recipe, spec: ModelSpec, kept: int | None, is_gpu: bool) -> Drafter:
+def fake_drafter(
+    part: DrafterPart, train: TrainPart, spec: ModelSpec, kept: int | None, is_gpu: bool
+) -> Drafter:
     """The recipe's drafter, with its adapters, on the fake tensors of the surrounding trace."""
-    family = trainable_family(recipe)
-    options = family_options(family, completed(recipe, spec).drafter)
+    family = trainable_family(part, train.joint)
+    options = family_options(family, completed(part, spec))
     if is_gpu and getattr(options, "chunk", 0) is None:
         chunk = fitting_chunk(kept or spec.vocab_size, torch.device("cuda"))
         options = replace(options, chunk=chunk)
     vocab = None if kept is None else VocabMap(torch.arange(kept), spec.vocab_size)
     drafter = family.build(options, spec, vocab)
-    if recipe.train.lora is not None:
-        attach(drafter, recipe.train.lora)
+    if train.lora is not None:
+        attach(drafter, train.lora)
     return drafter
 
 

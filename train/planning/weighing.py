@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specctl.core.slot_state import PENDING
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.recipes.stages import runs_of
 from specctl.runtime.target.quantised import layer_share
 from specctl.train.data.written.regenerate import HOST_ROWS
@@ -21,13 +21,13 @@ from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.memory import (
     PROCESS_BYTES,
     Held,
+    Moments,
     RowBytes,
-    held,
     rows_each,
     way_out,
 )
-from specctl.train.planning.rehearsal import Rehearsal, small
-from specctl.train.planning.step_bytes import step_bytes
+from specctl.train.planning.rehearsal import Rehearsal, small_data
+from specctl.train.planning.step_bytes import StepSettings, step_bytes
 from specctl.train.planning.target_shape import TargetShape
 from specctl.train.planning.work import joint_memory
 
@@ -58,14 +58,17 @@ class Weighing:
         or traced (once for each number of rows)."""
         recipe, shape, seen = self.recipe, self.shape, self.rehearsal
         if seen is not None:
-            more = max(0, data_tokens(recipe, seen) - seen.tokens)
+            more = max(0, data_tokens(recipe.data, seen) - seen.tokens)
             host = {"measured in a rehearsal": seen.memory, "more rows": more * ROW_BYTES}
             return Held({"on the GPU": seen.gpu} if seen.gpu else {}, host, "a rehearsal")
         dtype = self.dtype
         name = str(dtype).removeprefix("torch.")
         is_gpu = self.cluster.gpu is not None
         parts = min(self.cluster.processes, recipe.train.sequence_parallel)
-        step = step_bytes(recipe, shape.config, shape.spec, name, is_gpu, self._rows, parts)
+        size = recipe.vocab.size
+        kept = size if isinstance(size, int) else None
+        settings = StepSettings(recipe.drafter, recipe.train, kept, self.is_elsewhere)
+        step = step_bytes(settings, shape.config, shape.spec, name, is_gpu, self._rows, parts)
         if recipe.target.inflate is not None:
             step = replace(step, layers=dtype.itemsize * shape.parameters - step.beside_layers)
         gpu = self.cluster.gpu
@@ -76,7 +79,8 @@ class Weighing:
         if step.untraced:
             joint = {**joint, "batch, a bound from above": self._batch_at_most(self._rows)}
         row = RowBytes.of(shape, dtype)
-        return held(recipe, shape.spec, step, self.cluster, row, joint, is_fast)
+        about = (recipe.target, recipe.data, recipe.train, shape.spec)
+        return Moments(*about, step, self.cluster, row).held(joint, is_fast)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -140,25 +144,31 @@ class Weighing:
         many = {name: count * size for name, size in found.items()}
         return Held({}, {"process": count * PROCESS_BYTES} | many, "a step")
 
-    def way_out(self, fits: Fits, whole: Recipe | None = None) -> str | None:
+    def way_out(self, fits: Fits, pipeline: Weighing | None = None) -> str | None:
         """The least change of recipe or hardware after which it fits, and with it every stage of
-        the `whole` pipeline that it is part of."""
-        whole = self.recipe if whole is None else whole
+        the `pipeline` that it is part of."""
+        whole = self if pipeline is None else pipeline
+        recipe = whole.recipe
 
-        def tried(recipe: Recipe, cluster: Cluster) -> bool:
-            others = [Weighing(part, self.shape, cluster) for part in runs_of(recipe)]
-            return all(fits(other.least(), cluster) for other in others) and all(
-                fits(other.held(), cluster) for other in others
-            )
+        def tried(train: TrainPart, cluster: Cluster) -> bool:
+            changed = recipe.model_copy(update={"train": train})
+            return replace(whole, recipe=changed, cluster=cluster)._all_fit(fits)
 
-        found = way_out(whole, self.cluster, tried)
+        found = way_out(recipe.train, not whole.is_elsewhere, self.cluster, tried)
         is_dear = found is None or found.startswith("--gpu ")
-        may = is_dear and self._could_be_elsewhere and not whole.stages
-        if may and tried(self._served(whole), self.cluster):
+        may = is_dear and self._could_be_elsewhere and not recipe.stages
+        if may and replace(whole._served(), cluster=self.cluster)._all_fit(fits):
             answers = "--endpoint URL " if self.recipe.data.regenerate else ""
             served = SERVED.format(answers=answers)
             return f"{found}, or {served}" if found else served
         return found
+
+    def _all_fit(self, fits: Fits) -> bool:
+        """Whether every stage fits, as it is traced; the bounds from below are looked at first."""
+        each = [Weighing(part, self.shape, self.cluster) for part in runs_of(self.recipe)]
+        return all(fits(stage.least(), self.cluster) for stage in each) and all(
+            fits(stage.held(), self.cluster) for stage in each
+        )
 
     @property
     def _could_be_elsewhere(self) -> bool:
@@ -168,24 +178,24 @@ class Weighing:
         is_only_read = recipe.train.joint is None and recipe.target.inflate is None
         return not self.is_elsewhere and is_only_read and not data.on_policy
 
-    def _served(self, recipe: Recipe) -> Recipe:
-        """The recipe with the target's layers in a server."""
+    def _served(self) -> Weighing:
+        """The same run with the target's layers in a server."""
+        recipe = self.recipe
         change = {"target_source": "endpoint", "states": "URL"}
         data = recipe.data.model_copy(update=change)
         train = recipe.train.model_copy(update={"shard_target": False})
-        return recipe.model_copy(update={"data": data, "train": train})
+        return replace(self, recipe=recipe.model_copy(update={"data": data, "train": train}))
 
 
-def data_tokens(recipe: Recipe, rehearsal: Rehearsal | None = None) -> int:
+def data_tokens(data: DataPart, rehearsal: Rehearsal | None = None) -> int:
     """Tokens of the rows. Text is read from the samples that gave the prompts; what those hold is
     known from a rehearsal, or guessed."""
-    data = recipe.data
     if not data.regenerate:
         held = tokens_in(data)
         return min(held, data.limit_tokens or held)
     each = data.prompt_tokens + data.new_tokens
     in_sample = float(SAMPLE_TOKENS)
     if rehearsal is not None:
-        prompts = small(recipe).data.prompts
+        prompts = small_data(data).prompts
         in_sample = max(0.0, rehearsal.tokens / prompts - each)
     return data.prompts * each + min(data.text_tokens, round(data.prompts * in_sample))

@@ -17,11 +17,11 @@ from specctl.core.drafter import Drafter
 from specctl.core.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.recipes.low_rank import JointPart
-from specctl.recipes.schema import DataPart, Recipe, TrainPart
+from specctl.recipes.schema import DataPart, TrainPart
 from specctl.train.data.written.self_source import uses_self
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.target_shape import TargetShape, layer_matrices
-from specctl.train.selective import COMPARING, reference_stage
+from specctl.train.selective import COMPARING, reference_part
 
 ADDED_BYTES = 16  # of a number added: itself, its gradient, two of the optimizer's, float32
 
@@ -133,21 +133,22 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class WorkSizes:
-    """What the work of a run depends on: parameters, and how often the drafter's layers run over a
-    batch."""
+    """What the work of a run depends on beside its data and steps: parameters, how often the
+    drafter's layers run over a batch, the length of a draft."""
 
     target: int
     drafter: int
     trainable: int
     passes: int
     reads_target: bool
+    length: int
 
     @classmethod
-    def of(cls, drafter: Drafter, target: int) -> WorkSizes:
+    def of(cls, drafter: Drafter, target: int, length: int) -> WorkSizes:
         needs = drafter.needs()
         trainable = sum(p.numel() for p in drafter.trainable().values())
         reads = bool(needs.taps) or needs.teacher
-        return cls(target, num_parameters(drafter), trainable, passes(drafter), reads)
+        return cls(target, num_parameters(drafter), trainable, passes(drafter), reads, length)
 
 
 def num_parameters(drafter: Drafter) -> int:
@@ -160,11 +161,15 @@ def passes(drafter: Drafter) -> int:
 
 
 def work_of(
-    recipe: Recipe, sizes: WorkSizes, row_tokens: int, more: Sequence[Work] = ()
+    data: DataPart,
+    train: TrainPart,
+    sizes: WorkSizes,
+    row_tokens: int,
+    more: Sequence[Work] = (),
 ) -> list[Work]:
     """All parts of a run over `row_tokens` tokens of text; `more` comes between making the text and
     learning it."""
-    data, found = recipe.data, list[Work]()
+    found = list[Work]()
     questions = num_questions(data)
     if questions:
         writing = 2.0 * sizes.target * questions * QUESTION_TOKENS
@@ -178,10 +183,10 @@ def work_of(
         reading = 2.0 * sizes.target * row_tokens
         found.append(Work(READING, f"{row_tokens:,} tokens", reading))
     found += more
-    first = reference_stage(recipe)
+    first = reference_part(train)
     if first is not None:
-        found += [replace(w, name=f"reference: {w.name}") for w in _training(first, sizes)]
-    return [w for w in [*found, *_training(recipe, sizes)] if w.batches or w.writing]
+        found += [replace(w, name=f"reference: {w.name}") for w in _training(data, first, sizes)]
+    return [w for w in [*found, *_training(data, train, sizes)] if w.batches or w.writing]
 
 
 def num_questions(data: DataPart) -> int:
@@ -189,9 +194,8 @@ def num_questions(data: DataPart) -> int:
     return data.prompts if uses_self(data.source) else 0
 
 
-def _training(recipe: Recipe, sizes: WorkSizes) -> Iterable[Work]:
+def _training(data: DataPart, train: TrainPart, sizes: WorkSizes) -> Iterable[Work]:
     """The parts of the loop: what the drafter writes, the steps, the measurements of tau."""
-    train, data = recipe.train, recipe.data
     tokens = train.steps * train.rows * train.accumulate * train.seq_len
     if data.on_policy:
         fresh = round(data.on_policy * tokens)
@@ -204,7 +208,7 @@ def _training(recipe: Recipe, sizes: WorkSizes) -> Iterable[Work]:
     if train.select in COMPARING:
         each += sizes.passes * 2.0 * sizes.drafter  # the reference reads the batch, too
     yield Work("training", counted(train.steps, "step"), each * tokens)
-    yield measuring(recipe, sizes, num_measures(train))
+    yield measuring(data, train, sizes, num_measures(train))
 
 
 def num_measures(train: TrainPart) -> int:
@@ -217,23 +221,22 @@ def num_saves(train: TrainPart) -> int:
     return math.ceil(train.steps / train.save_every)
 
 
-def measuring(recipe: Recipe, sizes: WorkSizes, times: int = 1) -> Work:
+def measuring(data: DataPart, train: TrainPart, sizes: WorkSizes, times: int = 1) -> Work:
     """Measurements of tau: rounds of drafting and checking."""
-    train, length = recipe.train, recipe.serve.length
     often = counted(times, "time")
-    if recipe.data.target_source != "inprocess":  # reckoned from a pass over rows kept back
+    if data.target_source != "inprocess":  # reckoned from a pass over rows kept back
         places = times * train.tau_prompts * train.seq_len
         return Work("measuring tau", often, 2.0 * sizes.passes * sizes.drafter * places)
     prompts = train.tau_prompts * (1 if train.tau_suite is None else 2)
     rounds = times * prompts * train.tau_tokens / ROUND_TOKENS
-    each = 2.0 * sizes.target * (length + 1) + 2.0 * sizes.drafter * length
+    each = 2.0 * sizes.target * (sizes.length + 1) + 2.0 * sizes.drafter * sizes.length
     return Work("measuring tau", often, writing=rounds * each)
 
 
-def parts_elsewhere(recipe: Recipe) -> list[Part]:
+def parts_elsewhere(data: DataPart) -> list[Part]:
     """What servers do for a run. How long they take is not known here; where every step waits for
     them, they set its pace."""
-    data, found = recipe.data, list[Part]()
+    found = list[Part]()
     if data.regenerate and data.endpoint is not None:
         amount = f"{counted(data.prompts, 'prompt')}, by the endpoint: not counted"
         found.append(Part(ANSWERS, amount, (0.0, 0.0)))

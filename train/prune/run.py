@@ -7,7 +7,9 @@ tau is measured, and the healing is an ordinary run.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,9 @@ from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.fast_llama import FastLlama
 from specctl.models.llama import LlamaShape
 from specctl.models.slice import Keep, sliced
-from specctl.recipes.load import with_fields
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TrainPart
 from specctl.runtime.target.target import Target
-from specctl.train.assemble import decoder, family_options, measuring_prompts, trainable_family
+from specctl.train.assemble import family_options, trainable_family
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture
 from specctl.train.metrics import MeasuredAcceptance
@@ -80,23 +81,26 @@ class CutDrafter:
 
 
 def cut_drafter(
-    source: SmallLm, wanted: Wanted, recipe: Recipe, target: Target, data: TokenData
+    source: SmallLm,
+    wanted: Wanted,
+    part: DrafterPart,
+    target: Target,
+    data: TokenData,
+    measure: Callable[[SmallLm], MeasuredAcceptance],
 ) -> CutDrafter:
     """What is left of `source` as a drafter of its own, on the target's device and dtype; scores
-    are measured on the data."""
+    are measured on the data, its acceptance by `measure`."""
     assert isinstance(source.lm, FastLlama)
     module, batches = source.lm.module, calibration(data, target.device)
     keep = choose(source.lm, wanted, batches)
     small = sliced(module.shape, module.state_dict(), keep)
-    others = asdict(family_options(trainable_family(recipe), recipe.drafter)) | {
-        "from_layers": None
-    }
+    others = asdict(family_options(trainable_family(part, None), part)) | {"from_layers": None}
     options = SmallLmOptions(**{**others, **options_of(small.shape, target.spec)})
     drafter = SmallLm(options, target.spec, source.vocab)
     drafter.load_tensors(fitted(drafter, small.tensors, source.vocab))
     drafter.to(target.device, target.dtype)
     drafter.module.eval()
-    measured = decoder(recipe, target, drafter, measuring_prompts(recipe, target, data))()
+    measured = measure(drafter)
     total = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for batch in batches:
@@ -153,20 +157,6 @@ def _mean(wanted: int | None, has: int) -> int | None:
     return None if wanted is None else round((wanted * has) ** 0.5)
 
 
-def heal_recipe(recipe: Recipe, drafter: SmallLm, folder: str, steps: int) -> Recipe:
-    """The recipe that trains the cut drafter on, starting from its package in `folder`."""
-    options = {k: v for k, v in asdict(drafter.options).items() if k != "from_layers"}
-    part = recipe.drafter.model_copy(update={"options": options, "init": folder})
-    train = recipe.train.model_copy(
-        update={"steps": steps, "tau_every": min(recipe.train.tau_every, steps)}
-    )
-    changed = recipe.model_copy(update={"drafter": part, "train": train})
-    ours = dict.fromkeys(
-        ("drafter.init", *(f"drafter.options.{name}" for name in options)), "prune"
-    )
-    return changed.with_origin({**changed.origin, **ours})
-
-
 def prune_plans(
     recipe: Recipe,
     wanted: Wanted,
@@ -179,13 +169,26 @@ def prune_plans(
     healing of a single cut, where it has been measured."""
     spec = target_shape(recipe.target).spec
     check_cut(wanted, spec)
-    if not two_step:
-        healed, made = _planned(recipe, wanted, steps, spec, speed)
-        return [(healed, made if pace is None else _paced(healed, made, pace))]
-    first = _planned(recipe, halfway(wanted, spec), steps // 2, spec, speed)
-    second, made = _planned(recipe, wanted, steps - steps // 2, spec, speed)
-    left = tuple(part for part in made.parts if part.name != ANSWERS)
-    return [first, (second, replace(made, parts=left))]
+    cuts = [(wanted, steps)]
+    if two_step:
+        cuts = [(halfway(wanted, spec), steps // 2), (wanted, steps - steps // 2)]
+    found = list[tuple[Recipe, RunPlan]]()
+    for cut, count in cuts:
+        options = {"options": cut_options(recipe.drafter.options, cut, spec)}
+        drafter = recipe.drafter.model_copy(update=options)
+        train = recipe.train.model_copy(update={"steps": count})
+        healed = recipe.model_copy(update={"drafter": drafter, "train": train})
+        before = partial(_cutting, recipe.data, train, cut, spec)
+        made = plan(healed, flops_per_second=speed, before=before)
+        disk = {**made.disk, "cut": _cut_bytes(drafter, spec)}
+        found.append((healed, replace(made, disk=disk if count else {**disk, "package": 0})))
+    healed, made = found[-1]
+    if two_step:
+        left = tuple(part for part in made.parts if part.name != ANSWERS)
+        found[-1] = healed, replace(made, parts=left)
+    elif pace is not None:
+        found[-1] = healed, _paced(healed.data, healed.train, made, pace)
+    return found
 
 
 def cut_parts(made: RunPlan) -> tuple[Part, ...]:
@@ -193,47 +196,38 @@ def cut_parts(made: RunPlan) -> tuple[Part, ...]:
     return tuple(part for part in made.parts if part.name in (SCORING, TAU_OF_CUT))
 
 
-def _paced(healed: Recipe, made: RunPlan, pace: Pace) -> RunPlan:
-    parts = pace.parts(healed, data_tokens(healed), CALIBRATED)
+def _paced(data: DataPart, train: TrainPart, made: RunPlan, pace: Pace) -> RunPlan:
+    parts = pace.parts(data, train, data_tokens(data), CALIBRATED)
     basis = f"calibrated here: {pace.step:.3g} s a step; {SCORING}: {made.basis}"
     return replace(made, parts=(*cut_parts(made), *parts), basis=basis)
 
 
-def shaped(recipe: Recipe, wanted: Wanted) -> Recipe:
-    """The recipe of a drafter of the shape that will be left, to be derived or planned."""
-    options = _options(recipe, wanted, target_shape(recipe.target).spec)
-    given = {**dict.fromkeys(recipe.drafter.options), **options}
-    return with_fields(recipe, {f"drafter.options.{k}": v for k, v in given.items()}, "prune")
+def shape_fields(part: DrafterPart, wanted: Wanted, spec: ModelSpec) -> dict[str, object]:
+    """The fields of a recipe for a drafter of the shape that will be left of a target, to be
+    derived or planned."""
+    given = {**dict.fromkeys(part.options), **cut_options(part.options, wanted, spec)}
+    return {f"drafter.options.{name}": value for name, value in given.items()}
 
 
-def _planned(
-    recipe: Recipe, wanted: Wanted, steps: int, spec: ModelSpec, speed: float | None
-) -> tuple[Recipe, RunPlan]:
-    part = recipe.drafter.model_copy(update={"options": _options(recipe, wanted, spec)})
-    train = recipe.train.model_copy(update={"steps": steps})
-    healed = recipe.model_copy(update={"drafter": part, "train": train})
-    text = min(CALIBRATION_TOKENS, data_tokens(recipe))
+def _cutting(
+    data: DataPart, train: TrainPart, wanted: Wanted, spec: ModelSpec, sizes: WorkSizes
+) -> list[Work]:
+    """The work of a cut before its healing."""
+    text = min(CALIBRATION_TOKENS, data_tokens(data))
     forwards = 1 + (2 * spec.num_layers if wanted.importance == "alpha" else 0)
-
-    def before(sizes: WorkSizes) -> list[Work]:
-        reading = 2.0 * text * (forwards * sizes.target + sizes.target + sizes.drafter)
-        scoring = Work(SCORING, f"{text:,} tokens", reading)
-        once = measuring(recipe, sizes)
-        return [scoring, replace(once, name=TAU_OF_CUT)]
-
-    made = plan(healed, flops_per_second=speed, before=before)
-    disk = {**made.disk, "cut": _cut_bytes(healed, spec)}
-    return healed, replace(made, disk=disk if steps else {**disk, "package": 0})
+    reading = 2.0 * text * (forwards * sizes.target + sizes.target + sizes.drafter)
+    scoring = Work(SCORING, f"{text:,} tokens", reading)
+    return [scoring, replace(measuring(data, train, sizes), name=TAU_OF_CUT)]
 
 
-def _cut_bytes(recipe: Recipe, spec: ModelSpec) -> int:
+def _cut_bytes(part: DrafterPart, spec: ModelSpec) -> int:
     """Of the drafter before healing, whose vocabulary is still whole."""
-    vocab = recipe.vocab.model_copy(update={"size": None})
-    whole = recipe.model_copy(update={"vocab": vocab})
-    return 4 * num_parameters(build_shape(trainable_family(whole), whole, spec))
+    return 4 * num_parameters(build_shape(trainable_family(part, None), part, None, spec))
 
 
-def _options(recipe: Recipe, wanted: Wanted, spec: ModelSpec) -> dict[str, object]:
+def cut_options(
+    options: Mapping[str, object], wanted: Wanted, spec: ModelSpec
+) -> dict[str, object]:
     """The drafter's options with the sizes that are wanted."""
     layers = wanted.layers or len(wanted.from_layers or ()) or spec.num_layers
     sizes = {
@@ -243,5 +237,5 @@ def _options(recipe: Recipe, wanted: Wanted, spec: ModelSpec) -> dict[str, objec
         "heads": wanted.heads,
         "kv_heads": wanted.kv_heads,
     }
-    given = {**recipe.drafter.options, **{k: v for k, v in sizes.items() if v is not None}}
+    given = {**options, **{k: v for k, v in sizes.items() if v is not None}}
     return {name: value for name, value in given.items() if name != "from_layers"}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specctl.recipes.schema import Recipe
-from specctl.recipes.stages import stages_of
+from specctl.train.saving.fingerprint import check_same_run, learned_fields
 
 MARK = "finished.json"
 
@@ -37,10 +37,32 @@ def read_mark(folder: Path) -> Mapping[str, Any] | None:
     return None if is_lost else mark
 
 
-def remaining(recipe: Recipe, out: Path) -> list[Recipe]:
-    """What the same command has yet to run in `out`: the unfinished stages, or the recipe itself.
-    A finished stage is kept as it is, and needs neither its data nor its drafters again."""
-    if not recipe.stages:
-        return [recipe]
-    folders = stage_folders(recipe.stages, out)
-    return [part for name, part in stages_of(recipe).items() if read_mark(folders[name]) is None]
+def remaining(stages: Mapping[str, Recipe], out: Path) -> list[Recipe]:
+    """What the same command has yet to run in `out` of a pipeline (`stages_of`). A finished stage
+    is kept as it is, and needs neither its data nor its drafters again."""
+    folders = stage_folders(stages, out)
+    return [part for name, part in stages.items() if read_mark(folders[name]) is None]
+
+
+def finished_mark(
+    config: Mapping[str, Any], folder: Path, allow: Collection[str] = ()
+) -> Mapping[str, Any] | None:
+    """What the finished run in `folder` wrote down; None if there is something left to do. One that
+    was finished under another recipe is refused, or goes on where that is allowed. `config`: the
+    fields of the recipe that decide its package."""
+    mark = read_mark(folder)
+    if mark is None:
+        return None
+    now = {"config": deciding(config, mark["package"])}
+    return None if check_same_run(mark, now, allow) else mark
+
+
+def deciding(config: Mapping[str, Any], package: Path | None) -> Mapping[str, Any]:
+    """The fields of a recipe that decide what a run leaves behind."""
+    return learned_fields(config) if package is None else config
+
+
+def finished_text(mark: Mapping[str, Any]) -> str:
+    """What is said of a finished run."""
+    tau = "not measured" if mark["tau"] is None else f"{mark['tau']:.3f}"
+    return f"finished before, tau {tau}"

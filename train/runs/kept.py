@@ -10,7 +10,7 @@ from specctl.core.printable import counted
 from specctl.train.saving.integrity import saved_steps
 
 if TYPE_CHECKING:
-    from specctl.recipes.schema import Recipe
+    from specctl.recipes.schema import DataPart
 
 WRITTEN = {  # the journals of what a target has written
     "data/questions-*/answers-*.bin": "written questions",
@@ -28,23 +28,23 @@ def kept_in(out: Path) -> str | None:
     return f"kept: {'; '.join(places[:MOST])}{more}" if places else None
 
 
-def continued(recipe: Recipe, out: Path) -> str | None:
-    """What the run in a folder has of a recipe's answers and steps, and what is to come; None where
-    there is no run."""
-    steps = saved_steps(out / "checkpoints") if (out / "checkpoints").is_dir() else []
+def continued(data: DataPart, steps: int, out: Path) -> str | None:
+    """What the run in a folder has of a recipe's answers and of so many steps, and what is to come;
+    None where there is no run."""
+    saved = saved_steps(out / "checkpoints") if (out / "checkpoints").is_dir() else []
     try:
-        data = json.loads((out / "data" / "manifest.json").read_text(encoding="utf-8"))
+        there = json.loads((out / "data" / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    made, parts = steps[-1] if steps else 0, [f"{data['rows']:,} rows kept"]
-    answered = data.get("answered")
-    if recipe.data.regenerate and answered is not None:
-        more = max(0, recipe.data.prompts - answered)
+    made, parts = saved[-1] if saved else 0, [f"{there['rows']:,} rows kept"]
+    answered = there.get("answered")
+    if data.regenerate and answered is not None:
+        more = max(0, data.prompts - answered)
         parts.append(f"{answered:,} answers kept, at most {more:,} to write")
     shards = sum(1 for _ in out.glob("features/*/shard-*.json"))
-    if recipe.data.features == "offline":
+    if data.features == "offline":
         parts.append(f"{counted(shards, 'shard')} of features kept, those of other rows to read")
-    parts.append(f"{made:,} steps made, {max(0, recipe.train.steps - made):,} to come")
+    parts.append(f"{made:,} steps made, {max(0, steps - made):,} to come")
     return f"the run in {out}: {'; '.join(parts)}"
 
 

@@ -11,13 +11,14 @@ text, continue on code and text, align on answers of the target.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 
+from specctl.recipes.load import build_recipe
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
@@ -32,12 +33,11 @@ from specctl.train.planning.target_shape import target_shape
 from specctl.train.run import (
     Packager,
     RunResult,
-    finished_mark,
-    finished_text,
     marked_result,
     train_draft,
 )
-from specctl.train.runs.finished import stage_folders
+from specctl.train.runs.finished import finished_mark, finished_text, stage_folders
+from specctl.train.saving.fingerprint import config_fields
 from specctl.train.saving.run_file import write_run_file
 
 
@@ -49,21 +49,30 @@ class Stage:
     folder: Path
     recipe: Recipe
 
+    def fields(self) -> dict[str, Any]:
+        """Those of its recipe that decide its package."""
+        return config_fields(self.recipe, is_packaged=True)
 
-def stages(recipe: Recipe, out: Path) -> list[Stage]:
-    """The stages of a recipe under the run folder `out`, in order."""
-    found = stages_of(recipe)
-    check_stages([*found.values()])
+
+def stages(found: Mapping[str, Recipe], out: Path) -> list[Stage]:
+    """The stages of a pipeline (`stages_of`) under its run folder `out`, in order."""
+    check_stages([part.train.joint for part in found.values()])
     folders = stage_folders(found, out)
     names = {name: str(folder) for name, folder in folders.items()}
-    return [Stage(name, folders[name], resolved(part, names)) for name, part in found.items()]
+    made = list[Stage]()
+    for name, part in found.items():
+        tree = resolved(part.to_json(), names)
+        recipe = build_recipe(tree, part.name).with_origin(part.origin)
+        made.append(Stage(name, folders[name], recipe))
+    return made
 
 
 def plans(
-    recipe: Recipe, out: Path, cluster: Cluster | None = None, calibrate: Calibrate | None = None
+    runs: Sequence[tuple[Recipe, Path]],
+    cluster: Cluster | None = None,
+    calibrate: Calibrate | None = None,
 ) -> list[tuple[Recipe, RunPlan]]:
-    """The plan of a recipe; of a pipeline, one for each stage. `calibrate` as in `plan`."""
-    runs = [(s.recipe, s.folder) for s in stages(recipe, out)] if recipe.stages else [(recipe, out)]
+    """The plan of each run, by its recipe and folder. `calibrate` as in `plan`."""
     return [
         (part, plan(part, out=folder, cluster=cluster, calibrate=calibrate))
         for part, folder in runs
@@ -90,12 +99,13 @@ def train_recipe(
     if not recipe.stages:
         return train_draft(recipe, out, reporter=reporter, package=package, target=target, **given)
     spec = target_shape(recipe.target).spec if target is None else target.spec
-    todo = stages(recipe, out)
+    todo = stages(stages_of(recipe), out)
     for stage in todo:
-        check_context(stage.recipe, spec)
+        part = stage.recipe
+        check_context(part.target.name, part.data, part.train.seq_len, spec)
     is_main = PartialState().is_main_process
     talker = (reporter or SilentReporter()) if is_main else SilentReporter()
-    left = [stage for stage in todo if finished_mark(stage.recipe, stage.folder, allow) is None]
+    left = [stage for stage in todo if finished_mark(stage.fields(), stage.folder, allow) is None]
     if left:
         room = [(stage.folder, disk_needs(stage.recipe, spec)) for stage in left]
         refuse_lacks(lacking_disk(room), "what the stages will write", out)
@@ -105,11 +115,11 @@ def train_recipe(
     results: list[RunResult] = []
     for number, stage in enumerate(todo, start=1):
         is_last = stage is todo[-1]
-        mark = finished_mark(stage.recipe, stage.folder, allow) if resume else None
+        mark = finished_mark(stage.fields(), stage.folder, allow) if resume else None
         title = f"stage {number} of {len(todo)}, {stage.name}"
         if mark is not None:
             talker.say(f"{title}: {finished_text(mark)}")
-            results.append(marked_result(mark, stage.recipe, stage.folder))
+            results.append(marked_result(mark, stage.recipe.train.joint, stage.folder))
             continue
         talker.say(title)
         result = train_draft(

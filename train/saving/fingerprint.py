@@ -35,20 +35,22 @@ DECIDING = ("target", "drafter", "data", "train", "vocab")
 PACKAGED = ("serve", "export")  # decide besides what is packaged of it
 
 
-def config_fields(recipe: Recipe) -> dict[str, Any]:
-    """Dotted field -> value of everything in a recipe that decides what is learned."""
-    tree = {name: part for name, part in recipe.to_json().items() if name in DECIDING}
-    return {key: value for key, value in flatten(tree).items() if key not in FREE}
-
-
-def packaged_fields(recipe: Recipe) -> dict[str, Any]:
-    """The same of everything that decides what is packaged."""
+def config_fields(recipe: Recipe, is_packaged: bool = False) -> dict[str, Any]:
+    """Dotted field -> value of everything in a recipe that decides what is learned, and, if it
+    `is_packaged`, what the package is."""
     tree = recipe.to_json()
-    return config_fields(recipe) | flatten({name: tree[name] for name in PACKAGED})
+    learned = flatten({name: tree[name] for name in tree if name in DECIDING})
+    packaged = flatten({name: tree[name] for name in PACKAGED}) if is_packaged else {}
+    return {key: value for key, value in learned.items() if key not in FREE} | packaged
+
+
+def learned_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `config_fields` of a package that decide what is learned."""
+    return {key: fields[key] for key in fields if key.partition(".")[0] not in PACKAGED}
 
 
 def run_fingerprint(
-    recipe: Recipe,
+    config: Mapping[str, Any],
     target: str,
     tokenizer: str | None,
     data: str,
@@ -56,9 +58,10 @@ def run_fingerprint(
     ranks: int,
     init: str | None = None,
 ) -> dict[str, Any]:
-    """The parts that a resumed run must share with the run it continues."""
+    """The parts that a resumed run must share with the run it continues; `config` are the fields
+    of its recipe that decide what is learned."""
     return {
-        "config": config_fields(recipe),
+        "config": config,
         "target": {"target": target, "tokenizer": tokenizer},
         "data": data,
         "vocab": vocab,

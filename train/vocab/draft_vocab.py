@@ -19,7 +19,7 @@ import torch
 from specctl.core.errors import RecipeError
 from specctl.core.files import digest_of, write_bytes
 from specctl.core.vocab import VocabMap
-from specctl.recipes.schema import DataPart, Recipe
+from specctl.recipes.schema import DataPart, VocabPart
 from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import field_choices
 from specctl.train.data.records import Sample
@@ -39,28 +39,28 @@ from specctl.train.vocab.selectors import Evidence, selector
 KEPT = "draft-vocab.json"  # in OUT/data
 
 
-def draft_vocab(recipe: Recipe, target: Target, data: TokenData) -> VocabMap | None:
-    """The map that the recipe asks for: the one that is kept with the first part of the rows, else
-    counted; None keeps every id."""
-    if recipe.vocab.size is None:
+def draft_vocab(how: VocabPart, part: DataPart, target: Target, data: TokenData) -> VocabMap | None:
+    """The map of that size, coverage and selector: the one that is kept with the first part of the
+    rows, else counted in them or in the text of `part`; None keeps every id."""
+    if how.size is None:
         return None
     kept = _kept(data.folder / KEPT)
-    if kept.get("key") == _key(recipe, target, data):
+    if kept.get("key") == _key(how, target, data):
         return VocabMap(torch.tensor(kept["kept"], dtype=torch.long), target.spec.vocab_size)
-    return _counted(recipe, target, data)
+    return _counted(how, part, target, data)
 
 
-def keep_vocab(vocab: VocabMap, recipe: Recipe, target: Target, data: TokenData) -> None:
+def keep_vocab(vocab: VocabMap, how: VocabPart, target: Target, data: TokenData) -> None:
     """Write the map down beside the rows, for when they become more."""
-    body = {"key": _key(recipe, target, data), "kept": vocab.ids_K.tolist()}
+    body = {"key": _key(how, target, data), "kept": vocab.ids_K.tolist()}
     if _kept(data.folder / KEPT) != body:
         write_bytes(data.folder / KEPT, json.dumps(body).encode())
 
 
-def _key(recipe: Recipe, target: Target, data: TokenData) -> str:
+def _key(how: VocabPart, target: Target, data: TokenData) -> str:
     """What a map follows from."""
-    how, (first, _) = recipe.vocab.model_dump(mode="json"), data.parts()[0]
-    return digest_of({"rows": first, "vocab": how, "ids": target.spec.vocab_size})
+    fields, (first, _) = how.model_dump(mode="json"), data.parts()[0]
+    return digest_of({"rows": first, "vocab": fields, "ids": target.spec.vocab_size})
 
 
 def _kept(path: Path) -> dict[str, Any]:
@@ -72,10 +72,9 @@ def _kept(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _counted(recipe: Recipe, target: Target, data: TokenData) -> VocabMap:
-    part = recipe.vocab
-    assert part.size is not None, "the caller has looked"
-    chosen = selector(part.selector, "vocab.selector")
+def _counted(how: VocabPart, part: DataPart, target: Target, data: TokenData) -> VocabMap:
+    assert how.size is not None, "the caller has looked"
+    chosen = selector(how.selector, "vocab.selector")
     if chosen.needs_drafter:
         raise RecipeError(
             "a drafter that is yet to be trained has drafted nothing to count",
@@ -84,22 +83,20 @@ def _counted(recipe: Recipe, target: Target, data: TokenData) -> VocabMap:
             do="train with vocab.selector=vocab-trim, or trim afterwards: specctl vocab-trim",
             where="vocab.selector",
         )
-    if part.search != "exhaustive":
+    if how.search != "exhaustive":
         raise RecipeError(
             "before training there is no drafter whose speed could be searched",
-            found=f"vocab.search {part.search}",
+            found=f"vocab.search {how.search}",
             expected="vocab.search exhaustive",
             do="train with vocab.search=exhaustive, then: specctl vocab-trim --search tpe",
             where="vocab.search",
         )
-    evidence = Evidence(
-        target, data=data, samples=partial(recipe_samples, recipe.data, data.folder)
-    )
+    evidence = Evidence(target, data=data, samples=partial(recipe_samples, part, data.folder))
     counts, heldout = count_tokens(chosen.count(evidence), target.spec.vocab_size)
     always = always_kept(target)
-    rank, size = ranking(counts, always), part.size
+    rank, size = ranking(counts, always), how.size
     if size == "auto":
-        size = fewest(seen_ranking(counts, always), heldout, always, part.min_coverage)
+        size = fewest(seen_ranking(counts, always), heldout, always, how.min_coverage)
     return vocab_map(rank, int(size), always, target.spec.vocab_size)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import specctl.recipes
 from specctl.drafters import families
 from specctl.models.spread import is_piece
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import TargetPart
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
@@ -33,8 +33,7 @@ def compared(folder: str, ranks: Ranks) -> list[dict[str, Any]]:
     """What each process finds."""
     plain = load_target(folder, dtype="float32", device="cpu")
     spread = load_target(folder, dtype="float32", device="cpu", tensor_parallel=True)
-    recipe = Recipe.model_validate({"target": {"name": folder, "tensor_parallel": True}})
-    read = in_step(recipe, spread, ranks)
+    read = in_step(TargetPart(name=folder, tensor_parallel=True), spread, ranks)
     rows = 1 + ranks.rank  # the second process has more of them
     ids_BS = torch.arange(rows * 12).view(rows, 12) + 40 * ranks.rank
     document_BS = torch.tensor([[0] * 7 + [1] * 5] * rows)

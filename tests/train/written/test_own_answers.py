@@ -17,6 +17,7 @@ from specctl.train.data.prepare import prepare, write_answers_alone
 from specctl.train.data.rows import TokenData
 from specctl.train.data.written.answers_file import write_answers
 from specctl_testing.train import small_runs
+from specctl_testing.train.of_recipe import preparation_of
 from specctl_testing.train.small_runs import Talk, run
 
 
@@ -54,7 +55,7 @@ def recipe_of(*sources: Path, **sets: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def answers(target: Target, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("answers")
-    written = write_answers_alone(recipe_of(texts), target, out, Talk())
+    written = write_answers_alone(preparation_of(recipe_of(texts), target), out, Talk())
     write_answers(out / "answers.jsonl", written, target)
     return out / "answers.jsonl"
 

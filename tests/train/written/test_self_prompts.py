@@ -44,6 +44,7 @@ from specctl.train.planning.work import QUESTIONS, WorkSizes, work_of
 from specctl.train.runs.kept import kept_in
 from specctl.train.vocab.draft_vocab import recipe_samples
 from specctl_testing.runtime.chat_targets import TEMPLATE, spoken_with
+from specctl_testing.train.of_recipe import preparation_of
 
 PLAN = AnswerPlan(10, 48, 16, temperature=0.8, greedy_share=0.5, seed=3, longest=112)
 
@@ -252,7 +253,7 @@ def test_the_questions_are_answered_and_the_rows_of_a_finished_run_stay(
     assert (data.manifest.writer, data.manifest.documents) == ("target", 6)
     assert "written questions, written answers" in (kept_in(tmp_path) or "")
     monkeypatch.setattr(engine_module.Engine, "step", None)
-    assert rows_digest(recipe("self"), chatty, tmp_path) == data.digest
+    assert rows_digest(preparation_of(recipe("self"), chatty), tmp_path) == data.digest
     console = Talk()
     assert prepare(recipe("self"), chatty, tmp_path, console).digest == data.digest
     assert [text.split(" ")[1] for text in console.said] == ["reusing"]
@@ -260,20 +261,22 @@ def test_the_questions_are_answered_and_the_rows_of_a_finished_run_stay(
     assert [s.messages[0]["content"] for s in samples] == texts_of(tmp_path / "data" / FILE)
     (tmp_path / "data" / FILE).unlink()
     with pytest.raises(FileError, match="questions that the target wrote are gone"):
-        rows_digest(recipe("self"), chatty, tmp_path)
+        rows_digest(preparation_of(recipe("self"), chatty), tmp_path)
 
 
 def test_self_writes_what_other_sources_lack(chatty: Target, tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"hello {i}"}) + "\n" for i in range(4)))
     console = Talk()
-    answers = write_answers_alone(recipe((str(file), "self")), chatty, tmp_path / "a", console)
+    answers = write_answers_alone(
+        preparation_of(recipe((str(file), "self")), chatty), tmp_path / "a", console
+    )
     assert len(texts_of(tmp_path / "a" / "data" / FILE)) == 2
     asked = {a.prompt.dialogue.messages[0]["content"] for a in answers if a.prompt.dialogue}
     assert asked == {*(f"hello {i}" for i in range(4)), *texts_of(tmp_path / "a" / "data" / FILE)}
     assert [a.prompt.is_question for a in answers].count(True) == 2
     few = recipe((str(file), "self"), prompts=3)
-    assert len(write_answers_alone(few, chatty, tmp_path / "b", console)) == 3
+    assert len(write_answers_alone(preparation_of(few, chatty), tmp_path / "b", console)) == 3
     assert (tmp_path / "b" / "data" / FILE).read_text() == ""
     assert any("self writes nothing" in text for text in console.warnings)
 
@@ -311,7 +314,7 @@ def test_one_process_writes_and_the_others_read(chatty: Target, tmp_path: Path) 
             return [value]  # the first rank is not running: it came before
 
     second = Second(1, 2)
-    about = (recipe("self"), chatty, tmp_path, None, SilentReporter())
+    about = (preparation_of(recipe("self"), chatty), tmp_path, SilentReporter())
     with pytest.raises(FileError):
         with_questions(*about, second)
     first = with_questions(*about, Ranks())
@@ -324,7 +327,8 @@ def test_a_plan_knows_the_source_and_that_it_takes_time() -> None:
     (share,) = source_shares(DataPart(source="self"))
     assert (share.what, share.bytes) == ("questions that the target writes itself", None)
     assert tokens_in(DataPart(source="self")) > 0
-    works = {w.name: w for w in work_of(recipe("self"), WorkSizes(100, 10, 10, 1, True), 1000)}
+    wanted, sizes = recipe("self"), WorkSizes(100, 10, 10, 1, True, 4)
+    works = {w.name: w for w in work_of(wanted.data, wanted.train, sizes, 1000)}
     assert works[QUESTIONS].writing > 0
     assert works[QUESTIONS].amount == "6 questions"
 
@@ -367,7 +371,7 @@ def test_a_target_that_cannot_be_decoded_with_is_refused(
 ) -> None:
     monkeypatch.setattr(type(chatty.lm), "can_run", False)
     with pytest.raises(RecipeError, match="writes no questions"):
-        write_answers_alone(recipe("self"), chatty, tmp_path, SilentReporter())
+        write_answers_alone(preparation_of(recipe("self"), chatty), tmp_path, SilentReporter())
 
 
 def test_a_template_that_writes_other_words_than_the_user_s_is_refused(

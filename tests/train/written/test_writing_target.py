@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specctl.recipes.load import load_recipe
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, TargetPart
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.data import prepare as preparing
@@ -36,9 +36,13 @@ def recipe_of(*sets: str) -> Recipe:
     return load_recipe("eagle3", [*SMALL, *sets])
 
 
+def part_of(*sets: str) -> TargetPart:
+    return recipe_of(*sets).target
+
+
 def test_a_packed_file_writes_as_it_is_packed(tiny_target: Target, packed: Target) -> None:
-    assert writing_target(recipe_of(), tiny_target) is packed
-    assert written_in(recipe_of(), tiny_target) == "gguf"
+    assert writing_target(part_of(), tiny_target) is packed
+    assert written_in(part_of(), tiny_target) == "gguf"
 
 
 def test_a_target_of_other_weights_does_not_write(
@@ -46,18 +50,18 @@ def test_a_target_of_other_weights_does_not_write(
 ) -> None:
     other = replace(packed, fingerprint="0" * 64)
     monkeypatch.setattr(writing, "load_part", lambda part, **more: other)
-    assert writing_target(recipe_of(), tiny_target) is tiny_target
+    assert writing_target(part_of(), tiny_target) is tiny_target
 
 
 @pytest.mark.parametrize("given", ["target.dtype=float32", "target.inflate=100m"])
 def test_what_was_set_by_hand_writes(tiny_target: Target, packed: Target, given: str) -> None:
-    assert not writes_packed(recipe_of(given), tiny_target)
-    assert writing_target(recipe_of(given), tiny_target) is tiny_target
+    assert not writes_packed(part_of(given), tiny_target)
+    assert writing_target(part_of(given), tiny_target) is tiny_target
 
 
 def test_a_folder_is_not_packed(tiny_target: Target) -> None:
-    assert not writes_packed(recipe_of(), tiny_target)
-    assert written_in(recipe_of(), tiny_target) == "torch.float32"
+    assert not writes_packed(part_of(), tiny_target)
+    assert written_in(part_of(), tiny_target) == "torch.float32"
 
 
 def test_answers_are_those_of_the_packed_target(

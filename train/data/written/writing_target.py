@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from specctl.recipes.schema import Recipe, TargetPart
+from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.device import PACKED
 from specctl.runtime.target.gguf.model import open_gguf
@@ -19,20 +19,20 @@ from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.target import Target, load_part
 
 
-def writing_target(recipe: Recipe, target: Target) -> Target:
+def writing_target(part: TargetPart, target: Target) -> Target:
     """The target itself, or the same one as its file packs it."""
-    if not writes_packed(recipe, target):
+    if not writes_packed(part, target):
         return target
-    part = recipe.target.model_copy(update={"dtype": PACKED})
-    packed = load_part(part, device=str(target.device))
+    as_stored = part.model_copy(update={"dtype": PACKED})
+    packed = load_part(as_stored, device=str(target.device))
     return packed if packed.fingerprint == target.fingerprint else target
 
 
-def writes_packed(recipe: Recipe, target: Target) -> bool:
+def writes_packed(part: TargetPart, target: Target) -> bool:
     """Whether text is written by packed weights: of a file that is packed, on a CPU that can, where
     nobody has named another dtype or changed the weights."""
     is_here = target.device.type == "cpu" and target.can_run and target.dtype_name != PACKED
-    return is_here and packed_copy(recipe.target) > 0
+    return is_here and packed_copy(part) > 0
 
 
 def packed_copy(part: TargetPart) -> int:
@@ -47,9 +47,9 @@ def is_read_packed(part: TargetPart) -> bool:
     return packed_copy(part.model_copy(update={"dtype": "auto"})) > 0
 
 
-def written_in(recipe: Recipe, target: Target) -> str:
+def written_in(part: TargetPart, target: Target) -> str:
     """The precision in which the target writes, under which its answers are kept."""
-    return PACKED if writes_packed(recipe, target) else str(target.dtype)
+    return PACKED if writes_packed(part, target) else str(target.dtype)
 
 
 @lru_cache(maxsize=4)
