@@ -37,6 +37,9 @@ COMMANDS = (
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 LONGEST_FILE = 500
+# Parameters that are a whole recipe, and classes that hold one: only ever fewer.
+WHOLE = ("Recipe", "Recipe | None", "'Recipe'", "Optional[Recipe]")
+MOST_TAKING, MOST_HOLDING = 30, 11
 # Where module docstrings name their shape letters in the words of docs/glossary.md.
 LETTERED = (
     "core", "models", "drafters", "runtime/policies", "runtime/verify", "runtime/sampling",
@@ -183,6 +186,52 @@ def test_files_stay_readable() -> None:
     for path in sources(*ROOMS):
         count = len(path.read_text(encoding="utf-8").splitlines())
         assert count <= LONGEST_FILE, f"{path.relative_to(ROOT)} has {count} lines"
+
+
+def takes_recipe(tree: ast.Module) -> list[str]:
+    """The functions of a module, a name for each parameter that is a whole recipe."""
+    return [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        if each.annotation is not None and ast.unparse(each.annotation) in WHOLE
+    ]
+
+
+def holds_recipe(tree: ast.Module) -> list[str]:
+    """The classes of a module with a field that is a whole recipe."""
+    return [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and ast.unparse(each.annotation) in WHOLE
+    ]
+
+
+def test_few_functions_take_a_whole_recipe() -> None:
+    """The others get the sections, or the values, that they use. Nor is a recipe handed on inside
+    ever more objects."""
+    taking, holding = list[str](), list[str]()
+    for path in sources(*ROOMS):
+        tree, name = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
+        taking += [f"{name}: {each}" for each in takes_recipe(tree)]
+        holding += [f"{name}: {each}" for each in holds_recipe(tree)]
+    assert len(taking) <= MOST_TAKING, "give them sections: " + "; ".join(taking)
+    assert len(holding) <= MOST_HOLDING, "give them sections: " + "; ".join(holding)
+
+
+def test_a_whole_recipe_would_be_seen() -> None:
+    text = (
+        "class Run:\n    recipe: Recipe\n    train: TrainPart\n"
+        "    def plan(self, recipe: Recipe | None, *, part: TrainPart) -> Recipe:\n"
+        "        def inner(recipe: 'Recipe') -> None: ...\n"
+        "async def f(a: int, /, *, recipe: Recipe) -> None: ...\n"
+    )
+    tree = ast.parse(text)
+    assert sorted(takes_recipe(tree)) == ["f", "inner", "plan"]
+    assert holds_recipe(tree) == ["Run"]
 
 
 def test_sources_are_ascii() -> None:
