@@ -83,7 +83,7 @@ def trainable_family(recipe: Recipe) -> Family:
             found=recipe.serve.stop_file,
             expected="a policy that needs no other file",
             do="leave serve.stop_file out, and give the file to generate, bench or serve with "
-            "--stop-rule",
+            "--set serve.stop",
             where="serve.stop_file",
         )
     return family

@@ -15,9 +15,9 @@ from specctl.runtime.target.target import Target, load_target
 
 # What takes the weights of one model apart, blows them up, adds to them or records their rounds.
 ALONE = {
-    "compile": "--compile",
-    "device_map": "--device-map",
-    "tensor_parallel": "--tp",
+    "compile": "target.compile",
+    "device_map": "target.device_map",
+    "tensor_parallel": "target.tensor_parallel",
     "inflate": "--inflate",
     "adapters": "--adapter",
 }

@@ -205,7 +205,7 @@ def test_two_models_of_other_tokens_or_with_recurrent_states_are_refused(
         MixedLM(pair[0].lm, recurrent.lm, mixture.mixing())
     with pytest.raises(SpecctlError, match="mixture") as clash:
         load_mixed("average=tiny", "tiny", compile=True)
-    assert clash.value.found == "--mix and --compile"
+    assert clash.value.found == "--mix and target.compile"
 
 
 def test_the_masks_of_each_model_are_its_own(pair: tuple[Target, Target]) -> None:
