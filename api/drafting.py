@@ -37,6 +37,7 @@ from specctl.runtime.stops import STOPS
 from specctl.runtime.stops.learned import read_stop
 from specctl.runtime.target.target import Target
 
+OPTION = "--set drafter.options."
 COST_ROUNDS = 16  # timed rounds of each draft length
 NO_DRAFTER = "none"
 
@@ -234,10 +235,10 @@ def _with_options(drafter: Drafter, options: Mapping[str, Any]) -> Drafter:
     except RecipeError as error:
         raise RecipeError(
             error.what,
-            where=error.where.replace("drafter.options.", "--draft-option "),
+            where=error.where.replace("drafter.options.", OPTION),
             found=error.found,
             expected=error.expected,
-            do=re.sub(r"\bwrite (\w+): ([^\s,]+)", r"--draft-option \1=\2", error.do),
+            do=re.sub(r"\bwrite (\w+): ([^\s,]+)", rf"{OPTION}\1=\2", error.do),
         ) from error
     return changed
 
@@ -252,10 +253,10 @@ def _read_options(given: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
         if not (name and mark):
             raise RecipeError(
                 "an option of the drafter has a name and a value",
-                where="--draft-option",
+                where="--set drafter.options",
                 found=word,
                 expected="NAME=VALUE",
-                do="--draft-option window=512",
+                do="--set drafter.options.window=512",
             )
         try:
             found[name] = json.loads(value)
@@ -278,11 +279,11 @@ def _serve(
     serve |= _stop_settings(given.get("stop_rule"))
     serve.setdefault("policy", policies[0])
     if serve["policy"] not in policies:
-        legal = f"--policy {policies[0]}"
+        legal = f"--set serve.policy={policies[0]}"
         is_known = serve["policy"] in POLICY_FIELDS  # no misspelling: there is nothing to guess
         raise RecipeError(
             f"this drafter cannot be grown by policy {serve['policy']!r}",
-            where="--policy",
+            where="serve.policy",
             found=str(serve["policy"]),
             expected="one of " + ", ".join(policies),
             do=legal if is_known else did_you_mean(str(serve["policy"]), policies, legal),
@@ -294,9 +295,20 @@ def _serve(
     return serve
 
 
+# How the command line says what is no flag.
+_SAID = {
+    "policy": "serve.policy",
+    "nodes": "serve.nodes",
+    "stop_rule": "serve.stop",
+    "controller": "serve.controller",
+    "parallel": "serve.parallel",
+    "draft_option": "drafter.options",
+}
+
+
 def _refuse_settings(given: Mapping[str, Any]) -> None:
     if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        flags = ", ".join(_SAID.get(name, f"--{name}") for name in given)
         raise SpecctlError(
             f"{flags} says how to draft, but there is no drafter",
             where="the command line",
@@ -307,7 +319,7 @@ def _refuse_settings(given: Mapping[str, Any]) -> None:
 
 
 def _stop_settings(word: str | None) -> dict[str, Any]:
-    """What --stop-rule stands for: a rule, or a file with the weights of one."""
+    """What serve.stop stands for: a rule, or a file with the weights of one."""
     if word is None:
         return {}
     if is_built_in(word, STOPS, "stop rule") or not Path(word).is_file():
@@ -316,14 +328,14 @@ def _stop_settings(word: str | None) -> dict[str, Any]:
 
 
 def _ignored(key: str, value: str, policy: str, policies: Sequence[str]) -> RecipeError:
-    flag = "--stop-rule" if key == "stop" else f"--{key}"
+    flag = f"serve.{key}"
     other = next(name for name in (*policies, *POLICY_FIELDS) if key in POLICY_FIELDS[name])
     return RecipeError(
         f"{flag} is ignored by policy {policy}",
         where=flag,
         found=value,
         expected="a policy that has it, such as " + other,
-        do=f"--policy {other}, or leave {flag} out",
+        do=f"--set serve.policy={other}, or leave {flag} out",
     )
 
 

@@ -82,7 +82,7 @@ def target_words(target: Target) -> list[str]:
     record = TargetRecord.model_validate(target_record(target))
     words = ["--target", given_target(record)]
     if record.repo is not None and record.revision is not None:
-        words += ["--revision", record.revision]
+        words += ["--set", f"target.revision={record.revision}"]
     if target.inflated is not None:
         words += ["--inflate", target.inflated]
     if target.mixture is not None:

@@ -19,6 +19,7 @@ from specctl.runtime.target.spoken_to import NO_TEMPLATE, OF_PRETRAINING
 from specctl.runtime.target.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Any  # Any: tensors and arrays
+GO_ON = "go on with --set sample.ignore_eos=true"
 IDS = "input_ids"  # of what a tokenizer gives back
 
 
@@ -78,13 +79,13 @@ def empty_answers(
     )
     if any(prompt.is_chat for prompt in empty):
         why = "ended its turn at once"
-        do = "word the question otherwise, sample (--temperature 0.7), or go on with --ignore-eos"
+        do = f"word the question otherwise, sample (--temperature 0.7), or {GO_ON}"
     elif target.template_digest is not None:
         why = "took the prompt for a text that is complete, and it has a chat template"
         do = "--chat makes the prompt a user's turn (in Python: chat=True)"
     else:
         why = "took the prompt for a text that is complete"
-        do = "end the prompt where something must follow, or go on with --ignore-eos"
+        do = f"end the prompt where something must follow, or {GO_ON}"
     return [f"{count} empty: {target.name} {why}; {do}"]
 
 

@@ -68,8 +68,8 @@ KEYS = {"SPECCTL_ADMIN_KEYS": KEY}
 def server(target: str, package: Path, traffic: Path, folder: Path, length: int) -> Iterator[str]:
     """The address of a server that drafts with a package and keeps its traffic."""
     words = ["serve", "--target", target, package, "--port", "0", "--jsonl", "--max-len", length,
-             "--batching", "fixed", "--keep-traffic", traffic, "--keep-traffic-limit", "0.01",
-             "--drafter-folder", folder]  # fmt: skip
+             "--batching", "fixed", "--keep-traffic", traffic, "--set", "limits.keep_traffic=0.01",
+             "--set", f"access.drafter_folder={folder}"]  # fmt: skip
     process = subprocess.Popen(
         [*COMMAND, *map(str, words)], stdout=subprocess.PIPE, text=True, env=os.environ | KEYS
     )

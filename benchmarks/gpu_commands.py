@@ -97,9 +97,9 @@ def eagle3(run: Commands) -> dict[str, Any]:
     run.train("eagle3", "run")
     run.judge("run/package", "--batch=4", "--dtype=bfloat16")
     shape = f"--device={run.device}", "--max-new-tokens=24"
-    run("generate", PROMPT, "-d", "run/package", "--compile", "--compare", *shape)
+    run("generate", PROMPT, "-d", "run/package", "--set=target.compile=true", "--compare", *shape)
     run("generate", PROMPT, "-d", "run/package", "--temperature=0.8", "--stats", *shape)
-    run("bench", "run/package", *WIDE, "--compile", f"--device={run.device}")
+    run("bench", "run/package", *WIDE, "--set=target.compile=true", f"--device={run.device}")
     run("vocab-trim", "run", "--size=512", "-o", "trimmed", "--num-prompts=2",
         "--max-new-tokens=8", f"--device={run.device}")  # fmt: skip
     run("export", "run/package", "--to=vllm", "-o", "vllm")
@@ -114,7 +114,14 @@ def untrained(run: Commands) -> dict[str, Any]:
         run("generate", PROMPT, "-d", "prompt-lookup", f"--dtype={dtype}", "--compare",
             "--max-new-tokens=24", f"--device={run.device}")  # fmt: skip
     run("bench", *names, *WIDE, f"--device={run.device}")
-    run("bench", *names, *WIDE, f"--device={run.device}", "--compile", "--dtype=bfloat16")
+    run(
+        "bench",
+        *names,
+        *WIDE,
+        f"--device={run.device}",
+        "--set=target.compile=true",
+        "--dtype=bfloat16",
+    )
     return {}
 
 

@@ -182,7 +182,7 @@ class OwnServer:
         from serve_common import serve_process
 
         words = ["--draft", self.draft, "--max-batch", str(users), *self.flags]
-        words += ["--max-len", str(longest + self.tokens), "--max-queue", str(users)]
+        words += ["--max-len", str(longest + self.tokens), "--set", f"limits.max_queue={users}"]
         with tempfile.TemporaryDirectory() as folder, serve_process(Path(folder), *words) as server:
             self.url = server.url
             yield

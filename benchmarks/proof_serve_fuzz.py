@@ -177,8 +177,8 @@ def prove_prompts(server: Server, count: int, seed: int) -> list[Check]:
 
 def _server(folder: Path, tokens: int) -> AbstractContextManager[Server]:
     """The embedded target with a drafter; no answer has more than so many tokens."""
-    flags = ("--draft", "prompt-lookup", "--max-queue", "256", "--max-new-tokens", str(tokens))
-    return serve_process(folder, *flags)
+    limits = ("--set", "limits.max_queue=256", "--set", f"limits.max_new_tokens={tokens}")
+    return serve_process(folder, "--draft", "prompt-lookup", *limits)
 
 
 def main() -> None:

@@ -194,8 +194,8 @@ def prove(given: Any) -> list[Check]:
     """Everything, at the sizes of the options."""
     checks = prove_streams(given.streams)
     checks += prove_overload(given.times, Limits(), given.delay)
-    flags = ("--draft", "prompt-lookup", "--max-queue", str(max(given.users, 64)))
-    flags += ("--queue-timeout", "600")
+    flags = ("--draft", "prompt-lookup", "--set", f"limits.max_queue={max(given.users, 64)}")
+    flags += ("--set", "limits.queue_timeout=600")
     with tempfile.TemporaryDirectory() as folder, serve_process(Path(folder), *flags) as server:
         checks += prove_users(server, given.users, given.seconds, given.seed)
         checks += prove_soak(server, given.requests, 16, given.seed, given.warm)

@@ -217,7 +217,7 @@ def prove(given: Any) -> list[Check]:
     for what, target in targets.items():
         with stub_server(EchoService(target=target)) as server:
             checks += prove_streams(server, what, echo_cases(rng, target, given.prompts // 2))
-    flags = ("--draft", "prompt-lookup", "--max-batch", "4", "--max-queue", "256")
+    flags = ("--draft", "prompt-lookup", "--max-batch", "4", "--set", "limits.max_queue=256")
     with tempfile.TemporaryDirectory() as folder, serve_process(Path(folder), *flags) as server:
         checks += prove_streams(server, "the embedded target", real_cases(rng, given.real))
         checks += prove_leaving(server, given.aborts, given.at_once, given.seed)

@@ -34,13 +34,13 @@ class AttentionOnly:
 
 RECORDED = AttentionOnly(
     "rounds of a target with recurrent states cannot be recorded",
-    "--compile",
-    "leave out --compile",
+    "target.compile",
+    "leave out target.compile",
 )
 PARALLEL = AttentionOnly(
     "drafting in parallel needs a target whose cache can be rolled back",
     "parallel",
-    "leave out --parallel, or give --no-parallel",
+    "leave out serve.parallel, or give --set serve.parallel=false",
 )
 
 

@@ -211,7 +211,8 @@ def unknown(
     the command that shows them, where `where` is not a flag with few of them."""
     names = list(known)
     close = alike(name, names, cutoff=0.55) or ["NAME, one of those"]
-    expected, do = "one of " + ", ".join(names), f"{where} {close[0]}"
+    mark = "=" if where.startswith("--set ") else " "
+    expected, do = "one of " + ", ".join(names), f"{where}{mark}{close[0]}"
     if listed:
         expected = one_of(names, listed)
         do = did_you_mean(name, names, f"`{listed}` shows what there is")

@@ -137,7 +137,7 @@ class GuessedBlocks(DraftState):
                 where="serve.nodes",
                 found=f"{space.max_nodes} nodes for a block of {block}",
                 expected=f"{block * (block + 2)} nodes",
-                do=f"--nodes {block * (block + 2)}, or leave block out",
+                do=f"--set serve.nodes={block * (block + 2)}, or leave block out",
             )
         self.guess_ZW = torch.full((space.num_slots, self.W), blank, device=space.device)
 

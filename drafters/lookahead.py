@@ -69,7 +69,7 @@ class LookaheadOptions:
                 where="serve.nodes",
                 found=f"{nodes} nodes for {rows} rows of {self.window} columns",
                 expected=f"{(self.window + self.guesses) * rows} nodes or so",
-                do=f"--nodes {(self.window + self.guesses) * rows}, or leave window out",
+                do=f"--set serve.nodes={(self.window + self.guesses) * rows}, or leave window out",
             )
         return self.window
 

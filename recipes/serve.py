@@ -173,7 +173,7 @@ def check_in_parallel(parallel: object, rule: object) -> None:
             where="--rule",
             found=f"rule {rule}, drafting in parallel",
             expected="rule auto",
-            do="--no-parallel, or leave the rule out",
+            do="--set serve.parallel=false, or leave the rule out",
         )
 
 

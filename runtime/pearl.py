@@ -84,7 +84,7 @@ class Pearl:
                 where="serve.parallel",
                 found=type(policy).__name__,
                 expected="policy chain without a stop rule",
-                do="--policy chain --length 4, or leave parallel out",
+                do="--set serve.policy=chain --length 4, or leave parallel out",
             )
         if drafter.needs().topk:
             raise RecipeError(

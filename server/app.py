@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -24,7 +25,7 @@ from specctl.server.docs_page import DOCS, docs_route
 from specctl.server.drafter_route import Shelf, drafter_routes
 from specctl.server.engine_thread.contract import Serving, Status
 from specctl.server.engine_thread.service import Service
-from specctl.server.errors import ApiError, ErrorBody, MessagesErrorBody
+from specctl.server.errors import ApiError, ErrorBody, MessagesErrorBody, is_for_anthropic
 from specctl.server.logs import RequestLog
 from specctl.server.metrics import TYPE, Metrics
 from specctl.server.page import page_routes
@@ -166,6 +167,14 @@ class Front:
             message = f"the model {name!a} is not served here; {self.name!a} is"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def model_for_anthropic(self) -> dict[str, Any]:
+        """The model as Anthropic's API describes one."""
+        started = datetime.fromtimestamp(self.started, UTC).isoformat().replace("+00:00", "Z")
+        context = self.service.status().context
+        about = {"type": "model", "id": self.name, "display_name": self.name}
+        sizes = {"max_input_tokens": context, "max_tokens": context}
+        return {**about, "created_at": started, "lifecycle": "active", **sizes}
+
     def model(self) -> dict[str, Any]:
         about = {"id": self.name, "object": "model", "created": self.started}
         has_template = self.service.target.template_digest is not None
@@ -233,15 +242,24 @@ def _api(app: FastAPI, front: Front) -> None:
     """The routes of OpenAI's and Anthropic's clients."""
 
     @app.get("/v1/models", responses=REFUSALS)
-    async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [front.model()]}
+    async def models(
+        request: Request, after_id: str | None = None, before_id: str | None = None
+    ) -> dict[str, Any]:
+        """The one model that is served; with a header `anthropic-version` in the shape of that
+        API, else in OpenAI's."""
+        if not is_for_anthropic(request.scope):
+            return {"object": "list", "data": [front.model()]}
+        is_beside = after_id is not None or before_id is not None  # of the one there is
+        data = [] if is_beside else [front.model_for_anthropic()]
+        ends = None if is_beside else front.name
+        return {"data": data, "first_id": ends, "last_id": ends, "has_more": False}
 
     @app.get("/v1/models/{model:path}", responses=REFUSALS)
-    async def model(model: str) -> dict[str, Any]:
+    async def model(request: Request, model: str) -> dict[str, Any]:
         """That model, if it is served."""
         front.check_model(model)
-        return front.model()
+        is_theirs = is_for_anthropic(request.scope)
+        return front.model_for_anthropic() if is_theirs else front.model()
 
     @app.post("/v1/completions", responses=ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:

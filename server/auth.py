@@ -170,7 +170,7 @@ class AuthMiddleware:
         try:
             owner = self.door.check(scope["path"], Headers(scope=scope))
         except ApiError as error:
-            await error.response(scope["path"])(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         scope.setdefault("state", {})["owner"] = owner
         await self.app(scope, receive, send)

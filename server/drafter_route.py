@@ -48,7 +48,7 @@ class Shelf:
         except (OSError, ValueError):
             is_inside = False
         if not is_inside:
-            message = f"no drafter {name[:100]!a} in the server's --drafter-folder"
+            message = f"no drafter {name[:100]!a} in the server's access.drafter_folder"
             listed = f"; {self._listed(root)}"
             raise ApiError(404, message + listed, param="path", code="drafter_not_found")
         return folder

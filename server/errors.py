@@ -1,5 +1,5 @@
 """Every error leaves in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; those of
-/v1/messages in Anthropic's: {"type": "error", "error": {"type", "message"}}."""
+Anthropic's API in theirs: {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from specctl.core.errors import NumbersError, SpecctlError, alike
 from specctl.server.engine_thread.contract import Busy, TooLong, Unavailable
@@ -18,7 +20,7 @@ from specctl.server.engine_thread.contract import Busy, TooLong, Unavailable
 Path = tuple[int | str, ...]  # keys and places that lead through a body
 RETRY_SECONDS = 5  # sent with a 503: the server loads, or another one takes over
 TOO_LONG = "context_length_exceeded"
-MESSAGES = "/v1/messages"
+MESSAGES, MODELS = "/v1/messages", "/v1/models"
 MESSAGES_KINDS = {"server_error": "api_error"}  # Anthropic's words where they are others
 MESSAGES_STATUS = {
     401: "authentication_error",
@@ -61,6 +63,15 @@ UNSUPPORTED = {
     "thread": "threads are not supported: no conversation is kept; send all of it as messages",
     "mcp_servers": "mcp_servers are not supported: connect them on your side and send their tools",
 }
+
+
+def is_for_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API: by its route, or, of /v1/models, which both APIs
+    have, by the header that their clients always send."""
+    path: str = scope["path"]
+    if path == MODELS or path.startswith(MODELS + "/"):
+        return "anthropic-version" in Headers(scope=scope)
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 class ErrorDetail(BaseModel):
@@ -124,10 +135,9 @@ class ApiError(HTTPException):
             message = f"prompt is too long: {message}"  # by these words agents know it
         return {"type": "error", "error": {"type": kind, "message": message}}
 
-    def response(self, path: str = "") -> JSONResponse:
-        """In the shape that clients of that route read."""
-        is_messages = path == MESSAGES or path.startswith(MESSAGES + "/")
-        body = self.messages_body() if is_messages else self.body()
+    def response(self, scope: Scope) -> JSONResponse:
+        """In the shape that the client of that request reads."""
+        body = self.messages_body() if is_for_anthropic(scope) else self.body()
         return JSONResponse(body, self.status_code, self.headers)
 
 
@@ -165,21 +175,19 @@ def install(app: FastAPI) -> None:
     def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if isinstance(error, ApiError):
-            return error.response(request.url.path)
+            return error.response(request.scope)
         what = f"{request.method} {request.url.path[:200]}"
         found = {404: f"there is no {what}", 405: f"this route does not answer {what}"}
         message = found.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response(
-            request.url.path
-        )
+        return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
 
     def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return invalid_field(error.errors(), error.body).response(request.url.path)
+        return invalid_field(error.errors(), error.body).response(request.scope)
 
     def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, SpecctlError)
-        return api_error(error).response(request.url.path)
+        return api_error(error).response(request.scope)
 
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)

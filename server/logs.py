@@ -138,7 +138,7 @@ class RequestLog:
         except Exception:
             LOG.exception("failed", extra={"event": "failed", "fields": {"request": name}})
             if status == 0:
-                await broken().response(scope["path"])(scope, receive, named)
+                await broken().response(scope)(scope, receive, named)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self.on_answered(route, status)

@@ -115,7 +115,7 @@ from specctl.cli.main import main
 few = " --max-new-tokens 4 x"
 for words in ("generate --draft prompt-lookup" + few, "recipes rules", "recipes ls --all"):
     assert main(words.split()) == 0, words
-for words in ("broken", "prompt-lookup --rule broken", "auto --controller broken"):
+for words in ("broken", "prompt-lookup --rule broken", "auto --set serve.controller=broken"):
     assert main(f"generate --draft {words}{few}".split()) == 4, words
 named = [found for found in _methods() if found.state == "note"]
 print(len(named))
@@ -161,7 +161,7 @@ for words in {}:
     assert main(words.split()) == 0, words
     print("\\nEND", flush=True)
 """
-FREE = "generate --draft auto --controller never --max-new-tokens 8 x"
+FREE = "generate --draft auto --set serve.controller=never --max-new-tokens 8 x"
 COMMANDS = RUN.format(["recipes schema", "recipes rules", "serve --help", FREE])
 WITH_IT = "generate --draft successor --max-new-tokens 8 x --json"
 RECIPES = RUN.format(["recipes ls --all", "recipes validate eagle-tv", WITH_IT])

@@ -90,7 +90,7 @@ def served_family(part: DrafterPart, joint: JointPart | None, serve: ServePart) 
             found=serve.stop_file,
             expected="a policy that needs no other file",
             do="leave serve.stop_file out, and give the file to generate, bench or serve with "
-            "--stop-rule",
+            "--set serve.stop",
             where="serve.stop_file",
         )
     return family

@@ -20,7 +20,9 @@ from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from specctl.cli.app.config_file import set_in_file
 from specctl.cli.app.console import Console
+from specctl.cli.app.settings import FLAG, MOST, Settings, print_settings, setting_of
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
 from specctl.core.errors import SpecctlError, one_of_two
 from specctl.core.plugins import LeftOut
@@ -29,7 +31,6 @@ from specctl.recipes.built_in import HiddenName
 
 P = ParamSpec("P")
 _BOTH, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-MOST = 10**9  # of a number whose option names no largest value of its own
 
 
 class ClosedPipe(Exception):
@@ -37,6 +38,7 @@ class ClosedPipe(Exception):
 
 
 REPEATED = "specctl.repeated"  # warnings of flags that were given several times
+SET = "specctl.set"  # parameter -> value of what --set says
 
 
 class CommandInterrupted(Exception):
@@ -68,7 +70,13 @@ def command(
     body: Callable[Concatenate[Console, P], None], name: str | None = None
 ) -> Callable[..., None]:
     """`body(console, ...)` as a typer callback that also takes the flags of every command."""
-    own, groups = _options(body)
+    every, groups = _options(body)
+    own = [option for option in every if setting_of(option.annotation) is None]
+    has_recipe = any(option.name == SETS for option in own)
+    set_ones = [option for option in every if setting_of(option.annotation) is not None]
+    settings = Settings(set_ones, is_beside_recipe=has_recipe)
+    if settings and not has_recipe:
+        own.append(_set_option(settings))
 
     @functools.wraps(body)
     def run(ctx: typer.Context, **given: Any) -> None:
@@ -78,6 +86,9 @@ def command(
         del given["help_all"], given["config_file"]  # their callbacks have done their work
         for option in own:
             _check_numbers(ctx, option, given[option.name])
+        if settings and not has_recipe:
+            del given[SETS]
+        given |= settings.defaults() | ctx.meta.get(SET, {})
         given |= {group.name: group.gather(given) for group in groups}
         for repeated in ctx.meta.get(REPEATED, ()):
             console.warn(repeated)
@@ -93,8 +104,29 @@ def command(
     run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in params} | {"return": None}
     run.__doc__ = _indentation_kept(unwrap(body.__doc__ or ""))
+    run.settings = settings  # type: ignore[attr-defined]
     del run.__wrapped__
     return run
+
+
+SETS = "sets"  # the parameter that --set fills
+
+
+def _set_option(settings: Settings) -> inspect.Parameter:
+    """--set, of a command that has settings and no recipe that is changed by it."""
+    option = typer.Option(
+        FLAG,
+        metavar="KEY=VALUE",
+        help="Change one of the settings that --help-all lists (repeatable).",
+        autocompletion=settings.complete,
+    )
+    annotation = Annotated[list[str] | None, option]
+    return inspect.Parameter(SETS, _KEYWORD, default=None, annotation=annotation)
+
+
+def settings_of(command: Any) -> Settings:
+    """What --set changes of a command, beside the fields of a recipe."""
+    return getattr(command.callback, "settings", None) or Settings(())
 
 
 @contextmanager
@@ -140,7 +172,22 @@ class Command(TyperCommand):
             for p, times in Counter(once).items()
             if times > 1
         ]
+        if (settings := settings_of(self)) and not ctx.resilient_parsing:  # the shell completes
+            self._read_settings(ctx, settings)
         return rest
+
+    def _read_settings(self, ctx: Any, settings: Settings) -> None:
+        """Take the settings out of --set; what is left there changes a recipe. What is typed wins
+        over a file of defaults, key by key."""
+        typed = list(ctx.params.get(SETS) or ())
+        in_file = [] if not _is_typed(ctx, SETS) else set_in_file(ctx, SETS)
+        if settings.is_beside_recipe:
+            ctx.params[SETS] = [w for w in typed if w not in settings.own(typed)] or None
+            typed, in_file = settings.own(typed), settings.own(in_file)
+        flags = {opt[2:]: opt for p in self.params for opt in p.opts if opt.startswith("--")}
+        ctx.meta[REPEATED] += settings.repeated(typed)
+        read = functools.partial(settings.read, path=ctx.command_path, flags=flags)
+        ctx.meta[SET] = read(in_file) | read(typed)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """[OPTIONS], then every argument in the words of its metavar: typer would put brackets
@@ -152,6 +199,7 @@ class Command(TyperCommand):
         return pieces
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        settings = settings_of(self)
         rare: list[Any] = [p for p in self.params if not self.is_whole and _is_rare(p)]
         if len(rare) < FEW:
             rare = []
@@ -163,8 +211,12 @@ class Command(TyperCommand):
         finally:
             for parameter in rare:
                 parameter.hidden = False
-        if rare:
-            typer.echo(f" {len(rare)} more flags: {ctx.command_path} --help-all\n")
+        if settings and self.is_whole:
+            print_settings(settings)
+        more = [f"{len(rare)} more flags"] if rare else []
+        more += [f"{len(settings)} settings"] if settings and not self.is_whole else []
+        if more:
+            typer.echo(f" {' and '.join(more)}: {ctx.command_path} --help-all\n")
 
 
 FEW = 8  # flags that need no help screen of their own
@@ -173,7 +225,7 @@ RARE_PANELS = (
 )  # fmt: skip
 USUAL = {
     "--draft", "--length", "--adaptive", "--temperature", "--max-new-tokens", "--target", "--dtype",
-    "--device", "--inflate", "--json", "--quiet", "--gpus", "--steps", "--lr", "--batch-size",
+    "--device", "--json", "--quiet", "--gpus", "--steps", "--lr", "--batch-size",
     "--dry-run", "--resume", "--help-all", "--host", "--port", "--api-key-file", "--max-batch",
     "--max-len",
 }  # fmt: skip

@@ -63,13 +63,27 @@ def defaults(
         own = _mapping(own.get(name) or {}, f"{path}:{' '.join(names)}")
     common = {k: v for k, v in tree.items() if not isinstance(v, dict)}
     known = _options(ctx.command)
+    settings = getattr(ctx.command.callback, "settings", None)
     for key in common:
-        if key not in known and key not in (everything := _all_options(ctx, program)):
-            raise _unknown("flag", key, everything, str(path))
+        instead = _set_instead(key, settings)
+        if instead or (key not in known and key not in (all_ := _all_options(ctx, program))):
+            raise _unknown("flag", key, known if instead else all_, str(path), instead)
     for key in own:
         if key not in known:
-            raise _unknown("flag", key, known, f"{path}:{' '.join(names)}")
+            where = f"{path}:{' '.join(names)}"
+            raise _unknown("flag", key, known, where, _set_instead(key, settings))
+    if settings and "set" in common and not settings.is_beside_recipe:
+        common["set"] = settings.own(_words(common["set"]))  # the others are for recipes
     return {known[key]: value for key, value in {**common, **own}.items() if key in known}
+
+
+def set_in_file(ctx: typer.Context, parameter: str) -> list[str]:
+    """What the file gives for --set, where words were typed beside it."""
+    return _words((ctx.default_map or {}).get(parameter) or ())
+
+
+def _words(given: Any) -> list[str]:
+    return [str(word) for word in (given if isinstance(given, (list, tuple)) else (given,))]
 
 
 def _options(command: Any) -> dict[str, str]:
@@ -108,11 +122,19 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
     return {str(key): part for key, part in value.items()}
 
 
-def _unknown(kind: str, key: str, known: Iterable[str], where: str) -> RecipeError:
+def _set_instead(key: str, settings: Any) -> str:
+    """What to write where the key is a flag that has become a setting; empty where it is none."""
+    words = settings.instead_of(f"--{key}") if settings else ""
+    return f"write set: [{words.partition(' ')[2]}] instead of {key}" if words else ""
+
+
+def _unknown(
+    kind: str, key: str, known: Iterable[str], where: str, instead: str = ""
+) -> RecipeError:
     return RecipeError(
         f"the configuration names an unknown {kind}",
         where=where,
         found=key,
         expected=f"a {kind} of specctl, written without dashes in front",
-        do=write_instead(key, known),
+        do=instead or write_instead(key, known),
     )

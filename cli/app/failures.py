@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import os
 import shlex
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import typer
 
 from specctl.api.failures import first_line, user_error
-from specctl.cli.app.command import ClosedPipe, CommandInterrupted
+from specctl.cli.app.command import ClosedPipe, CommandInterrupted, settings_of
 from specctl.cli.app.config_file import META
 from specctl.cli.app.console import STOPPED, Console
 from specctl.core.errors import Exit, SpecctlError, alike
@@ -25,8 +24,6 @@ from specctl.core.errors import Exit, SpecctlError, alike
 # typer may carry its own copy of click; its BadParameter is the one public way to the base class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
-ALIKE = 0.75  # a flag less alike than this is not suggested
-
 
 # What other tools call our commands.
 MEANT = {
@@ -47,18 +44,12 @@ MEANT = {
 }  # fmt: skip
 NEAR = 0.65  # a command less alike than this is not suggested
 
-# What other tools call our flags. The first that the command has is suggested.
-MEANT_FLAGS = {
-    "--model": ("--target",), "--model-path": ("--target",), "--base-model": ("--target",),
-    "--learning-rate": ("--lr",), "--bs": ("--batch-size", "--batch"), "--format": ("--to",),
-    "--output": ("--out",), "--output-dir": ("--out",), "--gpu": ("--device",),
-    "--cuda": ("--device",), "--max-length": ("--max-new-tokens",),
-    "--num-samples": ("--num-prompts", "--prompts"), "-n": ("--num-prompts", "--max-new-tokens"),
-}  # fmt: skip
-
-# Flags of some commands whose value is a plain word of others.
-WORD_FLAGS = {"--draft", "-d", "--drafter", "--package", "--path", "--run", "--model", "--name"}
-PROMPT_FLAGS = {"--prompt", "-p", "--text"}
+# Flags that are gone, and neither a setting now nor like another flag.
+GONE = {
+    "--json-schema": "use --grammar FILE.json",
+    "--show-accepted": "leave it out: a terminal shows it",
+    "--no-show-accepted": "use --no-color",
+}
 
 _SIGNALS: list[int] = []  # the signal that unwinds this command
 
@@ -179,9 +170,9 @@ def _usage(error: Exception) -> SpecctlError:
             as_word = _use_of(wanted)
     option = getattr(error, "option_name", None)
     if option is not None and context is not None and message.startswith("No such option"):
-        as_word = _as_word(option, path, context.command.params)
-        close = meant_flag(option, context.command.params)
-        message = f"unknown flag {option}"
+        as_word = _instead_of(option, path, context.command)
+        is_set = as_word.startswith("use --set ")
+        message = f"{option} is a setting now" if is_set else f"unknown flag {option}"
     if context is not None and message.startswith("Got unexpected extra argument"):
         close = _meant_recipe(message, context.command.params)
     is_flag = close.startswith("-")
@@ -196,43 +187,26 @@ def _usage(error: Exception) -> SpecctlError:
     )
 
 
+def _instead_of(flag: str, path: str, command: Any) -> str:
+    """The one hint for a flag that a command has not: how the setting is set that it was, else the
+    flag most like it; nothing where none is."""
+    behind = dict(zip(sys.argv, [*sys.argv[1:], ""], strict=True))
+    joined = (word.partition("=")[2] for word in sys.argv if word.startswith(f"{flag}="))
+    value = next(joined, behind.get(flag, ""))
+    if setting := settings_of(command).instead_of(flag, "" if value.startswith("-") else value):
+        return f"use {setting}  ({path} --help-all)"
+    if flag in GONE and any("--grammar" in p.opts for p in command.params):
+        return GONE[flag]
+    flags = {f.strip("-"): f for p in command.params for f in (*p.opts, *p.secondary_opts)}
+    near = alike(flag.strip("-"), flags)
+    return f"use {flags[near[0]]}  ({path} --help)" if near else ""
+
+
 def _typed() -> str:
     """The command that was typed, where the error does not say."""
     words = ["specctl", *sys.argv[1:3], "", ""]
     is_group = words[1] in ("runs", "recipes")
     return " ".join(w for w in words[: 3 if is_group else 2] if w and not w.startswith("-"))
-
-
-def _as_word(flag: str, path: str, params: Iterable[Any]) -> str:
-    """The command with the flag's value as a word of its own, where that is how it is given."""
-    params = list(params)
-    words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
-    value = [*words, flag, ""][[*words, flag].index(flag) + 1]
-    value = "" if value.startswith("-") else value
-    arguments = {p.name: p for p in params if p.param_type_name == "argument"}
-    if flag in PROMPT_FLAGS and "words" in arguments:
-        return f"{path} {shlex.quote(value or 'TEXT')}  (without {flag})"
-    takes_word = any(p.nargs == 1 for p in arguments.values())
-    has_target = any("--target" in p.opts for p in params)
-    if flag not in WORD_FLAGS or not takes_word:
-        return ""
-    if flag == "--model" and has_target and _names_target(value):
-        return ""
-    return f"{path} {shlex.quote(value or 'FOLDER')}  (without {flag})"
-
-
-def _names_target(word: str) -> bool:
-    """Whether a target is meant: an alias, or a hub id that is no place on this machine."""
-    from specctl.recipes.targets import aliases, is_on_hub
-
-    return word in aliases() or is_on_hub(word)
-
-
-def meant_flag(wanted: str, params: Sequence[Any]) -> str:
-    """The command's own flag for what other tools call `wanted`, else the nearest, or nothing."""
-    flags = {flag for parameter in params for flag in parameter.opts}
-    known = [flag for flag in MEANT_FLAGS.get(wanted, ()) if flag in flags]
-    return known[0] if known else near_flag(wanted, params)
 
 
 def _meant_recipe(message: str, params: Iterable[Any]) -> str:
@@ -256,21 +230,6 @@ def _recipe_named(word: str) -> str:
     from specctl.recipes.files import recipe_names
 
     return word if word in recipe_names() else ""
-
-
-def near_flag(wanted: str, params: Iterable[Any]) -> str:
-    """The flag that `wanted` most likely stands for, or nothing: alike in letters, and in whole
-    words (--prompt-file is --file rather than --profile)."""
-
-    def likeness(flag: str) -> float:
-        names = wanted.strip("-"), flag.strip("-")
-        words, own = ({*name.split("-")} - {"no"} for name in names)
-        shared = len(words & own) / max(1, len(words | own))
-        return difflib.SequenceMatcher(None, *names).ratio() + shared
-
-    flags = {f for p in params for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
-    likely = max(sorted(flags - {wanted}), key=likeness, default="")
-    return likely if likely and likeness(likely) >= ALIKE else ""
 
 
 def _bug(error: BaseException, console: Console) -> int:

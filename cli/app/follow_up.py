@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, get_type_hints
 
+from specctl.cli.app.settings import Setting, words_of
+
 TEXT = '"..."'  # stands for a prompt, and is one
 
 
@@ -36,7 +38,9 @@ def given_flags(group: Any, default: Any, but: Collection[str] = ()) -> list[str
         if field.name in but or value is None or value == getattr(default, field.name, None):
             continue
         option = getattr(hints[field.name], "__metadata__", (None,))[0]
-        if option is not None:
+        if isinstance(option, Setting):
+            words += words_of(option, value)
+        elif option is not None:
             words += _words(_flag(field.name, option), value)
     return words
 

@@ -29,7 +29,7 @@ from specctl.cli.options.measuring import (
 )
 from specctl.cli.options.names import complete_draft
 from specctl.cli.options.prompts import tell_chat
-from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
+from specctl.cli.options.sampling import GenerationConfig, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice, loading
 from specctl.core.errors import GateError, RecipeError
 from specctl.core.printable import counted
@@ -91,7 +91,7 @@ def bench(
             "plain and assisted by the same drafts); plain is always there.",
         ),
     ] = None,
-    generation_config: GenerationConfigFlag = None,
+    generation_config: GenerationConfig = None,
     seed: Seed = 0,
     compiled: Compile = None,
 ) -> None:

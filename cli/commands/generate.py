@@ -12,6 +12,7 @@ import typer
 from specctl.api.targets import target_json
 from specctl.cli.app.console import ACCEPTED, PLAIN_COLOUR, Console, has_colours
 from specctl.cli.app.follow_up import command_line, with_text
+from specctl.cli.app.settings import Setting
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
 from specctl.cli.options.flags import Chat, Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
@@ -52,25 +53,22 @@ def generate(
         Path | None,
         typer.Option("--file", "-f", help="One prompt per line, or JSONL (prompt or messages)."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many prompts.")] = None,
+    limit: Annotated[
+        int | None,
+        Setting("prompts.limit", "Use only this many prompts.", was="--limit", min=1),
+    ] = None,
     chat: Chat = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode plainly, and show a table.")
     ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show statistics of the run.")] = False,
-    show_accepted: Annotated[
-        bool | None,
-        typer.Option(
-            "--show-accepted/--no-show-accepted",
-            help="Colour the text that was drafted and accepted; on at a terminal.",
-        ),
-    ] = None,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
     compiled: Compile = None,
 ) -> None:
     """Continue prompts. With a drafter the answers are the same, but faster.
 
-    Text is written to stdout as it is generated. The same seed gives the same answer.
+    Text is written to stdout as it is generated. A terminal shows in colour what was drafted and
+    accepted; --no-color leaves that out. The same seed gives the same answer.
 
     A chat model answers: a prompt is a user's turn in its chat template. --raw continues the text.
 
@@ -80,7 +78,7 @@ def generate(
       specctl generate --draft prompt-lookup --compare "def add(self, other):"
       specctl generate runs/quickstart --temperature 0.8 --stats "class Tree:"
       specctl generate -f prompts.txt --batch 4 --json
-      specctl generate --draft prompt-lookup --json-schema person.json "data = "
+      specctl generate --draft prompt-lookup --grammar person.json "data = "
     """
     drafter, prompt = told_apart(words or (), file)
     draft = draft.worded(drafter)
@@ -97,12 +95,9 @@ def generate(
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
-    can = has_colours(console)
-    if show_accepted and not can:
-        console.warn("--show-accepted is ignored: stdout is no terminal that shows colours")
     if any(not prompt.messages for prompt in prompts):
         tell_chat(console, model, chat)
-    colours = can and show_accepted is not False and loaded.drafter is not None
+    colours = has_colours(console) and loaded.drafter is not None
     job = GenerateJob(console, model, loaded, settings, prompts, batch, chat, colours)
     if compare:
         made, result = _compare(console, job)

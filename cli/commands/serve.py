@@ -16,10 +16,11 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
+from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.positional import Word
-from specctl.cli.options.sampling import GenerationConfigFlag, check_choice, followed, tell
+from specctl.cli.options.sampling import GenerationConfig, check_choice, followed, tell
 from specctl.cli.options.serving import AccessFlags, LimitFlags
 from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice, loading
 from specctl.core.errors import SpecctlError, one_of_two, unknown
@@ -79,38 +80,42 @@ def serve(
     ] = None,
     keep_traffic_limit: Annotated[
         float | None,
-        typer.Option(
-            "--keep-traffic-limit",
+        Setting(
+            "limits.keep_traffic",
+            "GiB of traffic that are kept, 1 if left out; what is oldest goes first.",
+            was="--keep-traffic-limit",
             min=0.001,
-            help="GiB of traffic that are kept, 1 if left out; what is oldest goes first.",
-            show_default=False,
         ),
     ] = None,
     tool_parser: Annotated[
         str,
-        typer.Option(
-            "--tool-parser",
-            help="How the target writes tool calls: auto (as its chat template shows), none, "
+        Setting(
+            "api.tool_parser",
+            "How the target writes tool calls: auto (as its chat template shows), none, "
             + ", ".join(TOOL_PARSERS)
             + ".",
+            was="--tool-parser",
+            metavar="NAME",
         ),
     ] = "auto",
     reasoning: Annotated[
         bool,
-        typer.Option(
-            "--reasoning/--no-reasoning",
-            help="Return a thinking model's thoughts as reasoning_content.",
+        Setting(
+            "api.reasoning",
+            "Return a thinking model's thoughts as reasoning_content.",
+            was="--reasoning/--no-reasoning",
         ),
     ] = True,
     strict: Annotated[
         bool,
-        typer.Option(
-            "--strict",
-            help="Answer 400 to a request with a field that is not known; else it is ignored, and "
-            "named in the header X-Specctl-Ignored.",
+        Setting(
+            "api.strict",
+            "Answer 400 to a request with a field that is not known; else it is ignored, and named "
+            "in the header X-Specctl-Ignored.",
+            was="--strict",
         ),
     ] = False,
-    generation_config: GenerationConfigFlag = None,
+    generation_config: GenerationConfig = None,
     compiled: Compile = None,
 ) -> None:
     """Serve a target to many users at once. With a drafter the answers are the same, but faster.
@@ -134,7 +139,7 @@ def serve(
     check_choice(generation_config)
     if tool_parser not in ("auto", "none", *TOOL_PARSERS):
         known = ("auto", "none", *TOOL_PARSERS)
-        raise unknown("tool parser", tool_parser, known, "--tool-parser", kind=SpecctlError)
+        raise unknown("tool parser", tool_parser, known, "--set api.tool_parser")
     from specctl.server.listen import Listener, bind, url_of
     from specctl.server.logs import log, send_logs
 
@@ -206,9 +211,9 @@ def _recorder(record: Path | None, folder: Path | None, limit: float | None) -> 
         raise one_of_two("traffic is kept in one place", found, "leave out one of the two")
     if limit is not None and folder is None:
         raise SpecctlError(
-            "--keep-traffic-limit bounds a folder that was not named",
+            "limits.keep_traffic bounds a folder that was not named",
             where="the command line",
-            found=f"--keep-traffic-limit {limit:g}",
+            found=f"limits.keep_traffic={limit:g}",
             expected="--keep-traffic DIR",
             do="add --keep-traffic DIR, or leave it out",
         )

@@ -67,8 +67,8 @@ def train_stop(
     write_stop(out, wanted.name, learning.net, {"drafter": loaded.drafter.family})
     _show(console, learning)
     done = {"rule": rule, "file": str(out), **learning.to_json()}
-    words = [*target.words(), "--draft", draft, "--stop-rule", out, "--length", 16, "--stats"]
-    console.done(done, next=[with_text("generate", *words)])
+    words = [*target.words(), "--draft", draft, "--set", f"serve.stop={out}", "--length", 16]
+    console.done(done, next=[with_text("generate", *words, "--stats")])
 
 
 def _show(console: Console, learning: Learning) -> None:

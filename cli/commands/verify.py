@@ -12,7 +12,7 @@ from specctl.api.outputs import check_file, write_report
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
-from specctl.cli.options.flags import Allow, Chat, TranslateFlag
+from specctl.cli.options.flags import Allow, Chat, TranslateSetting
 from specctl.cli.options.loading import DraftChoice
 from specctl.cli.options.names import check_drafter
 from specctl.cli.options.prompts import tell_chat
@@ -39,7 +39,7 @@ def verify(
         Path | None, typer.Option("--out", "-o", help="Also write the report as JSON.")
     ] = None,
     allow: Allow = None,
-    translate: TranslateFlag = "auto",
+    translate: TranslateSetting = "auto",
     chat: Chat = None,
     target: AnsweringChoice = OWN_TARGET,
 ) -> None:

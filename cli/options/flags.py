@@ -1,5 +1,5 @@
-"""The options that several commands share. Commands take them one by one, or as a dataclass whose
-fields are options (`specctl.cli.app.command`)."""
+"""The flags and settings that several commands share. Commands take them one by one, or as a
+dataclass whose fields are options (`specctl.cli.app.command`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from specctl.cli.app.config_file import apply
+from specctl.cli.app.settings import Setting
 from specctl.cli.options.names import complete_draft, complete_policy
 from specctl.core.plugins import declared
 
@@ -38,10 +39,11 @@ NoColor = Annotated[bool, everywhere_option("--no-color", help="Plain text, no b
 Offline = Annotated[bool, target_option("--offline", help="Do not use the hub.")]
 Compile = Annotated[
     bool | None,
-    target_option(
-        "--compile/--no-compile",
-        help="Record the target's rounds in fixed shapes (CUDA graphs; torch.compile on a CPU). "
-        "By default on a GPU only.",
+    Setting(
+        "target.compile",
+        "Record the target's rounds in fixed shapes (CUDA graphs; torch.compile on a CPU). By "
+        "default on a GPU only.",
+        was="--compile/--no-compile",
     ),
 ]
 Chat = Annotated[
@@ -70,19 +72,21 @@ Allow = Annotated[
         help="Accept a mismatch in this field of the package (repeatable).",
     ),
 ]
-PolicyFlag = Annotated[
+PolicySetting = Annotated[
     str | None,
-    drafting_option(
-        "--policy",
-        help="How drafts grow: chain, direct, or a tree (docs/trees.md lists them).",
-        autocompletion=complete_policy,
+    Setting(
+        "serve.policy",
+        "How drafts grow: chain, direct, or a tree (docs/trees.md lists them).",
+        was="--policy",
+        metavar="NAME",
+        complete=complete_policy,
     ),
 ]
 LengthFlag = Annotated[
     int | None, drafting_option("--length", min=1, max=64, help="Tokens drafted (depth of a tree).")
 ]
-NodesFlag = Annotated[
-    int | None, drafting_option("--nodes", min=1, max=1024, help="Nodes of a tree.")
+NodesSetting = Annotated[
+    int | None, Setting("serve.nodes", "Nodes of a tree.", was="--nodes", min=1, max=1024)
 ]
 RuleFlag = Annotated[
     str | None,
@@ -92,45 +96,51 @@ RuleFlag = Annotated[
         "approximate, such as fly:0.5 (specctl recipes rules).",
     ),
 ]
-TranslateFlag = Annotated[
+TranslateSetting = Annotated[
     str,
-    drafting_option(
-        "--translate",
-        help="For a draft model with another tokenizer: tli (shared tokens), slem (strings), slrs "
+    Setting(
+        "drafter.translate",
+        "For a draft model with another tokenizer: tli (shared tokens), slem (strings), slrs "
         "(strings by probability, small vocabularies), auto, or none to refuse it.",
+        was="--translate",
+        metavar="NAME",
     ),
 ]
-DraftOptionFlag = Annotated[
+DraftOptionSetting = Annotated[
     list[str] | None,
-    drafting_option(
-        "--draft-option",
-        metavar="NAME=VALUE",
-        help="Set an option of the drafter that its weights do not fix, e.g. window=512 of eagle3 "
-        "(repeatable).",
+    Setting(
+        "drafter.options.",
+        "An option of the drafter that its weights do not fix, such as window=512 of eagle3.",
+        was="--draft-option",
+        metavar="VALUE",
     ),
 ]
-StopRuleFlag = Annotated[
+StopRuleSetting = Annotated[
     str | None,
-    drafting_option(
-        "--stop-rule",
+    Setting(
+        "serve.stop",
+        "End chains early: svip, confidence, heuristic, ..., or a file from train-stop.",
+        was="--stop-rule",
         metavar="NAME|FILE",
-        help="End chains early: svip, confidence, heuristic, ..., or a file from train-stop.",
     ),
 ]
-ControllerFlag = Annotated[
+ControllerSetting = Annotated[
     str | None,
-    drafting_option(
-        "--controller",
-        help="Who drafts in a team: "
+    Setting(
+        "serve.controller",
+        "Who drafts in a team: "
         + ", ".join(declared("specctl.runtime.controllers", "CONTROLLER"))
         + ".",
+        was="--controller",
+        metavar="NAME",
     ),
 ]
-ParallelFlag = Annotated[
+ParallelSetting = Annotated[
     bool | None,
-    drafting_option(
-        "--parallel/--no-parallel",
-        help="Draft while the target verifies (PEARL), one prompt at a time.",
+    Setting(
+        "serve.parallel",
+        "Draft while the target verifies (PEARL), one prompt at a time.",
+        was="--parallel/--no-parallel",
     ),
 ]
 AdaptiveFlag = Annotated[

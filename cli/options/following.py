@@ -203,7 +203,7 @@ def _key(keys: str) -> str:
             "this is no admin key",
             where=KEY,
             found="nothing" if not key else "several lines, blanks or letters beside ASCII",
-            expected="one key of the server's --admin-key-file",
+            expected="one key of the server's access.admin_key_file",
             do=FIRST_KEY,
         )
     return key
@@ -245,7 +245,10 @@ def _call(server: http.client.HTTPConnection, method: str, key: str, body: str |
 
 def check_server(url: str, keys: str) -> None:
     """Refuse a swap that could not be made, before there is anything to swap."""
-    do = "specctl serve ... --admin-key-file admin.txt --drafter-folder runs; or leave out --swap"
+    do = (
+        "specctl serve ... --set access.admin_key_file=admin.txt --set access.drafter_folder=runs; "
+    )
+    do += "or leave out --swap"
     try:
         reply = _call(_server(url, KNOCK), "GET", _key(keys), None)
     except (OSError, http.client.HTTPException) as error:
@@ -286,7 +289,7 @@ def post_swap(url: str, package: Path, keys: str) -> dict[str, Any]:
             where=url,
             found=reply.shown(),
             expected="200, and which drafter it has now",
-            do=f"copy {package} into its --drafter-folder if it lies elsewhere, and post its path "
-            f"there to {ROUTE}",
+            do=f"copy {package} into its access.drafter_folder if it lies elsewhere, and post its "
+            f"path there to {ROUTE}",
         )
     return answer

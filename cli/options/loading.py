@@ -9,16 +9,16 @@ from specctl.cli.app.follow_up import given_flags
 from specctl.cli.options.flags import (
     AdaptiveFlag,
     Allow,
-    ControllerFlag,
+    ControllerSetting,
     Draft,
-    DraftOptionFlag,
+    DraftOptionSetting,
     LengthFlag,
-    NodesFlag,
-    ParallelFlag,
-    PolicyFlag,
+    NodesSetting,
+    ParallelSetting,
+    PolicySetting,
     RuleFlag,
-    StopRuleFlag,
-    TranslateFlag,
+    StopRuleSetting,
+    TranslateSetting,
 )
 from specctl.cli.options.names import check_drafter, check_drafting
 from specctl.core.errors import one_of_two
@@ -37,17 +37,17 @@ NO_DRAFTER = "none"
 class DraftingFlags:
     """How to draft; None leaves it to the package, then to the family."""
 
-    policy: PolicyFlag = None
+    policy: PolicySetting = None
     length: LengthFlag = None
-    nodes: NodesFlag = None
+    nodes: NodesSetting = None
     rule: RuleFlag = None
-    stop_rule: StopRuleFlag = None
-    controller: ControllerFlag = None
-    parallel: ParallelFlag = None
+    stop_rule: StopRuleSetting = None
+    controller: ControllerSetting = None
+    parallel: ParallelSetting = None
     adaptive: AdaptiveFlag = None
     allow: Allow = None
-    translate: TranslateFlag = "auto"
-    draft_options: DraftOptionFlag = None
+    translate: TranslateSetting = "auto"
+    draft_options: DraftOptionSetting = None
 
     def given(self) -> dict[str, Any]:
         """The settings by name."""
@@ -104,11 +104,12 @@ class DraftChoice(DraftingFlags):
     def in_step(self) -> DraftChoice:
         """This choice where several processes do the same at every step: nothing may be decided by
         the clock, nor run beside the target."""
-        for flag, given in (("--adaptive", self.adaptive), ("--parallel", self.parallel)):
+        for flag, given in (("--adaptive", self.adaptive), ("serve.parallel", self.parallel)):
             if given:
                 raise one_of_two(
-                    f"--tp keeps processes in step, and {flag} goes by the clock of each",
-                    f"--tp and {flag}",
+                    f"tensor parallelism keeps processes in step, and {flag} goes by the clock of "
+                    "each",
+                    f"target.tensor_parallel and {flag}",
                     f"leave out {flag}",
                 )
         return replace(self, adaptive=False)

@@ -20,7 +20,9 @@ def check_drafting(
 ) -> None:
     """Refuse a word that no policy, rule, controller or stop rule has as its name, and a relaxed
     rule with other numbers than it has (which takes torch)."""
-    _check("tree policy", policy, declared("specctl.runtime.policies", "POLICY"), "--policy")
+    _check(
+        "tree policy", policy, declared("specctl.runtime.policies", "POLICY"), "--set serve.policy"
+    )
     relaxed = declared("specctl.runtime.verify.relaxed", "RELAXED")
     rules = [AUTO, *declared("specctl.runtime.verify", "RULE"), *relaxed]
     name = rule if rule is None else rule.partition(":")[0]
@@ -30,11 +32,11 @@ def check_drafting(
 
         relaxation(rule)
     controllers = declared("specctl.runtime.controllers", "CONTROLLER")
-    _check("controller", controller, controllers, "--controller")
+    _check("controller", controller, controllers, "--set serve.controller")
     if stop_rule is not None and not re.search(r"[/\\.]", stop_rule):  # else a file
         rules_of_stopping = [NONE, *declared("specctl.runtime.stops", "STOP")]
         if not Path(stop_rule).exists():
-            _check("stop rule", stop_rule, rules_of_stopping, "--stop-rule")
+            _check("stop rule", stop_rule, rules_of_stopping, "--set serve.stop")
 
 
 def check_drafter(name: str) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import DrawnSeed, sampling_option
-from specctl.core.errors import IntegrityError, SpecctlError, one_of_two, unknown
+from specctl.core.errors import IntegrityError, unknown
 
 if TYPE_CHECKING:
     from specctl.runtime.sampling.generation_config import Suggested
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 MODEL, NONE = "model", "none"
 
-GenerationConfigFlag = Annotated[
+GenerationConfig = Annotated[
     str | None,
-    sampling_option(
-        "--generation-config",
+    Setting(
+        "sample.generation_config",
+        "model: where nothing else says it, sample as in the target's generation_config.json; "
+        "none: leave out the note about that file.",
+        was="--generation-config",
         metavar="model|none",
-        help="model: where no flag says otherwise, sample as in the target's "
-        "generation_config.json; none: leave out the note about that file.",
     ),
 ]
 
@@ -41,38 +43,54 @@ class SamplingFlags:
         float | None, sampling_option("--temperature", min=0.0, help="0 = greedy (default).")
     ] = None
     top_k: Annotated[
-        int | None, sampling_option("--top-k", min=1, help="Sample from the k likeliest tokens.")
+        int | None,
+        Setting("sample.top_k", "Sample from the k likeliest tokens.", was="--top-k", min=1),
     ] = None
     top_p: Annotated[
         float | None,
-        sampling_option("--top-p", min=0.0, max=1.0, help="Sample from the nucleus of mass p."),
+        Setting("sample.top_p", "Sample from the nucleus of mass p.", was="--top-p", min=0, max=1),
     ] = None
     min_p: Annotated[
         float | None,
-        sampling_option(
-            "--min-p", min=0.0, max=1.0, help="Minimum probability, relative to the likeliest."
+        Setting(
+            "sample.min_p",
+            "Minimum probability, relative to the likeliest.",
+            was="--min-p",
+            min=0,
+            max=1,
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        sampling_option(
-            "--repetition-penalty", min=0.01, help="Divide the scores of repeated tokens."
+        Setting(
+            "sample.repetition_penalty",
+            "Divide the scores of repeated tokens.",
+            was="--repetition-penalty",
+            min=0.01,
         ),
     ] = None
     frequency_penalty: Annotated[
         float | None,
-        sampling_option("--frequency-penalty", help="Penalty per occurrence of a token."),
+        Setting(
+            "sample.frequency_penalty",
+            "Penalty per occurrence of a token.",
+            was="--frequency-penalty",
+        ),
     ] = None
     presence_penalty: Annotated[
-        float | None, sampling_option("--presence-penalty", help="Penalty for every token seen.")
+        float | None,
+        Setting(
+            "sample.presence_penalty", "Penalty for every token seen.", was="--presence-penalty"
+        ),
     ] = None
     stop: Annotated[
-        list[str] | None, sampling_option("--stop", help="Stop before this text (repeatable).")
+        list[str] | None,
+        Setting("sample.stop", "Stop before this text (repeatable).", was="--stop", metavar="TEXT"),
     ] = None
     ignore_eos: Annotated[
-        bool, sampling_option("--ignore-eos", help="Continue past end of text.")
+        bool, Setting("sample.ignore_eos", "Continue past end of text.", was="--ignore-eos")
     ] = False
-    generation_config: GenerationConfigFlag = None
+    generation_config: GenerationConfig = None
     seed: DrawnSeed = 0
 
     def settle(self, console: Console, target: Target) -> Sampling:
@@ -110,8 +128,8 @@ class SamplingFlags:
 def check_choice(choice: str | None) -> None:
     """Refuse another word, before anything loads."""
     if choice not in (None, MODEL, NONE):
-        words, flag = (MODEL, NONE), "--generation-config"
-        raise unknown("generation config", choice, words, flag, kind=SpecctlError)
+        words, where = (MODEL, NONE), "--set sample.generation_config"
+        raise unknown("generation config", choice, words, where)
 
 
 def followed(console: Console, target: Target, choice: str | None) -> Suggested | None:
@@ -125,10 +143,10 @@ def followed(console: Console, target: Target, choice: str | None) -> Suggested 
     if found.wrong:
         raise IntegrityError(
             f"generation_config.json of {target.name} cannot be followed",
-            where="--generation-config",
+            where="sample.generation_config",
             found="; ".join(found.wrong),
             expected="values that sampling can have",
-            do="correct the file, or leave --generation-config out and give the flags",
+            do="correct the file, or leave sample.generation_config out and give the values",
         )
     if found.others:
         console.warn(
@@ -159,32 +177,26 @@ def tell(
     if ignored:
         console.say(
             f"generation_config.json of {target.name} asks for {', '.join(ignored)}; used: {what}"
-            f"{whose} (--generation-config model follows it, none is silent)"
+            f"{whose} (--set sample.generation_config=model follows it, none is silent)"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarFlags:
-    """What an answer must look like; at most one of them."""
+    """What an answer must look like."""
 
-    json_schema: Annotated[
-        Path | None, sampling_option("--json-schema", help="Constrain answers to this JSON schema.")
-    ] = None
     file: Annotated[
         Path | None,
-        sampling_option("--grammar", help="Constrain answers to this .lark or .regex file."),
+        sampling_option(
+            "--grammar",
+            help="Constrain answers to this JSON schema (.json), or to this .lark or .regex file.",
+        ),
     ] = None
 
     def load(self, target: Target) -> Grammar | None:
         """The grammar, ready for that target; None if none was named."""
-        if self.json_schema is None and self.file is None:
+        if self.file is None:
             return None
-        if self.json_schema is not None and self.file is not None:
-            given = f"--json-schema {self.json_schema} and --grammar {self.file}"
-            raise one_of_two("two grammars for one answer", given, "leave one out")
         from specctl.runtime.sampling.grammar import GrammarSpec, compile_grammar
 
-        if self.json_schema is not None:
-            return compile_grammar(GrammarSpec.read(self.json_schema, "json_schema"), target)
-        assert self.file is not None
         return compile_grammar(GrammarSpec.read(self.file), target)

@@ -1,4 +1,4 @@
-"""The flags of a server that say what it takes on and who may use it; torch comes late."""
+"""What a server takes on and who may use it: flags and settings; torch comes late."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import panel
 from specctl.core.errors import SpecctlError
 
@@ -26,10 +27,16 @@ class LimitFlags:
         int, load_option("--max-batch", min=1, max=1024, help="Requests decoded at once.")
     ] = 8
     max_queue: Annotated[
-        int, load_option("--max-queue", min=0, help="Requests that may wait; more get 429.")
+        int,
+        Setting(
+            "limits.max_queue", "Requests that may wait; more get 429.", was="--max-queue", min=0
+        ),
     ] = 64
     queue_timeout: Annotated[
-        float, load_option("--queue-timeout", min=0.1, help="Maximum wait, in seconds.")
+        float,
+        Setting(
+            "limits.queue_timeout", "Maximum wait, in seconds.", was="--queue-timeout", min=0.1
+        ),
     ] = 60.0
     max_len: Annotated[
         int | None,
@@ -40,28 +47,35 @@ class LimitFlags:
         ),
     ] = None
     max_new_tokens: Annotated[
-        int | None, load_option("--max-new-tokens", min=1, help="Maximum tokens of an answer.")
+        int | None,
+        Setting(
+            "limits.max_new_tokens", "Maximum tokens of an answer.", was="--max-new-tokens", min=1
+        ),
     ] = None
     memory: Annotated[
         float | None,
-        load_option(
-            "--memory",
+        Setting(
+            "limits.memory",
+            "GiB for caches; else half of the free memory.",
+            was="--memory",
             min=0.001,
-            help="GiB for caches; else half of the free memory.",
-            show_default=False,
         ),
     ] = None
     drain: Annotated[
         float,
-        load_option(
-            "--drain", min=0.0, help="Seconds for running answers to finish after SIGTERM."
+        Setting(
+            "limits.drain",
+            "Seconds for running answers to finish after SIGTERM.",
+            was="--drain",
+            min=0,
         ),
     ] = 30.0
     control_tokens: Annotated[
         bool,
-        access_option(
-            "--control-tokens/--no-control-tokens",
-            help="Whether prompts of /v1/completions may hold the target's control tokens.",
+        Setting(
+            "api.control_tokens",
+            "Whether prompts of /v1/completions may hold the target's control tokens.",
+            was="--control-tokens/--no-control-tokens",
         ),
     ] = True
 
@@ -97,26 +111,37 @@ class AccessFlags:
         ),
     ] = None
     insecure_no_auth: Annotated[
-        bool, access_option("--insecure-no-auth", help="Serve other machines without keys.")
+        bool,
+        Setting(
+            "access.insecure_no_auth",
+            "Serve other machines without keys.",
+            was="--insecure-no-auth",
+        ),
     ] = False
     admin_key_file: Annotated[
         Path | None,
-        access_option(
-            "--admin-key-file",
-            help="One key per line, for /v1/drafter alone, which puts another drafter of "
-            "--drafter-folder in place. Or in SPECCTL_ADMIN_KEYS.",
+        Setting(
+            "access.admin_key_file",
+            "One key per line, for /v1/drafter alone, which puts another drafter of "
+            "access.drafter_folder in place. Or in SPECCTL_ADMIN_KEYS.",
+            was="--admin-key-file",
         ),
     ] = None
     drafter_folder: Annotated[
         Path | None,
-        access_option("--drafter-folder", help="Folder of the packages that may be served."),
+        Setting(
+            "access.drafter_folder",
+            "Folder of the packages that may be served.",
+            was="--drafter-folder",
+        ),
     ] = None
     allow_host: Annotated[
         list[str] | None,
-        access_option(
-            "--allow-host",
+        Setting(
+            "access.allow_host",
+            "A host name under which a proxy forwards requests to loopback (repeatable).",
+            was="--allow-host",
             metavar="NAME",
-            help="A host name under which a proxy forwards requests to loopback (repeatable).",
         ),
     ] = None
 
@@ -136,9 +161,10 @@ class AccessFlags:
                     found=f"{self.host}, which is not this machine alone, and no keys",
                     expected="--api-key-file or SPECCTL_API_KEYS",
                     do="python -c 'import secrets; print(secrets.token_urlsafe(32))' > keys.txt, "
-                    "then --api-key-file keys.txt; or --insecure-no-auth in a network you trust",
+                    "then --api-key-file keys.txt; or, in a network you trust, "
+                    "--set access.insecure_no_auth=true",
                 )
-            console.warn("anybody who reaches this address is served: --insecure-no-auth")
+            console.warn("anybody who reaches this address is served: access.insecure_no_auth")
         names = tuple(name.lower() for name in self.allow_host or ())
         return Door(keys, names if is_local or names else None, admin=self._admin(console))
 
@@ -151,25 +177,26 @@ class AccessFlags:
         if has_key if self.drafter_folder is None else not has_key:
             if self.admin_key_file is None and self.drafter_folder is None:
                 return Keys()  # the variable is there for another server
-            given = "--drafter-folder" if self.admin_key_file is None else "--admin-key-file"
+            is_folder = self.admin_key_file is None
+            given = "access.drafter_folder" if is_folder else "access.admin_key_file"
             raise SpecctlError(
                 "an admin key and a folder of drafters go together",
                 where="the command line",
                 found=f"{given} alone",
-                expected=f"--admin-key-file FILE (or {ADMIN_VARIABLE}) and --drafter-folder DIR",
-                do="give both, or none",
+                expected=f"access.admin_key_file (or {ADMIN_VARIABLE}) and access.drafter_folder",
+                do="--set access.admin_key_file=FILE --set access.drafter_folder=DIR, or none",
             )
         if self.drafter_folder is None:
             return Keys()
         if not self.drafter_folder.is_dir():
             raise SpecctlError(
                 "the folder of drafters cannot be read",
-                where="--drafter-folder",
+                where="--set access.drafter_folder",
                 found=f"no folder {self.drafter_folder}",
                 expected="a folder that holds packages",
                 do="mkdir it, or give another",
             )
-        keys, warning = read_keys(self.admin_key_file, {VARIABLE: words}, "--admin-key-file")
+        keys, warning = read_keys(self.admin_key_file, {VARIABLE: words}, "access.admin_key_file")
         if warning is not None:
             console.warn(warning)
         return keys

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import given_flags
+from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import Offline, target_option
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import SpecctlError
@@ -37,7 +38,8 @@ class TargetChoice:
         ),
     ] = "tiny"
     revision: Annotated[
-        str | None, target_option("--revision", help="Commit of the hub repository.")
+        str | None,
+        Setting("target.revision", "Commit of the hub repository.", was="--revision"),
     ] = None
     dtype: Annotated[
         str, target_option("--dtype", help="auto, float32, bfloat16, float16, int8, int4 or gguf.")
@@ -61,16 +63,21 @@ class TargetChoice:
     ] = None
     device_map: Annotated[
         str | None,
-        target_option(
-            "--device-map",
-            metavar="MODE|JSON|FILE",
-            help="Spread layers over GPUs, host memory and disk: auto, balanced (GPUs alone), "
+        Setting(
+            "target.device_map",
+            "Spread layers over GPUs, host memory and disk: auto, balanced (GPUs alone), "
             "cpu-offload, or a map of modules to places.",
+            was="--device-map",
+            metavar="MODE|JSON|FILE",
         ),
     ] = None
     tensor_parallel: Annotated[
         bool,
-        target_option("--tp", help="Tensor parallel over the processes of torchrun."),
+        Setting(
+            "target.tensor_parallel",
+            "Tensor parallel over the processes of torchrun.",
+            was="--tp",
+        ),
     ] = False
 
     def or_own(self, *drafts: str) -> Self:
@@ -109,7 +116,10 @@ class TargetChoice:
 
     def training_words(self) -> list[str]:
         """The flags that name it to a command that trains."""
-        words = self.words(but=("revision", "dtype", "inflate", "tensor_parallel", "mix"))
+        own = ("revision", "dtype", "inflate", "device_map", "tensor_parallel", "mix")
+        words = self.words(but=own)
+        if self.device_map is not None:
+            words += ["--device-map", self.device_map]
         for field in ("revision", "dtype", "inflate"):
             value = getattr(self, field)
             if value not in (None, "auto"):
@@ -143,7 +153,7 @@ class TargetChoice:
         from specctl.recipes.targets import resolve
 
         if self.tensor_parallel and not is_in_step:
-            raise not_in_step("--tp")
+            raise not_in_step("target.tensor_parallel")
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
         if self.offline:
             go_offline()
@@ -157,7 +167,7 @@ class TargetChoice:
         for word in self.adapter or ():
             console.detail(f"with adapter {word}")
         if self.revision is not None and resolved.repo is None:
-            console.warn(f"--revision is ignored: target {self.name} is on this machine")
+            console.warn(f"target.revision is ignored: target {self.name} is on this machine")
         from specctl.models.native.library import BUILDING, is_given_up, is_to_be_built, library
 
         is_new = is_to_be_built()
@@ -241,6 +251,6 @@ def not_in_step(where: str) -> SpecctlError:
         "this command does not keep several processes in step",
         where=where,
         found="tensor parallelism",
-        expected="specctl generate --tp, or training with target.tensor_parallel",
-        do="--device-map auto, or let vLLM or SGLang serve the target",
+        expected="specctl generate, or training, with --set target.tensor_parallel=true",
+        do="--set target.device_map=auto, or let vLLM or SGLang serve the target",
     )

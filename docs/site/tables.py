@@ -168,9 +168,9 @@ def _recipe(name: str) -> Any:
 # -- methods ---------------------------------------------------------------------------------------
 
 KINDS = {  # package: title, and how one is set
-    "specctl.runtime.policies": ("Tree policies", "`serve.policy`, `--policy`"),
-    "specctl.runtime.stops": ("Stop rules of chains", "`serve.stop`, `--stop-rule`"),
-    "specctl.runtime.controllers": ("Controllers of a team", "`serve.controller`, `--controller`"),
+    "specctl.runtime.policies": ("Tree policies", "`serve.policy`"),
+    "specctl.runtime.stops": ("Stop rules of chains", "`serve.stop`"),
+    "specctl.runtime.controllers": ("Controllers of a team", "`serve.controller`"),
     "specctl.runtime.verify": ("Verification rules", "`serve.rule`, `--rule`"),
     "specctl.runtime.verify.relaxed": (
         "Relaxed rules (approximate)",
@@ -181,7 +181,7 @@ KINDS = {  # package: title, and how one is set
     "specctl.train.vocab.selectors": ("Vocabulary selectors", "`vocab.selector`"),
     "specctl.export.formats": ("Export formats", "`specctl export --to`"),
     "specctl.export.imports": ("Importers", "`specctl import`"),
-    "specctl.server.tools": ("Formats of tool calls", "`specctl serve --tool-parser`"),
+    "specctl.server.tools": ("Formats of tool calls", "`specctl serve --set api.tool_parser=NAME`"),
 }
 
 

@@ -85,7 +85,7 @@ def notes(source: ExportSource) -> tuple[str, ...]:
     return (
         *found,
         "trained with the token before the root (before_root: true), where vLLM reads the root: "
-        "specctl bench --draft-option before_root=false measures what that costs",
+        "specctl bench --set drafter.options.before_root=false measures what that costs",
     )
 
 

@@ -69,7 +69,7 @@ def read(folder: Published, target: Target) -> Imported:
     notes = (
         "read as UNO's because you said so: nothing in an adapter says what it was trained for; "
         "one of anything else drafts two tokens a round, and no more",
-        "its noise is of the whole vocabulary; --draft-option mask_id=N keeps it below id N",
+        "its noise is of the whole vocabulary; --set drafter.options.mask_id=N keeps it below id N",
     )
     return Imported(drafter, "peft", prove, ROWS, notes)
 

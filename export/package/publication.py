@@ -160,7 +160,7 @@ def _public_record(target: Target) -> dict[str, Any]:
             where="--target",
             found=f"{target.name} in {target.dtype_name}",
             expected="a target whose norms and embedding are in memory",
-            do="--dtype auto, without --device-map and --tp",
+            do="--dtype auto, without target.device_map and target.tensor_parallel",
         )
     return target_record(target) | {"sketch": asdict(sketch)}
 

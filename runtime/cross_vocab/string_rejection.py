@@ -68,8 +68,8 @@ class FirstTokenDistribution:
                 "too many draft token sequences lie between two target tokens",
                 found=f"{number:,} sequences to read in every round",
                 expected=f"at most {LIMIT:,} (short target tokens, or a small draft vocabulary)",
-                do="--translate slem, or tli where the vocabularies share tokens",
-                where="--translate",
+                do="--set drafter.translate=slem, or tli where the vocabularies share tokens",
+                where="drafter.translate",
             )
         waiting, tokens, parents, rows = [b""], list[int](), list[int](), list[NDArray[np.int32]]()
         for at, text in enumerate(waiting):  # grows while it is read: breadth first

@@ -40,7 +40,7 @@ LEAST_SHARED = 0.2  # of the smaller vocabulary: below, whole strings carry more
 def check_method(method: str) -> None:
     """Refuse what is no way to translate."""
     if method not in METHODS:
-        raise unknown("translation", method, METHODS, "--translate", "specctl generate --help")
+        raise unknown("translation", method, METHODS, "--set drafter.translate")
 
 
 def translated(
@@ -65,8 +65,8 @@ def translated(
             "the two vocabularies share no tokens",
             found=f"{len(shared.target_ids)} common tokens",
             expected="at least 2",
-            do="--translate slem",
-            where="--translate",
+            do="--set drafter.translate=slem",
+            where="drafter.translate",
         )
     about = Translation(method, len(shared.target_ids), lm.spec.vocab_size, target.spec.vocab_size)
     reader = Reader(draft, ours, dict(zip(shared.target_ids, shared.draft_ids, strict=True)))

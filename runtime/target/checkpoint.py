@@ -115,8 +115,8 @@ class Spread:
         if self.device_map is not None and self.tensor_parallel:
             raise one_of_two(
                 "a device map and tensor parallelism were both asked for",
-                f"--device-map {self.device_map} --tp",
-                "leave one of them out: --tp for several processes, --device-map for one",
+                f"target.device_map={self.device_map} and target.tensor_parallel",
+                "leave out target.tensor_parallel (several processes) or target.device_map (one)",
             )
         if self.tensor_parallel:
             check_launched()
@@ -196,7 +196,7 @@ def _load_gguf(
         raise IncompatibleError(
             f"the target {resolved.name} is a GGUF file, which is read whole on one device",
             where=str(path),
-            found="--tp" if spread.tensor_parallel else "--device-map",
+            found="target.tensor_parallel" if spread.tensor_parallel else "target.device_map",
             expected="a folder of safetensors, to spread it",
             do="give the folder of safetensors that the file was made from, or leave it on one "
             "device",
@@ -253,7 +253,7 @@ def _spread_fields(
         raise IncompatibleError(
             f"{what} is inside a multimodal model, which is read whole on one device",
             where=str(folder),
-            found="--tp" if spread.tensor_parallel else "--device-map",
+            found="target.tensor_parallel" if spread.tensor_parallel else "target.device_map",
             expected="a language model alone, to spread it",
             do="let a server that has it answer (--endpoint), or save the language model alone",
         )

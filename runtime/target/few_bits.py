@@ -32,7 +32,7 @@ def check_alone(
     adapters: Sequence[str],
 ) -> None:
     """Refuse what needs the weights in another form than a dtype of few bits."""
-    others: dict[str, object] = {"--compile": compile, "a target that is spread": is_spread}
+    others: dict[str, object] = {"target.compile": compile, "a target that is spread": is_spread}
     if dtype == PACKED:
         others |= {"--inflate": inflate, "--adapter": adapters}
     given = [words for words, value in others.items() if value]

@@ -136,7 +136,7 @@ def _network_error(resolved: ResolvedTarget, offline: bool, error: Exception) ->
         }[kind]
         do = "accept the licence on the model page, then set HF_TOKEN (or run `hf auth login`)"
         if kind == "RevisionNotFoundError":
-            do = "give an existing branch, tag or commit with --revision"
+            do = "give an existing branch, tag or commit with target.revision"
         return NetworkError(what, found=at, do=do)
     forbidden = list(dict.fromkeys([*([FLAG] if offline else []), *forbidden_by()]))
     otherwise = "a local folder with --target ./FOLDER, or --target tiny, which needs no download"

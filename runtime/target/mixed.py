@@ -8,16 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from specctl.core.attention_only import AttentionOnly
-from specctl.core.errors import IncompatibleError, one_of_two
+from specctl.core.errors import IncompatibleError, SpecctlError, one_of_two
 from specctl.models.mixed_lm import MixedLM
+from specctl.recipes.targets import resolve
 from specctl.runtime.target.mixture import Mixture, parse
 from specctl.runtime.target.target import Target, load_target
 
 # What takes the weights of one model apart, blows them up, adds to them or records their rounds.
 ALONE = {
-    "compile": "--compile",
-    "device_map": "--device-map",
-    "tensor_parallel": "--tp",
+    "compile": "target.compile",
+    "device_map": "target.device_map",
+    "tensor_parallel": "target.tensor_parallel",
     "inflate": "--inflate",
     "adapters": "--adapter",
 }
@@ -44,8 +45,25 @@ def load_mixed(
             f"leave out {given[0]}",
         )
     how = {key: value for key, value in how.items() if key not in ALONE}
+    _check_named(mixture.model)
     own = load_target(name, revision=revision, wanted=wanted, **how)
     return mixed(own, load_target(mixture.model, **how), mixture)
+
+
+def _check_named(model: str) -> None:
+    """Refuse a model that nothing is called, before the target is read; resolve() speaks of the
+    target's own flag."""
+    try:
+        resolve(model)
+    except SpecctlError as error:
+        what = error.what.replace("the target", "the model of a mixture")
+        raise type(error)(
+            what.replace("unknown target", "unknown model of a mixture"),
+            where="--mix",
+            found=error.found,
+            expected=error.expected,
+            do=error.do,
+        ) from error
 
 
 def mixed(target: Target, beside: Target, mixture: Mixture) -> Target:

@@ -79,22 +79,23 @@ class Placement:
                     f"{what} does not fit in memory",
                     found=f"{free / 1e9:.1f} GB free on {place}",
                     expected=f"{need / 1e9:.1f} GB for the weights that the device map puts there",
-                    do="--device-map auto fills what is free, then host memory, then the disk",
+                    do="--set target.device_map=auto fills what is free, then host memory, then "
+                    "the disk",
                 )
 
 
 def read_device_map(word: str) -> str | dict[str, str]:
-    """What --device-map says: a mode, or a map as JSON text or in a JSON file."""
+    """What target.device_map says: a mode, or a map as JSON text or in a JSON file."""
     if word in MODES:
         return word
     is_text = word.lstrip().startswith("{")
     if not is_text and not word.endswith(".json"):
         raise SpecctlError(
             f"unknown device map {ascii(word)[:80]}",
-            where="--device-map",
+            where="target.device_map",
             found=ascii(word)[:80],
             expected=f"{', '.join(MODES)}, a JSON object, or a .json file",
-            do=f"--device-map {nearest(word, MODES, 1)}",
+            do=f"--set target.device_map={nearest(word, MODES, 1)}",
         )
     try:
         body = json.loads(word if is_text else Path(word).expanduser().read_text("utf-8"))
@@ -114,7 +115,7 @@ def _as_number(place: str) -> str | int:
 def _bad_map(found: str) -> SpecctlError:
     return SpecctlError(
         "the device map cannot be read",
-        where="--device-map",
+        where="target.device_map",
         found=found,
         expected='modules and places, e.g. {"model.embed_tokens": 0, "model.layers.0": "cpu", ...}',
         do=f"correct it, or take one of {', '.join(MODES)}",
@@ -132,10 +133,10 @@ def _device_name(place: object) -> str:
     if number and int(number) >= torch.cuda.device_count():
         raise ResourceError(
             "the device map names a GPU that is not there",
-            where="--device-map",
+            where="target.device_map",
             found=f"{found}, {torch.cuda.device_count()} GPUs",
             expected="cpu, disk, or a GPU that torch finds",
-            do="--device-map auto",
+            do="--set target.device_map=auto",
         )
     return found
 
@@ -220,11 +221,11 @@ def _fill(mode: str, main: torch.device, sizes: _Sizes) -> list[str]:
     """The place of each layer, in order."""
     if main.type == CPU and mode != "auto":
         raise ResourceError(
-            f"--device-map {mode} needs a GPU",
-            where="--device-map",
+            f"--set target.device_map={mode} needs a GPU",
+            where="target.device_map",
             found="no GPU, or --device cpu",
             expected="a GPU beside the host's memory",
-            do="--device-map auto, which leaves on disk what does not fit in memory",
+            do="--set target.device_map=auto, which leaves on disk what does not fit in memory",
         )
     if mode == "cpu-offload":
         return [CPU] * len(sizes.layers)
@@ -238,10 +239,10 @@ def _fill(mode: str, main: torch.device, sizes: _Sizes) -> list[str]:
     if mode == "balanced":
         raise ResourceError(
             "the target does not fit on these GPUs",
-            where="--device-map",
+            where="target.device_map",
             found=f"{', '.join(rooms)} with {sum(map(_room, gpus)) / 1e9:.1f} GB for weights",
             expected=f"{sizes.total / 1e9:.1f} GB",
-            do="--device-map auto, which keeps the rest in host memory or on disk",
+            do="--set target.device_map=auto, which keeps the rest in host memory or on disk",
         )
     rooms[str(main)] -= max(sizes.layers)  # where a layer kept elsewhere comes to be computed
     if main.type != CPU:
@@ -312,7 +313,7 @@ def _given(
 def _refused(found: str, expected: str) -> IncompatibleError:
     return IncompatibleError(
         "the device map does not fit this target",
-        where="--device-map",
+        where="target.device_map",
         found=found,
         expected=expected,
         do=f"correct the map, or take one of {', '.join(MODES)}",

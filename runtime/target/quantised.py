@@ -109,7 +109,7 @@ def check_places(config: Any, places: Mapping[str, Any], where: str) -> None:
             f"a checkpoint quantised by {method} cannot be spread like that",
             found=" ".join(str(error).split())[:200],
             expected="places that its library computes at",
-            do="--device-map balanced (GPUs alone), or take the checkpoint in bfloat16",
+            do="--set target.device_map=balanced (GPUs alone), or take the checkpoint in bfloat16",
             where=where,
         ) from error
 

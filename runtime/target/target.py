@@ -368,12 +368,13 @@ def _check_spread(
     spread: Spread, inflate: str | None, compile: bool | None, adapters: Sequence[str]
 ) -> None:
     """Refuse what needs all weights on one device."""
-    words = {"--inflate": inflate, "--compile": compile, "--adapter": adapters}
+    words = {"--inflate": inflate, "target.compile": compile, "--adapter": adapters}
     given = [flag for flag, value in words.items() if value]
     if spread.is_asked and given:
         raise one_of_two(
             f"{given[0]} needs all weights of the target on one device",
-            f"{given[0]} and {'--tp' if spread.tensor_parallel else '--device-map'}",
+            f"{given[0]} and target."
+            + ("tensor_parallel" if spread.tensor_parallel else "device_map"),
             "merge the adapter first (peft: merge_and_unload, save_pretrained) and give that folder"
             if given[0] == "--adapter"
             else f"leave out {given[0]}",

@@ -28,10 +28,11 @@ def check_launched() -> int:
     if size < 2:
         raise SpecctlError(
             "tensor parallelism needs several processes, started by torchrun",
-            where="--tp",
+            where="target.tensor_parallel",
             found="one process",
             expected="one process for each GPU",
-            do="torchrun --nproc-per-node 2 -m specctl generate --tp ...   (or --device-map auto)",
+            do="torchrun --nproc-per-node 2 -m specctl generate --set "
+            "target.tensor_parallel=true ...   (or --set target.device_map=auto)",
         )
     return size
 
@@ -58,20 +59,21 @@ def check_plan(config: Any, size: int) -> None:
     if not is_known():
         raise IncompatibleError(
             "this transformers spreads matrices in a way that cannot be put together again",
-            where="--tp",
+            where="target.tensor_parallel",
             found=f"transformers {transformers.__version__}",
             expected="one that spreads them as DTensors",
-            do="pip install -U transformers, or --device-map auto",
+            do="pip install -U transformers, or --set target.device_map=auto",
         )
 
 
 def _refused(found: str, expected: str) -> IncompatibleError:
     return IncompatibleError(
         "this target cannot be spread by tensor parallelism",
-        where="--tp",
+        where="target.tensor_parallel",
         found=found,
         expected=expected,
-        do="another number of processes, --device-map auto, or a server that has it (--endpoint)",
+        do="another number of processes, --set target.device_map=auto, or a server that has it "
+        "(--endpoint)",
     )
 
 

@@ -32,7 +32,7 @@ def check_rule(rule: str, drafter: Drafter | None, policy: Policy) -> None:
                 where="serve.rule",
                 found=f"policy {type(policy).__name__}, which grows trees",
                 expected="policy chain, or direct (trees among its drafts are not relaxed)",
-                do="--policy chain, or rule typical",
+                do="--set serve.policy=chain, or rule typical",
             )
         return
     check_legal(rule, policy.kind(sampled=rule != "target-only"), policy.is_chain)

@@ -96,7 +96,7 @@ def room_for(
     if memory is not None:
         slots = min(slots, max(0, memory - chunk - shared) // slot)
     if slots < 1:
-        own = "serve a shorter context (--max-len), or give it more memory (--memory)"
+        own = "serve a shorter context (--max-len), or with --set limits.memory=GIB more memory"
         raise ResourceError(
             "the cache of one row does not fit in memory",
             found=f"{_size(memory or 0)} for caches",

@@ -97,6 +97,10 @@ class ApiAnswer(ABC):
         """What a stream begins with."""
         return []
 
+    def waiting(self) -> list[bytes]:
+        """What is sent while nothing comes, so that nobody takes the connection for a dead one."""
+        return []
+
     def events(self, choice: Choice, piece: Piece) -> list[bytes]:
         """Counts a piece in; returns the events that tell it."""
         chunk = self.take(choice, piece)

@@ -49,7 +49,10 @@ class MessagesAnswer(ApiAnswer):
     # -- events -----------------------------------------------------------------------------------
 
     def opening(self) -> list[bytes]:
-        return [_event("message_start", message=self._message([], None))]
+        return [_event("message_start", message=self._message([], None)), *self.waiting()]
+
+    def waiting(self) -> list[bytes]:
+        return [_event("ping")]
 
     def events(self, choice: Choice, piece: Piece) -> list[bytes]:
         parts, found = choice.take(piece), list[bytes]()

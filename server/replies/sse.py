@@ -21,6 +21,7 @@ from specctl.server.errors import ApiError, api_error, broken, outgrown
 from specctl.server.replies.answers import ApiAnswer, Choice, Json
 
 T = TypeVar("T")
+PAUSE = 10.0  # seconds without an event after which one says that the stream is alive
 Pieces = AsyncGenerator[tuple[Choice, Piece], None]
 
 
@@ -89,11 +90,14 @@ async def events_of(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
     """The events of an answer. A failure behind the first event is an event, too."""
     is_begun = False
     try:
-        async with aclosing(pieces_of(answer)) as pieces:
-            async for choice, piece in pieces:
-                opening = [] if is_begun else answer.opening()
-                is_begun = True
-                for event in [*opening, *answer.events(choice, piece)]:
+        async with aclosing(_paced(answer)) as pieces:
+            async for found in pieces:
+                if found is None:  # not before the first event: until then it may be refused
+                    events = answer.waiting() if is_begun else []
+                else:
+                    events = [*([] if is_begun else answer.opening()), *answer.events(*found)]
+                    is_begun = True
+                for event in events:
                     yield event
     except (ApiError, SpecctlError) as error:
         if not is_begun:
@@ -104,6 +108,27 @@ async def events_of(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
         return
     for event in answer.closing():
         yield event
+
+
+async def _paced(answer: ApiAnswer) -> AsyncGenerator[tuple[Choice, Piece] | None, None]:
+    """The pieces, and None whenever none has come for PAUSE seconds, where that is of use."""
+    async with aclosing(pieces_of(answer)) as pieces:
+        if not answer.waiting():
+            async for found in pieces:
+                yield found
+            return
+        while True:
+            coming = asyncio.ensure_future(anext(pieces, None))
+            try:
+                while not (await asyncio.wait({coming}, timeout=PAUSE))[0]:
+                    yield None
+            finally:
+                if not coming.done():  # a generator that runs cannot be closed
+                    coming.cancel()
+                    await asyncio.wait({coming})
+            if (piece := coming.result()) is None:
+                return
+            yield piece
 
 
 async def unless_gone(work: Awaitable[T], receive: Receive) -> T:

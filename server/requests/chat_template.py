@@ -215,5 +215,5 @@ def _tool_format(name: str, template: str) -> ToolFormat | None:
         shown = [one for one in known if any(s in template for s in one.signs)]
         return shown[0] if shown else None
     if name not in TOOL_FORMATS:
-        raise unknown("tool parser", name, ("auto", "none", *TOOL_FORMATS), "--tool-parser")
+        raise unknown("tool parser", name, ("auto", "none", *TOOL_FORMATS), "--set api.tool_parser")
     return TOOL_FORMATS[name]

@@ -175,7 +175,7 @@ class RequestReader:
         """Refuse tools where nobody could read the calls."""
         if isinstance(body, ChatRequest) and body.called and self.style.tool_format is None:
             message = "tools are not supported with this target: its chat template writes calls in "
-            message += "no format known here; --tool-parser names one when the server starts"
+            message += "no format known here; start the server with --set api.tool_parser=NAME"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
 
     def _check_counts(self, body: ChatRequest | CompletionRequest, is_cut: bool) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from specctl.server.requests.fields import (
     CAPS,
@@ -25,7 +25,7 @@ from specctl.server.requests.fields import (
     Word,
     one_or_many,
 )
-from specctl.server.requests.protocol import ChatRequest
+from specctl.server.requests.protocol import StandsForChat
 from specctl.server.requests.tool_fields import MAX_TOOLS, CallId, FunctionName
 
 MAX_TURNS, MAX_BLOCKS = 2048, 1024
@@ -39,6 +39,13 @@ class TextBlock(Strict):
     text: Text
     cache_control: Unused = None
     citations: Unused = None
+
+
+TextOrBlocks = Annotated[
+    Annotated[Text, Tag("one")]
+    | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), Few(MAX_BLOCKS), Tag("many")],
+    Discriminator(one_or_many),
+]
 
 
 class ThinkingBlock(Strict):
@@ -73,16 +80,7 @@ class ToolResultBlock(Strict):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: (
-        Annotated[
-            Annotated[Text, Tag("one")]
-            | Annotated[
-                list[TextBlock], Field(max_length=MAX_BLOCKS), Few(MAX_BLOCKS), Tag("many")
-            ],
-            Discriminator(one_or_many),
-        ]
-        | None
-    ) = None
+    content: TextOrBlocks | None = None
     is_error: Ignored = None
     cache_control: Unused = None
     toolset_name: Unused = None
@@ -134,11 +132,7 @@ class SystemTurn(Strict):
     """What the system says in the middle of a conversation."""
 
     role: Literal["system"]
-    content: Annotated[
-        Annotated[Text, Tag("one")]
-        | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), Few(MAX_BLOCKS), Tag("many")],
-        Discriminator(one_or_many),
-    ]
+    content: TextOrBlocks
 
 
 class MessagesTool(Strict):
@@ -205,7 +199,7 @@ class MessagesMetadata(Strict):
         return hashlib.sha256(self.user_id.encode()).hexdigest()
 
 
-class CountRequest(Strict):
+class CountRequest(StandsForChat):
     """A conversation whose tokens are to be counted."""
 
     messages: Annotated[
@@ -214,16 +208,7 @@ class CountRequest(Strict):
         Few(MAX_TURNS),
     ]
     model: Word | None = None
-    system: (
-        Annotated[
-            Annotated[Text, Tag("one")]
-            | Annotated[
-                list[TextBlock], Field(max_length=MAX_BLOCKS), Few(MAX_BLOCKS), Tag("many")
-            ],
-            Discriminator(one_or_many),
-        ]
-        | None
-    ) = None
+    system: TextOrBlocks | None = None
     tools: (
         Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True), Few(MAX_TOOLS)]
         | None
@@ -238,19 +223,6 @@ class CountRequest(Strict):
     user_profile_id: Unused = None
     workspace_id: Unused = None
     speed: Ignored = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> CountRequest:
-        try:
-            self.as_chat()  # what does not fit together is refused by the chat request
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            raise ValueError(str(first["msg"]).removeprefix("Value error, ")) from None
-        return self
-
-    def as_chat(self) -> ChatRequest:
-        """The chat request that says the same."""
-        return ChatRequest.model_validate(self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
         given = self.tool_choice

@@ -9,9 +9,9 @@ otherwise (`errors.UNSUPPORTED`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from specctl.runtime.target.chat_turns import THOUGHTS
 from specctl.server.requests.fields import (
@@ -388,3 +388,24 @@ class ChatRequest(Common):
     def called(self) -> Tools:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+
+class StandsForChat(Strict):
+    """A request of another API that says the same as a chat request, by which it is checked."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        try:
+            self.as_chat()
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise ValueError(str(first["msg"]).removeprefix("Value error, ")) from None
+        return self
+
+    def as_chat(self) -> ChatRequest:
+        """The chat request that says the same."""
+        return ChatRequest.model_validate(self._chat_fields())
+
+    def _chat_fields(self) -> dict[str, Any]:
+        """The fields of that request."""
+        raise NotImplementedError

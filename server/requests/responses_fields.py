@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from specctl.server.requests.fields import (
     CAPS,
@@ -19,7 +19,7 @@ from specctl.server.requests.fields import (
     typed,
 )
 from specctl.server.requests.form_fields import TextFormat
-from specctl.server.requests.protocol import ChatRequest, Reasoning, Variables
+from specctl.server.requests.protocol import Reasoning, StandsForChat, Variables
 from specctl.server.requests.tool_fields import MAX_TOOLS, CallId, FunctionName
 
 MAX_ITEMS = 2048
@@ -166,7 +166,7 @@ def _form(value: Any) -> str:
     return "word" if isinstance(value, str) else "other"
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(StandsForChat):
     """A conversation that the model is to continue. Nothing is stored: every request holds all."""
 
     input: Annotated[
@@ -233,17 +233,7 @@ class ResponsesRequest(Strict):
     prompt_cache_retention: Unused = None
     service_tier: Unused = None
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> ResponsesRequest:
-        try:
-            self.as_chat()  # what does not fit together is refused by the chat request
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            raise ValueError(str(first["msg"]).removeprefix("Value error, ")) from None
-        return self
-
-    def as_chat(self) -> ChatRequest:
-        """The chat request that says the same."""
+    def _chat_fields(self) -> dict[str, Any]:
         form = self.text.format if self.text is not None else None
         choice = self.tool_choice
         fields: dict[str, Any] = {
@@ -258,7 +248,7 @@ class ResponsesRequest(Strict):
         }
         for name in SAME:
             fields[name] = getattr(self, name)
-        return ChatRequest.model_validate(fields)
+        return fields
 
 
 SAME = (

@@ -292,7 +292,6 @@ def test_a_request_for_a_grammar_is_refused_with_the_line_to_type(
     "words",
     [
         (*G, "--adaptive", "--no-adaptive", "x"),
-        (*G, "--no-parallel", "--parallel", "x"),
         ("plan", "--resume", "--no-resume"),
         (*G, "--quiet", "--verbose", "x"),
         (*G, "-q", "-v", "x"),

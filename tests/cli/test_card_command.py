@@ -111,7 +111,7 @@ def test_the_command_names_target_dtype_inflation_prompts_and_settings(
     assert commands.why_not(words) is None
     wanted = {
         "--target": "owner/model",
-        "--revision": "a" * 40,
+        "--set": f"target.revision={'a' * 40}",
         "--inflate": "300m",
         "--dtype": str(tiny_target.dtype).removeprefix("torch."),
         "--draft": "THIS_FOLDER",

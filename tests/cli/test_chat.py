@@ -282,7 +282,15 @@ def press() -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
-    words = ["chat", "--draft", "prompt-lookup", "--max-new-tokens", "900", "--ignore-eos"]
+    words = [
+        "chat",
+        "--draft",
+        "prompt-lookup",
+        "--max-new-tokens",
+        "900",
+        "--set",
+        "sample.ignore_eos=true",
+    ]
     with Terminal([*words, "--show-accepted"]) as terminal:
         terminal.until("> ")
         terminal.press(b"write a loop\r")

@@ -26,7 +26,7 @@ def sets(*settings: str) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-GENERATE = ("generate", "--max-new-tokens", "12", "--ignore-eos")
+GENERATE = ("generate", "--max-new-tokens", "12", "--set", "sample.ignore_eos=true")
 
 
 def test_generate_answers_as_promised(run: Any) -> None:
@@ -88,15 +88,15 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
 
 
 def test_a_revision_of_a_folder_is_not_ignored_silently(run: Any) -> None:
-    ran = run("generate", "--revision", "nope", "--max-new-tokens", "2", "--json", "x")
+    ran = run("generate", "--set", "target.revision=nope", "--max-new-tokens", "2", "--json", "x")
     assert ran.code == 0
-    assert any("--revision is ignored" in warning for warning in ran.json["warnings"])
+    assert any("target.revision is ignored" in warning for warning in ran.json["warnings"])
 
 
 def test_text_ends_before_a_stop_string(run: Any) -> None:
     whole = run(*GENERATE, "import os", "--json").json["result"]["outputs"][0]["text"]
     mark = whole.strip()[2:5]
-    words = (*GENERATE, "import os", "--stop", mark)
+    words = (*GENERATE, "import os", "--set", f"sample.stop={mark}")
     (output,) = run(*words, "--json").json["result"]["outputs"]
     assert output["finish_reason"] == "stop"
     assert output["text"] == whole[: whole.index(mark)]
@@ -109,7 +109,15 @@ def test_a_full_context_is_said_and_what_ended_the_others(
 ) -> None:
     long = "x = 1; " * 200
     (tmp_path / "two.txt").write_text(f"{long}\ndef main(\n")
-    words = ("generate", "-f", tmp_path / "two.txt", "--ignore-eos", "--batch", batch)
+    words = (
+        "generate",
+        "-f",
+        tmp_path / "two.txt",
+        "--set",
+        "sample.ignore_eos=true",
+        "--batch",
+        batch,
+    )
     room = 1024 - tokens_of(long)
     ran = run(*words, "--max-new-tokens", str(room + 5))
     assert "ended by the full context of tiny (1), --max-new-tokens" in " ".join(ran.err.split())
@@ -132,7 +140,7 @@ def test_text_that_ends_as_asked_is_no_warning(run: Any) -> None:
     ran = run(*GENERATE, "def main(")
     assert "ended by --max-new-tokens 12" in ran.err
     assert "warning" not in ran.err
-    stopped = run("generate", "def main(", "--stop", ":", "--max-new-tokens", "40")
+    stopped = run("generate", "def main(", "--set", "sample.stop=:", "--max-new-tokens", "40")
     assert "ended by a stop string" in stopped.err
     assert run(*GENERATE, "-q", "def main(").err == ""
 
@@ -518,7 +526,15 @@ def test_the_verdict_of_the_quickstart_speaks_of_gains_beyond_the_noise() -> Non
 
 
 def test_a_tree_that_is_fitted_to_the_device_says_to_what(run: Any) -> None:
-    words = (*GENERATE, "def main(", "--draft", "stand", "--policy", "sequoia", "--adaptive")
+    words = (
+        *GENERATE,
+        "def main(",
+        "--draft",
+        "stand",
+        "--set",
+        "serve.policy=sequoia",
+        "--adaptive",
+    )
     ran = run(*words, "--json")
     fitted = ran.json["result"]["adaptive"]["fitted"]
     assert 1 <= fitted["nodes"] <= 24
@@ -529,8 +545,10 @@ def test_a_tree_that_is_fitted_to_the_device_says_to_what(run: Any) -> None:
 
 @pytest.mark.parametrize("draft", ["prompt-lookup", "token-recycling"])
 def test_a_drafter_of_whole_trees_refuses_a_policy_that_grows_them(run: Any, draft: str) -> None:
-    ran = run(*GENERATE, "x", "--draft", draft, "--policy", "sequoia", "--adaptive", "--json")
-    assert (ran.code, ran.json["error"]["where"]) == (3, "--policy")
+    ran = run(
+        *GENERATE, "x", "--draft", draft, "--set", "serve.policy=sequoia", "--adaptive", "--json"
+    )
+    assert (ran.code, ran.json["error"]["where"]) == (3, "serve.policy")
     assert "direct" in ran.json["error"]["do"]
 
 

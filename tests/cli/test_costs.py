@@ -13,7 +13,15 @@ from specctl.api.cost_cache import read_costs, write_costs
 from specctl.runtime.measure.cost_table import CostTable
 
 BENCH = ("bench", "--num-prompts", "1", "--max-new-tokens", "4", "--repeats", "1")
-WORDS = ("generate", "--max-new-tokens", "24", "--ignore-eos", "--dtype", "float32")
+WORDS = (
+    "generate",
+    "--max-new-tokens",
+    "24",
+    "--set",
+    "sample.ignore_eos=true",
+    "--dtype",
+    "float32",
+)
 PROMPT = "import os\nimport sys\nimport os\nimport "
 TABLE = CostTable({0: 0.0, 2: 0.1}, {0: 1.0, 2: 1.1}, "cpu x", "float32", 1)
 ABOUT = {"device": "cpu x", "dtype": "float32", "batch": 1, "target": "abc"}

@@ -35,13 +35,12 @@ MISTAKES = {
     # the command line
     "unknown command": Mistake(("genrate",), 2, "specctl generate --help"),
     "unknown flag": Mistake((*G, "--tempratur", "1", "x"), 2, "--temperature"),
-    "flag of another program": Mistake(("generate", "--prompt-file", "x"), 2, "use --file "),
     "word left out of a flag": Mistake((*G, "--max-tokens", "4", "x"), 2, "use --max-new-tokens "),
     "flag like no other": Mistake((*G, "--xyzzy", "x"), 2, "specctl generate --help"),
     "flag of another command": Mistake(("runs", "ls", "--in", "x"), 2, "specctl runs ls --help"),
     "a plan without the hub": Mistake(("plan", "-t", "some/model", "--offline"), 9, "specctl plan"),
     "not a number": Mistake(("generate", "--seed", "one", "x"), 2, "specctl generate --help"),
-    "out of range": Mistake((*G, "--top-p", "2", "x"), 2, "specctl generate --help"),
+    "out of range": Mistake((*G, "--set", "sample.top_p=2", "x"), 3, "--help-all"),
     "missing argument": Mistake(("recipes", "show"), 2, "specctl recipes show --help"),
     "a run that is not there": Mistake(("bench", "runs/none"), 4, "check the path"),
     "a target that is not there": Mistake((*G, "-t", "runs/none", "x"), 4, "runs does not exist"),
@@ -59,7 +58,7 @@ MISTAKES = {
         (*G, "--temperature", "inf", "x"), 2, "specctl generate --help"
     ),
     "a top-k beyond all vocabularies": Mistake(
-        (*G, "--top-k", "9" * 20, "x"), 2, "specctl generate --help"
+        (*G, "--set", "sample.top_k=" + "9" * 20, "x"), 3, "specctl generate --help-all"
     ),
     "a draft of absurdly many layers": Mistake(
         ("distill", "--dry-run", "--layers", "9" * 20), 2, "specctl distill --help"
@@ -105,10 +104,10 @@ MISTAKES = {
     ),
     "a recipe for a folder": Mistake(("show", "eagle3"), 4, "specctl recipes show eagle3"),
     "policy the drafter cannot": Mistake(
-        (*G, "-d", "prompt-lookup", "--policy", "chain", "x"), 3, "--policy direct"
+        (*G, "-d", "prompt-lookup", "--set", "serve.policy=chain", "x"), 3, "serve.policy=direct"
     ),
     "unknown policy": Mistake(
-        (*G, "-d", "prompt-lookup", "--policy", "tree", "x"), 3, "--policy opt-tree"
+        (*G, "-d", "prompt-lookup", "--set", "serve.policy=tree", "x"), 3, "serve.policy=opt-tree"
     ),
     "unknown rule": Mistake((*G, "-d", "prompt-lookup", "--rule", "best", "x"), 3, ""),
     "illegal rule": Mistake(

@@ -83,7 +83,12 @@ def test_the_server_gets_the_package_and_the_key_follows_no_redirect(
             "k",
             "401: the API key is not.*head -n 1",
         ),
-        (404, b'{"error": {"message": "there is no GET /v1/drafter"}}', "k", "--admin-key-file"),
+        (
+            404,
+            b'{"error": {"message": "there is no GET /v1/drafter"}}',
+            "k",
+            "access.admin_key_file",
+        ),
         (200, b"[]", "k", "200: \\[\\]"),
         (200, b'{"drafter": null}', "two\nlines", "several lines"),
         (200, b'{"drafter": null}', " ,", "found: nothing"),

@@ -1,4 +1,4 @@
-"""--generation-config: what a target's own file asks for is said once, and followed where asked."""
+"""sample.generation_config: what a target's own file says is reported once, or followed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specctl.runtime.target.target import Target
 ASKED = Suggested(True, 0.6, 20, 0.9)
 NOTICE = (
     "generation_config.json of tiny asks for temperature 0.6, top_k 20, top_p 0.9; used: greedy "
-    "(--generation-config model follows it, none is silent)\n"
+    "(--set sample.generation_config=model follows it, none is silent)\n"
 )
 
 
@@ -99,9 +99,11 @@ def test_bench_measures_it(asking: Target) -> None:
 
 @pytest.mark.parametrize("command", ["generate x", "chat", "serve", "bench"])
 def test_another_word_is_refused_before_anything_loads(run: Any, command: str) -> None:
-    ran = run(*command.split(), "--target", "no-such-target", "--generation-config", "modle")
-    assert ran.code == Exit.USAGE
-    assert "--generation-config model" in ran.err
+    ran = run(
+        *command.split(), "--target", "no-such-target", "--set", "sample.generation_config=modle"
+    )
+    assert ran.code == Exit.RECIPE
+    assert "--set sample.generation_config=model" in ran.err
 
 
 def test_a_folder_with_the_file_from_end_to_end(run: Any, tmp_path: Path) -> None:
@@ -111,8 +113,8 @@ def test_a_folder_with_the_file_from_end_to_end(run: Any, tmp_path: Path) -> Non
     words = ("generate", "-t", tmp_path, "--max-new-tokens", "8", "import os")
     plain = run(*words)
     assert plain.err.count("asks for temperature 1.3, top_k 50; used: greedy") == 1
-    asked = run(*words, "--generation-config", "model")
-    assert asked.out == run(*words, "--temperature", "1.3", "--top-k", "50").out
+    asked = run(*words, "--set", "sample.generation_config=model")
+    assert asked.out == run(*words, "--temperature", "1.3", "--set", "sample.top_k=50").out
     assert asked.out != plain.out
     (tmp_path / FILE).write_text("{nonsense")
     broken = run(*words)

@@ -14,9 +14,9 @@ SCHEMA = {
 
 
 def test_answers_are_held_to_the_schema_that_is_named(run, tmp_path):
-    path = tmp_path / "schema.txt"
+    path = tmp_path / "schema.json"
     path.write_text(json.dumps(SCHEMA))
-    ran = run("generate", "--json-schema", path, "--draft", "prompt-lookup", "--json", "data = ")
+    ran = run("generate", "--grammar", path, "--draft", "prompt-lookup", "--json", "data = ")
     assert ran.code == 0
     [output] = ran.json["result"]["outputs"]
     assert output["finish_reason"] == "eos"
@@ -30,15 +30,15 @@ def test_answers_are_held_to_the_expression_in_a_file(run, tmp_path):
     assert re.fullmatch("[0-9]{2,5}", ran.json["result"]["outputs"][0]["text"])
 
 
-def test_a_wrong_grammar_and_two_grammars_are_refused(run, tmp_path):
+def test_a_wrong_grammar_and_an_unknown_kind_are_refused(run, tmp_path):
     path = tmp_path / "bad.regex"
     path.write_text("[0-9")
     wrong = run("generate", "--grammar", path, "x = ")
     assert wrong.code == 2
     assert "unclosed character class" in wrong.err
-    both = run("generate", "--grammar", path, "--json-schema", path, "x = ")
-    assert both.code == 2
-    assert "one of the two" in both.err
+    unknown = run("generate", "--grammar", tmp_path / "schema.txt", "x = ")
+    assert unknown.code == 2
+    assert "rename it: .json for a JSON schema" in unknown.err
 
 
 @pytest.mark.parametrize("more", [(), ("--compare",)])
@@ -48,7 +48,7 @@ def test_a_text_that_broke_off_in_its_grammar_is_shown_and_an_error(run, tmp_pat
     both = {"name": {"type": "string", "maxLength": 3}, "rest": wide}
     path = tmp_path / "wide.json"
     path.write_text(json.dumps({"properties": both, "type": "object", "required": [*both]}))
-    ran = run("generate", "--json-schema", path, "--max-new-tokens", 80, *more, "--json", "data = ")
+    ran = run("generate", "--grammar", path, "--max-new-tokens", 80, *more, "--json", "data = ")
     assert ran.code == 2
     assert "broke off inside their grammar" in ran.err
     [output] = ran.json["result"]["outputs"]

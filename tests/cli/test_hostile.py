@@ -138,17 +138,20 @@ REFUSED = {
     "prompts that are no text": (("bench", "--prompts", "BINARY"), 4),
     "a stop rule into a folder": (("train-stop", "-d", "x", "--out", "FOLDER"), 4),
     "a stop rule of what drafts at once": (("train-stop", "-d", "prompt-lookup"), 5),
-    "an unknown translation": (("generate", "-d", "prompt-lookup", "--translate", "tly", "x"), 3),
+    "an unknown translation": (
+        ("generate", "-d", "prompt-lookup", "--set", "drafter.translate=tly", "x"),
+        3,
+    ),
     "a window of a drafter without": (
-        ("generate", "-d", "prompt-lookup", "--draft-option", "window=9", "x"),
+        ("generate", "-d", "prompt-lookup", "--set", "drafter.options.window=9", "x"),
         3,
     ),
     "an option without a value": (
-        ("generate", "-d", "prompt-lookup", "--draft-option", "window", "x"),
+        ("generate", "-d", "prompt-lookup", "--set", "drafter.options.window", "x"),
         3,
     ),
-    "a schema that is nowhere": (("generate", "--json-schema", "no.json", "x"), 4),
-    "a schema that is no JSON": (("generate", "--json-schema", "FILE", "x"), 2),
+    "a schema that is nowhere": (("generate", "--grammar", "no.json", "x"), 4),
+    "a schema that is no JSON": (("generate", "--grammar", "FILE", "x"), 2),
     "a trimming to one token": (("vocab-trim", "-d", "FOLDER", "-o", "NEW", "--size", "1"), 3),
     "a trimming to all too many": (
         ("vocab-trim", "-d", "FOLDER", "-o", "NEW", "--size", "9999k"),

@@ -82,7 +82,7 @@ def test_a_drafter_of_a_hybrid_is_trained_packaged_and_drafts(
     assert 1.0 <= measured["tau"] == pytest.approx(made.json["result"]["tau"])
     texts = list[str]()
     for draft in ([], ["--draft", out / "package"]):
-        greedy = ("--max-new-tokens", 24, "--temperature", 0, "--ignore-eos")
+        greedy = ("--max-new-tokens", 24, "--temperature", 0, "--set", "sample.ignore_eos=true")
         ran = run("generate", "--target", target, *draft, *greedy, "--json", PROMPT)
         assert ran.code == 0, ran.err
         texts.append(ran.json["result"]["outputs"][0]["text"])

@@ -18,7 +18,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.train.runs.folders import read_run
 from specctl_testing.cli.terminal import Terminal
 
-LONG = ["generate", "--max-new-tokens", "900", "--ignore-eos", "import os"]
+LONG = ["generate", "--max-new-tokens", "900", "--set", "sample.ignore_eos=true", "import os"]
 TRAINING = (
     "data.text_tokens=0", "data.prompts=8", "data.prompt_tokens=16", "data.new_tokens=16",
     "train.steps=5000", "train.rows=4", "train.seq_len=32", "train.tau_every=5000",
@@ -63,7 +63,15 @@ def test_texts_that_were_generated_before_ctrl_c_are_in_the_answer(
 ) -> None:
     (tmp_path / "prompts.txt").write_text("def main(\nimport os\n")
     monkeypatch.setattr(Engine, "step", stopping(Engine.step, after=5))
-    words = ["generate", "-f", str(tmp_path / "prompts.txt"), "--batch", "2", "--ignore-eos"]
+    words = [
+        "generate",
+        "-f",
+        str(tmp_path / "prompts.txt"),
+        "--batch",
+        "2",
+        "--set",
+        "sample.ignore_eos=true",
+    ]
     ran = run(*words, "--json")
     assert ran.code == failures.INTERRUPTED
     outputs = ran.json["result"]["outputs"]

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import specctl.recipes
+from specctl.cli.app.command import SET, settings_of
 from specctl.cli.app.follow_up import command_line, noted
 from specctl.cli.commands.bench import _next
 from specctl.cli.options.loading import DraftingFlags
@@ -127,7 +128,9 @@ def test_a_plan_goes_on_with_all_that_was_planned(run: Run, place: Path) -> None
 
 def test_the_flags_of_a_group_are_read_again_as_they_were_given() -> None:
     def again(command: str, group: Any, words: Sequence[str], name: str) -> None:
-        read = parsed([command, *words]).params
+        context = parsed([command, *words])
+        is_set = settings_of(context.command).defaults() | context.meta.get(SET, {})
+        read = context.params | is_set
         for field in fields(group):
             found, wanted = read[f"{name}_{field.name}"], getattr(group, field.name)
             assert (list(found) if isinstance(found, tuple) else found) == wanted, field.name

@@ -89,11 +89,14 @@ PARALLEL = "drafting in parallel needs a target whose cache can be rolled back"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("generate", "--draft", "prompt-lookup", "--compile", "def"), "cannot be recorded"),
+        (
+            ("generate", "--draft", "prompt-lookup", "--set", "target.compile=true", "def"),
+            "cannot be recorded",
+        ),
         (("generate", "--draft", "prompt-lookup+layer-skip", "def"), LAYERS),
-        (("generate", "--draft", "small-lm", "--parallel", "def"), PARALLEL),
+        (("generate", "--draft", "small-lm", "--set", "serve.parallel=true", "def"), PARALLEL),
         (("bench", "prompt-lookup", "layer-skip"), LAYERS),
-        (("bench", "prompt-lookup", "--parallel"), PARALLEL),
+        (("bench", "prompt-lookup", "--set", "serve.parallel=true"), PARALLEL),
         (("chat", "layer-skip"), LAYERS),
         (("serve", "layer-skip", "--port", "0"), LAYERS),
         (("verify", "layer-skip"), LAYERS),

@@ -25,10 +25,10 @@ def test_a_seed_of_minus_one_is_drawn_and_told(run: Any) -> None:
 @pytest.mark.parametrize("draft", ["none", "prompt-lookup"])
 def test_a_stop_string_of_the_command_line_may_be_a_control_token(run: Any, draft: str) -> None:
     """A penalty below zero makes the target repeat what the prompt holds most of."""
-    words = ("generate", "--target", "tiny", USER * 4, "--frequency-penalty", "-100")
+    words = ("generate", "--target", "tiny", USER * 4, "--set", "sample.frequency_penalty=-100")
     words += ("--max-new-tokens", "3", "--draft", draft, "--json")
     ends = {}
     for stop in ("no such text", USER):
-        [output] = json.loads(run(*words, "--stop", stop).out)["result"]["outputs"]
+        [output] = json.loads(run(*words, "--set", f"sample.stop={stop}").out)["result"]["outputs"]
         ends[stop] = (len(output["token_ids"]), output["text"], output["finish_reason"])
     assert ends == {"no such text": (3, "", "length"), USER: (1, "", "stop")}

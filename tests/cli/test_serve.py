@@ -45,14 +45,18 @@ def test_the_batch_policies_it_offers_are_those_that_exist() -> None:
     ("words", "code", "told"),
     [
         (("--host", "0.0.0.0"), Exit.USAGE, "--api-key-file"),
-        (("--host", "::"), Exit.USAGE, "--insecure-no-auth"),
-        (("--host", "no.such.host.invalid", "--insecure-no-auth"), Exit.USAGE, "leave --host out"),
+        (("--host", "::"), Exit.USAGE, "access.insecure_no_auth=true"),
+        (
+            ("--host", "no.such.host.invalid", "--set", "access.insecure_no_auth=true"),
+            Exit.USAGE,
+            "leave --host out",
+        ),
         (("--api-key-file", "EMPTY"), Exit.FILE, "holds no key"),
         (("--api-key-file", "absent.txt"), Exit.FILE, "absent.txt"),
         (("--record", "absent/traffic.jsonl"), Exit.FILE, "--record"),
         (("--batching", "goodputt", "--draft", "auto"), Exit.USAGE, "--batching goodput"),
         (("--batching", "tetris"), Exit.USAGE, "--draft auto"),
-        (("--tool-parser", "hermess"), Exit.USAGE, "hermes"),
+        (("--set", "api.tool_parser=hermess"), Exit.RECIPE, "hermes"),
         (("--port", "70000"), Exit.USAGE, "specctl serve --help"),
         (("--max-batch", "0"), Exit.USAGE, "specctl serve --help"),
         (("--target", "tinny", "--port", "0"), Exit.USAGE, "tiny"),
@@ -160,7 +164,7 @@ def test_kept_traffic_is_followed_by_the_command_that_learns_from_it(
 
 @pytest.mark.proof
 def test_a_second_signal_ends_it_where_it_stands(start: Start) -> None:
-    process = start("serve", "--port", 0, "--jsonl", "--drain", 300)
+    process = start("serve", "--port", 0, "--jsonl", "--set", "limits.drain=300")
     url = events(process, "ready")["url"]
     body = {"prompt": "x", "max_tokens": 1000, "stream": True, "logit_bias": NEVER_ENDS}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:

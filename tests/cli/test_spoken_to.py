@@ -12,7 +12,7 @@ from specctl.runtime.target.target import Target
 from specctl_testing.cli.ran import Run
 from specctl_testing.runtime.chat_targets import spoken_with
 
-SHORT = ("--max-new-tokens", 4, "--ignore-eos")
+SHORT = ("--max-new-tokens", 4, "--set", "sample.ignore_eos=true")
 
 
 @pytest.fixture

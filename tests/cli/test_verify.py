@@ -18,7 +18,16 @@ from specctl.runtime.verify.relaxed import RELAXED
 from specctl.train.pretrain.data import train_tokenizer
 from specctl_testing.cli import commands
 
-GENERATE = ("generate", "def main(", "--dtype", "float32", "--max-new-tokens", "10", "--ignore-eos")
+GENERATE = (
+    "generate",
+    "def main(",
+    "--dtype",
+    "float32",
+    "--max-new-tokens",
+    "10",
+    "--set",
+    "sample.ignore_eos=true",
+)
 SMALL = ProofLevel(2, 6, samples=120, length=3, all_rules=False, enumeration="quick")
 
 
@@ -131,15 +140,17 @@ def foreign(make_model: Any, tmp_path: Path) -> Path:
 def test_a_draft_of_another_tokenizer_simply_works_and_says_how(run: Any, foreign: Path) -> None:
     plain = run(*GENERATE, "--json").json["result"]["outputs"][0]["token_ids"]
     for method, words in (("tli", "token-level"), ("slem", "string-level")):
-        answer = run(*GENERATE, "--draft", foreign, "--translate", method, "--json")
+        answer = run(
+            *GENERATE, "--draft", foreign, "--set", f"drafter.translate={method}", "--json"
+        )
         assert answer.code == 0, answer.err[-2000:]
         result = answer.json["result"]
         assert result["outputs"][0]["token_ids"] == plain
         assert words in result["note"]
         assert words in answer.err
     assert "(tli)" in run(*GENERATE, "--draft", foreign).err
-    refused = run(*GENERATE, "--draft", foreign, "--translate", "none")
+    refused = run(*GENERATE, "--draft", foreign, "--set", "drafter.translate=none")
     assert refused.code == Exit.INCOMPATIBLE
-    too_many = run(*GENERATE, "--draft", foreign, "--translate", "slrs")
+    too_many = run(*GENERATE, "--draft", foreign, "--set", "drafter.translate=slrs")
     assert too_many.code == Exit.INCOMPATIBLE
     assert "sequences to read in every round" in too_many.err

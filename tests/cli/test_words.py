@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from specctl.cli.app.console import Console
 from specctl.cli.commands.generate import told_apart
-from specctl.cli.main import main
+from specctl.cli.main import load_command, main
 from specctl.cli.options.positional import one_drafter
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.core.errors import IncompatibleError, SpecctlError
@@ -37,26 +38,30 @@ def test_two_words_are_drafter_and_prompt_and_one_is_the_prompt(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "do"),
     [
-        (("verify", "--draft", "runs/a b"), "specctl verify 'runs/a b'  (without --draft)"),
-        (("show", "--path=runs/a"), "specctl show runs/a  (without --path)"),
-        (("verify", "--package"), "specctl verify FOLDER  (without --package)"),
         (("verify", "--levle", "files"), "use --level  (specctl verify --help)"),
-        (("serve", "--model", "tiny"), "use --target  (specctl serve --help)"),
-        (("serve", "--model", "runs/a"), "specctl serve runs/a  (without --model)"),
-        (("generate", "--prompt", "a b"), "specctl generate 'a b'  (without --prompt)"),
-        (("train-draft", "--learning-rate", "1"), "use --lr  (specctl train-draft --help)"),
-        (("generate", "--steps", "3", "x"), "specctl generate --help"),
-        (("chat", "--seed"), "specctl chat --help"),
+        (("generate", "--max-tokens", "4"), "use --max-new-tokens  (specctl generate --help)"),
+        (("generate", "--lora-rank", "3", "x"), "specctl generate --help"),
         (("runs", "tail", "--lines"), "specctl runs tail --help"),
+        # what is a setting now
+        (("generate", "--nodes", "9"), "use --set serve.nodes=9  (specctl generate --help-all)"),
+        (("serve", "--drain=5"), "use --set limits.drain=5  (specctl serve --help-all)"),
+        (("bench", "--no-parallel"), "use --set serve.parallel=false  (specctl bench --help-all)"),
+        (
+            ("chat", "--draft-option", "window=4"),
+            "use --set drafter.options.window=4  (specctl chat --help-all)",
+        ),
+        (("serve", "--policy"), "use --set serve.policy=VALUE  (specctl serve --help-all)"),
+        (("generate", "--json-schema", "a.json"), "use --grammar FILE.json"),
     ],
 )
-def test_a_flag_in_the_place_of_a_word_is_answered_with_the_word(
+def test_an_unknown_flag_gets_one_hint(
     words: tuple[str, ...], do: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["specctl", *words])
     found = run(*words, "--json").json["error"]
     assert found["code"] == 2
     assert found["do"] == do
+    assert ("setting now" in found["what"]) == ("--set" in do)
 
 
 def test_help_names_numbers_and_pairs_in_few_columns(
@@ -124,10 +129,10 @@ def test_a_format_that_does_not_fit_names_the_one_that_does() -> None:
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        (("--policy", "dynamic-tre"), "--policy dynamic-tree"),
+        (("--set", "serve.policy=dynamic-tre"), "serve.policy=dynamic-tree"),
         (("--rule", "blok"), "--rule block"),
-        (("--controller", "cascad"), "--controller cascade"),
-        (("--stop-rule", "svipp"), "--stop-rule svip"),
+        (("--set", "serve.controller=cascad"), "serve.controller=cascade"),
+        (("--set", "serve.stop=svipp"), "serve.stop=svip"),
         (("-d", "prompt-lokup"), "did you mean prompt-lookup"),
     ],
 )
@@ -167,13 +172,28 @@ def test_help_is_short_and_help_all_is_whole(
         shown.append(capfd.readouterr().out)
     short, whole = shown
     assert "--help-all" in short
-    assert "--presence-penalty" not in short
-    assert "--presence-penalty" in whole
+    assert "sample.presence_penalty" not in short
+    assert "sample.presence_penalty" in whole
     assert len(short.splitlines()) < 0.75 * len(whole.splitlines())
     assert main(["serve", "--help"]) == 0
     served = capfd.readouterr().out
     assert "--api-key-file" in served
-    assert "--queue-timeout" not in served
+    assert "limits.queue_timeout" not in served
+
+
+@pytest.mark.parametrize("name", ["serve", "generate"])
+def test_help_shows_at_most_20_flags_of_at_most_30(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    counts = {}
+    for flag in ("--help", "--help-all"):
+        assert main([name, flag]) == 0
+        counts[flag] = len(re.findall(r"^\S --", capfd.readouterr().out, re.MULTILINE))
+    assert 15 <= counts["--help"] <= 20
+    assert counts["--help"] < counts["--help-all"] <= 30
+    command = load_command(name)
+    assert counts["--help-all"] == 1 + sum(p.param_type_name == "option" for p in command.params)
 
 
 def test_help_writes_arguments_plainly_and_keeps_the_examples_indented(
@@ -244,6 +264,8 @@ def test_the_shell_completes_names(tmp_path: Path) -> None:
         ("specctl generate --target qwen3-8", "qwen3-8b"),
         ("specctl export x --to llama", "llama.cpp"),
         ("specctl bench prompt-l", "prompt-lookup"),
+        ("specctl serve --set no.such=1 --set limits.dr", "limits.drain="),
+        ("specctl chat --set serve.policy=dyn", "serve.policy=dynamic-tree"),
     ):
         asked = {"_SPECCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
         asked["COMP_CWORD"] = str(len(words.split()) - 1)

@@ -323,7 +323,7 @@ def test_what_does_not_fit_the_head_is_refused(
     plain = build(target, name, **{k: v for k, v in options.items() if k not in given})
     with pytest.raises(RecipeError, match=said) as refused:
         load_draft(plain, target, draft_options=given)
-    assert refused.value.where.startswith("--draft-option head_")
+    assert refused.value.where.startswith("--set drafter.options.head_")
     assert "write" not in refused.value.do  # there is no recipe to write it into
 
 

@@ -233,7 +233,7 @@ def test_a_block_sees_the_same_features_in_training_as_in_drafting(
 
 
 def test_a_trained_drafter_is_served_with_another_window(target: Target, drive: Any) -> None:
-    """As `--draft-option` says; nothing else of it may change, nor the drafter that was given."""
+    """As `drafter.options` says; nothing else of it may change, nor the drafter that was given."""
     trained, ids = make(target), text(LONG)
     loaded = load_draft(trained, target, draft_options=["window=6", "sink=2"]).drafter
     assert isinstance(loaded, Eagle3)
@@ -250,7 +250,7 @@ def test_a_trained_drafter_is_served_with_another_window(target: Target, drive: 
     ):
         with pytest.raises(SpecctlError, match=said):
             load_draft(trained, target, draft_options=given)
-    with pytest.raises(SpecctlError, match="--draft-option says how to draft"):
+    with pytest.raises(SpecctlError, match=r"drafter\.options says how to draft"):
         load_draft(None, target, draft_options={"window": 6})
 
 

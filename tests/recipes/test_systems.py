@@ -69,7 +69,6 @@ def named_paper(words: list[str]) -> str | None:
     """The paper of the plug-in that a flag names."""
     kinds = {
         "--batching": ("specctl.runtime.batching", "BATCHING"),
-        "--stop-rule": ("specctl.runtime.stops", "STOP"),
     }
     for flag, name in pairwise(words):
         if flag in kinds:

@@ -278,7 +278,7 @@ def test_a_package_is_served_by_the_servers_flags_under_its_name_in_the_folder(
     assert (found.name, found.policy.depth, found.policy.is_chain) == ("new/package", 2, True)
     assert found.drafter is not None
     assert found.drafter.options.head_rank == 4
-    with pytest.raises(SpecctlError, match="--draft-option max_match"):
+    with pytest.raises(SpecctlError, match=r"drafter\.options\.max_match"):
         drafting(draft_options=["max_match=4"])
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import anthropic
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from specctl.runtime.measure.stats import RowStats
 from specctl.server.engine_thread.contract import Piece
+from specctl.server.replies import sse
 from specctl.server.replies.answers import Choice
 from specctl.server.replies.messages import MessagesAnswer
 from specctl.server.replies.tokens import TokenTexts
@@ -82,6 +84,8 @@ def test_the_events_are_named_and_numbered_as_the_protocol_says(server: Running)
     found = [json.loads(data.removeprefix("data: ")) for _, data in events]
     assert [name.removeprefix("event: ") for name, _ in events] == [one["type"] for one in found]
     assert "[DONE]" not in text
+    assert [one["type"] for one in found[:2]] == ["message_start", "ping"]
+    assert [one for one in found if one["type"] == "ping"] == [{"type": "ping"}]
     starts = [one for one in found if one["type"] == "content_block_start"]
     assert [one["index"] for one in starts] == [0, 1, 2]
     assert starts[2]["content_block"]["input"] == {}
@@ -105,23 +109,78 @@ def test_why_a_message_ended(
 ) -> None:
     piece = Piece((1, 2), (False, True), "Hi", ("H", "i"), None, ended, (0, 1), by)
 
-    def answer() -> tuple[MessagesAnswer, Choice]:
-        choice = Choice(0, cast(Any, SimpleNamespace(stats=RowStats())))
-        about = {"verification": "lossless", "tells_rounds": False, "tells_usage": False}
-        texts = TokenTexts(stub_target())
-        return MessagesAnswer("tiny", texts, **about, prompt_tokens=3, has_logprobs=False,
-                              choices=(choice,), max_tokens=9, context=room), choice  # fmt: skip
-
-    whole, choice = answer()
+    ticket = SimpleNamespace(stats=RowStats())
+    whole, choice = _answer(ticket, room)
     whole.add(choice, piece)
     found = whole.whole()
     assert (found["stop_reason"], found["stop_sequence"]) == (reason, sequence)
     assert found["content"] == [{"type": "text", "text": "Hi"}]
-    streamed, choice = answer()
+    streamed, choice = _answer(ticket, room)
     sent = [*streamed.opening(), *streamed.events(choice, piece), *streamed.closing()]
     last = json.loads(sent[-2].split(b"data: ")[1])
     assert last["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
     assert last["usage"]["output_tokens"] == found["usage"]["output_tokens"] == 2
+
+
+def test_a_stream_that_waits_sends_pings_but_not_before_it_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sse, "PAUSE", 0.05)
+    ended: list[str] = []
+
+    class Slow:
+        stats = RowStats()
+
+        async def __aiter__(self) -> AsyncIterator[Piece]:
+            try:
+                for text, reason in (("a", None), ("b", "eos")):
+                    await asyncio.sleep(0.12)
+                    yield Piece((1,), (False,), text, (text,), None, reason, (0,), None)
+            finally:
+                ended.append("closed")
+
+    async def kinds(most: int) -> list[str]:
+        found: list[str] = []
+        events = sse.events_of(_answer(Slow())[0])
+        async for sent in events:
+            found.append(json.loads(sent.split(b"data: ")[1])["type"])
+            if len(found) == most:
+                break
+        await events.aclose()
+        return found
+
+    whole = asyncio.run(kinds(99))
+    assert whole[:2] == ["message_start", "ping"]
+    pings = [at for at, kind in enumerate(whole) if kind == "ping"]
+    assert pings == [1, 4, 5], whole  # behind the first delta, while the second one is not there
+    assert whole[-1] == "message_stop"
+    # one that its client leaves while it waits ends its ticket's iteration
+    assert asyncio.run(kinds(5))[-1] == "ping"
+    assert ended == ["closed", "closed"]
+
+
+def _answer(ticket: Any, room: int = 99) -> tuple[MessagesAnswer, Choice]:
+    choice = Choice(0, ticket)
+    about = {"verification": "lossless", "tells_rounds": False, "tells_usage": False}
+    texts = TokenTexts(stub_target())
+    return MessagesAnswer("tiny", texts, **about, prompt_tokens=3, has_logprobs=False,
+                          choices=(choice,), max_tokens=9, context=room), choice  # fmt: skip
+
+
+def test_models_have_the_shape_of_the_client_that_lists_them(
+    client: anthropic.Anthropic, server: Running
+) -> None:
+    [listed] = client.models.list(limit=5)
+    assert (listed.type, listed.id, listed.lifecycle) == ("model", "tiny", "active")
+    assert listed.created_at.tzinfo is not None
+    assert client.models.retrieve("tiny") == listed
+    assert not client.models.list(after_id="tiny").data
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        client.models.retrieve("other")
+    assert refused.value.body["error"]["type"] == "not_found_error"
+    plain = httpx.get(f"{server.url}/v1/models").json()
+    assert (plain["object"], plain["data"][0]["object"]) == ("list", "model")
+    assert "code" in httpx.get(f"{server.url}/v1/models/other").json()["error"]
 
 
 @pytest.mark.parametrize("chunk", [2, 23, 43, 60])

@@ -110,7 +110,8 @@ def check_spread(part: TargetPart, data: DataPart, train: TrainPart, processes: 
             where="target.tensor_parallel",
             found="true, one process",
             expected="one process for each GPU",
-            do="--gpus 2 (or torchrun), or --device-map auto --set target.tensor_parallel=false",
+            do="--gpus 2 (or torchrun), or --set target.device_map=auto --set "
+            "target.tensor_parallel=false",
         )
     if part.tensor_parallel:
         found = [name for name, is_set in others.items() if is_set]

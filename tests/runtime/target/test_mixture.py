@@ -190,6 +190,16 @@ def test_what_is_no_mixture_is_refused_before_anything_is_read(word: str, found:
     assert "--mix" in str(error.value.do)
 
 
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [("nope", "unknown model of a mixture"), ("./nope", "no such target folder")],
+)
+def test_an_unknown_model_is_one_of_the_mixture_not_the_target(model: str, what: str) -> None:
+    with pytest.raises(SpecctlError, match=what) as error:
+        load_mixed(f"average={model}", "no-such-target-either")
+    assert (error.value.where, error.value.found) == ("--mix", f"'{model}'")
+
+
 def test_two_models_of_other_tokens_or_with_recurrent_states_are_refused(
     pair: tuple[Target, Target],
 ) -> None:
@@ -205,7 +215,7 @@ def test_two_models_of_other_tokens_or_with_recurrent_states_are_refused(
         MixedLM(pair[0].lm, recurrent.lm, mixture.mixing())
     with pytest.raises(SpecctlError, match="mixture") as clash:
         load_mixed("average=tiny", "tiny", compile=True)
-    assert clash.value.found == "--mix and --compile"
+    assert clash.value.found == "--mix and target.compile"
 
 
 def test_the_masks_of_each_model_are_its_own(pair: tuple[Target, Target]) -> None:

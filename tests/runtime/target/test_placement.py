@@ -138,7 +138,7 @@ def test_a_place_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_needs_one_device_is_refused_with_a_map(flags: dict[str, Any]) -> None:
     with pytest.raises(SpecctlError) as caught:
         load_target("tiny", device_map="auto", **flags)
-    assert "--device-map" in caught.value.found
+    assert "target.device_map" in caught.value.found
 
 
 def test_keys_and_values_are_where_their_layer_computes() -> None:

@@ -11,6 +11,8 @@ import typer
 from specctl.cli.app.failures import USAGE_ERROR
 from specctl.cli.main import COMMANDS, app, load_command
 
+SHOWN = {"--help", "--help-all"}
+
 
 def program_words(text: str) -> list[str]:
     """The words after `specctl` of the first command in a text; an explanation after two blanks or
@@ -32,8 +34,8 @@ def parsed(words: list[str]) -> Any:
     it would refuse the words."""
     while words and words[0] in ("--json", "--quiet", "-q", "-v", "--verbose", "--no-color"):
         words = words[1:]
-    if not words or "--help" in words or words == ["--version"]:
-        words = [w for w in words if w not in ("--help", "--version")]
+    if not words or not SHOWN.isdisjoint(words) or words == ["--version"]:
+        words = [w for w in words if w not in SHOWN and w != "--version"]
         return None if not words or words[0] in COMMANDS else f"no command {words[0]}"
     if words[0] not in COMMANDS:
         return f"no command {words[0]}"

@@ -1,0 +1,143 @@
+"""--set KEY=VALUE: typed, checked before anything loads, written again as it was typed."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from specctl.cli.app.command import SET
+from specctl.cli.app.settings import Setting, Settings
+from specctl.cli.main import app, load_command
+from specctl.cli.options.loading import DraftingFlags
+from specctl.cli.options.target_choice import TargetChoice
+from specctl.core.errors import RecipeError
+
+KINDS = {
+    "count": (Annotated[int | None, Setting("a.count", "C.", was="--count", min=1, max=9)], None),
+    "share": (Annotated[float, Setting("a.share", "S.", min=0)], 0.5),
+    "on": (Annotated[bool, Setting("a.on", "O.", was="--on/--no-on")], True),
+    "place": (Annotated[Path | None, Setting("b.place", "P.")], None),
+    "names": (Annotated[list[str] | None, Setting("b.names", "N.")], None),
+    "more": (Annotated[list[str] | None, Setting("c.", "M.", was="--more")], None),
+}
+PARAMETERS = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    for name, (kind, default) in KINDS.items()
+]
+SETTINGS = Settings(PARAMETERS)
+FLAGS = {"length": "--length"}
+
+
+def read(*words: str) -> dict[str, Any]:
+    return SETTINGS.read(words, "specctl x", FLAGS)
+
+
+def test_values_have_the_kinds_of_their_settings() -> None:
+    found = read("a.count=4", "a.share=1e-1", "a.on=no", "b.place=x y", "b.names=[/A]", "b.names=b")
+    assert found == {
+        "count": 4, "share": 0.1, "on": False, "place": Path("x y"), "names": ["[/A]", "b"],
+    }  # fmt: skip
+    assert read("c.window=512", "c.sink=a=b") == {"more": ["window=512", "sink=a=b"]}
+    assert read("b.names= x\n", "b.names=\n") == {"names": [" x\n", "\n"]}  # a text is what it is
+    assert read("a.share=null", "b.names=null") == {"share": 0.5, "names": ["null"]}
+
+
+@pytest.mark.parametrize(
+    ("word", "what", "do"),
+    [
+        ("a.count=10", "from 1 to 9", "specctl x --help-all"),
+        ("a.count=2.5", "a whole number from 1 to 9", "specctl x --help-all"),
+        ("a.share=nan", "a number of at least 0", "specctl x --help-all"),
+        ("a.share=1e12", "a number of at least 0", "specctl x --help-all"),
+        ("a.on=perhaps", "true or false", "specctl x --help-all"),
+        ("a.cout=1", "unknown setting 'a.cout'", "write a.count instead"),
+        ("count=1", "unknown setting 'count'", "write a.count instead"),
+        ("serve.length=4", "serve.length is a flag of its own", "--length 4"),
+        ("c.=1", "unknown setting", ""),
+        (" a.count=1", "unknown setting", "write a.count instead"),
+        ("a.count", "sets nothing", "--set a.count=VALUE"),
+        ("a.count=", "sets nothing", "--set a.count=VALUE"),
+    ],
+)
+def test_what_cannot_be_set_is_refused(word: str, what: str, do: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        read(word)
+    assert what in str(refused.value)
+    assert do in refused.value.do
+
+
+def test_groups_write_their_settings_as_they_are_typed() -> None:
+    flags = DraftingFlags(policy="chain", nodes=9, parallel=False, draft_options=["window=4"])
+    assert flags.words() == [
+        "--set", "serve.policy=chain", "--set", "serve.nodes=9", "--set", "serve.parallel=false",
+        "--set", "drafter.options.window=4",
+    ]  # fmt: skip
+    target = TargetChoice("tiny", adapter=["a", "b@2"], device_map="auto", tensor_parallel=True)
+    assert target.words() == [
+        "--target", "tiny", "--adapter", "a", "--adapter", "b@2",
+        "--set", "target.device_map=auto", "--set", "target.tensor_parallel=true",
+    ]  # fmt: skip
+    assert target.training_words()[2:] == [
+        "--adapter", "a", "--adapter", "b@2", "--device-map", "auto",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["serve", "generate", "chat", "bench", "verify", "export"])
+def test_every_old_flag_of_a_setting_is_free_and_leads_to_it(name: str) -> None:
+    command = load_command(name)
+    settings: Settings = command.callback.settings
+    flags = {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
+    was = [
+        flag
+        for _, p in settings._all.values()
+        for flag in p.annotation.__metadata__[0].was.split("/")
+    ]
+    assert len(set(was)) == len(was) >= len(settings)
+    assert not flags & set(was)
+    assert all(settings.instead_of(flag).startswith("--set ") for flag in was)
+
+
+def test_a_file_of_defaults_sets_what_is_not_typed(tmp_path: Path) -> None:
+    file = tmp_path / "specctl.yaml"
+    file.write_text("generate: {set: [sample.top_k=4, serve.nodes=5, sample.stop=a]}\n")
+
+    def given(*words: str) -> Any:
+        return _context("generate", "--config-file", str(file), *words).meta[SET]
+
+    assert given("x") == {"sampling_top_k": 4, "draft_nodes": 5, "sampling_stop": ["a"]}
+    typed = given("--set", "serve.nodes=7", "--set", "sample.stop=b", "x")
+    assert typed == {"sampling_top_k": 4, "draft_nodes": 7, "sampling_stop": ["b"]}
+
+
+def test_a_set_for_every_command_leaves_out_what_is_for_recipes(tmp_path: Path) -> None:
+    file = tmp_path / "specctl.yaml"
+    file.write_text("set: [train.steps=43, serve.nodes=5]\n")
+    assert _context("generate", "--config-file", str(file), "x").meta[SET] == {"draft_nodes": 5}
+
+
+def test_a_flag_in_a_file_that_is_a_setting_now_is_refused_with_it(
+    run: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "specctl.yaml"
+    for text in ("generate: {top-p: 0.9}", "top-p: 0.9"):
+        file.write_text(text)
+        ran = run("generate", "--config-file", file, "--json", "x")
+        assert ran.code == 3
+        assert ran.json["error"]["do"] == "write set: [sample.top_p=VALUE] instead of top-p"
+
+
+def test_a_recipe_and_a_target_are_set_by_one_flag() -> None:
+    words = ["--set", "train.rows=4", "--set", "target.revision=abc"]
+    found = _context("bench-families", *words)
+    assert list(found.params["sets"]) == ["train.rows=4"]
+    assert found.meta[SET] == {"target_revision": "abc"}
+
+
+def _context(command: str, *words: str) -> Any:
+    """What the program makes of a command line."""
+    parent = typer.main.get_command(app).make_context("specctl", [command])
+    return load_command(command).make_context(command, [*words], parent)
