@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
-from specctl.drafters.mtp import Mtp, MtpOptions
+from specctl.drafters.mtp import LAST_NORM, Mtp, MtpOptions
 from specctl.models.foreign_layer import as_published, from_published, one_layer, read_config
 from specctl.models.mtp_layout import (
     EMBEDDING,
@@ -27,6 +27,7 @@ from specctl.models.mtp_layout import (
     number_of,
     ours,
 )
+from specctl.models.spread import whole_weight
 from specctl.recipes.targets import resolve
 from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint_folder import read_settings, weight_files
@@ -159,6 +160,8 @@ def drafter_of(
         layer = layer if is_joined else from_published(one, layer)
         found |= {ours(module) + name: tensor for name, tensor in layer.items()}
     _check_names(parts.beside, {name: own[name] for name in layout.named})
+    if options.before_norm:
+        found[LAST_NORM] = last_norm(target)
     drafter = Mtp(options, target.spec)
     kinds = {tensor.dtype for tensor in tensors.values()}
     drafter.to(torch.device("cpu"), kinds.pop() if len(kinds) == 1 else torch.float32)
@@ -172,8 +175,25 @@ def _options(config: Any, layout: MtpLayout) -> MtpOptions:
     num = layout.num
     steps = max(num, MtpOptions().ttt_steps)
     return MtpOptions(
-        layer=one_layer(config), modules=num, shared=layout.is_shared and num > 1, ttt_steps=steps
+        layer=one_layer(config),
+        modules=num,
+        shared=layout.is_shared and num > 1,
+        ttt_steps=steps,
+        before_norm=layout.before_norm,
     )
+
+
+def last_norm(target: Target) -> Tensor:
+    """[D]: the weights of the target's last norm, none of them 0."""
+    weight_D = whole_weight(target.lm.module, "model.norm.weight").cpu().clone()
+    if not bool((weight_D != 0).all()):
+        raise IncompatibleError(
+            "what the target's last norm takes away cannot be had back",
+            found=f"{int((weight_D == 0).sum())} weights of 0 in the last norm of {target.name}",
+            expected="a module that reads the state behind that norm",
+            do=ELSEWHERE,
+        )
+    return weight_D
 
 
 def _of_layer(tensors: Mapping[str, Tensor], module: int) -> dict[str, Tensor]:
@@ -251,6 +271,8 @@ def first_module(target: Target, modules: int | None = None) -> Mtp:
         assert whole is not None, "it was known above"
         layout = whole
     drafter = Mtp(_options(config, layout), target.spec)
+    if layout.before_norm:
+        drafter.load_tensors(drafter.tensors() | {LAST_NORM: last_norm(target)})
     drafter.bind(target.borrowed())
     return drafter
 
