@@ -49,7 +49,7 @@ def write(source: ExportSource, folder: Path) -> None:
     config, there = read_layout(origin)
     dtypes = _dtypes(origin, there)
     layout = _layout(config, there, drafter, bool(dtypes))
-    tensors = named_as_stored(drafter, layout, source.target, dtypes)
+    tensors = named_as_stored(drafter, config, layout, source.target, dtypes)
     refuse_not_finite(tensors)
     placed: dict[str, str] = {}
     for path in weight_files(origin):
@@ -137,7 +137,8 @@ def check(source: ExportSource, folder: Path) -> None:
     config, layout = read_layout(folder)
     found = stored_module(folder, layout)
     dtypes = _dtypes(origin, layout)
-    compare_tensors(named_as_stored(_drafter(source), layout, source.target, dtypes), found)
+    wanted = named_as_stored(_drafter(source), config, layout, source.target, dtypes)
+    compare_tensors(wanted, found)
     _compare_rest(origin, folder, layout)
     if layout.count_key is not None and layout.count != layout.num:
         raise GateError(

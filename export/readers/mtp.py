@@ -18,6 +18,7 @@ from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import gate
 from specctl.export.readers.trial import Trial, chained, embedding_of, head_of
 from specctl.models.foreign_layer import from_published, one_layer, read_config
+from specctl.models.fused_qkv import unfused
 from specctl.models.mtp_layout import KINDS, MtpLayout
 from specctl.runtime.target.mtp_checkpoint import last_norm
 
@@ -40,6 +41,7 @@ class ModuleReader:
         one._attn_implementation = "eager"
         self.model = AutoModel.from_config(one).double().eval()
         self.model.set_attn_implementation("eager")
+        layer = unfused(config, layer, self.model.layers[0].state_dict())
         is_joined = layer.keys() == self.model.layers[0].state_dict().keys()
         block = layer if is_joined else from_published(one, layer)
         self.model.layers[0].load_state_dict(block)

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.drafters.mtp import LAST_NORM, Mtp, MtpOptions
 from specctl.models.foreign_layer import as_published, from_published, one_layer, read_config
+from specctl.models.fused_qkv import FUSED, fused, says_fused, unfused
 from specctl.models.mtp_layout import (
     EMBEDDING,
     KINDS,
@@ -154,6 +155,7 @@ def drafter_of(
     found = dict(parts.beside)
     for module, layer in enumerate(parts.layers):
         block = _of_layer(own, module)
+        layer = unfused(config, layer, block)
         is_joined = layer.keys() == block.keys()  # the experts stand in one tensor each, as here
         wanted = block if is_joined else as_published(one, block)
         _check_names(layer, wanted, layout.layers[module])
@@ -218,7 +220,11 @@ def _check_names(
 
 
 def named_as_stored(
-    drafter: Mtp, layout: MtpLayout, target: Target, dtypes: Mapping[str, torch.dtype]
+    drafter: Mtp,
+    config: Any,
+    layout: MtpLayout,
+    target: Target,
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """The module's tensors under the checkpoint's names, in the dtype that each is to have (its
     copies of the target's matrices, where the layout has them, as well). `dtypes` may lack names:
@@ -229,7 +235,9 @@ def named_as_stored(
     for module, before in enumerate(layout.layers):
         block = _of_layer(tensors, module)
         is_joined = bool(dtypes) and dtypes.keys() >= {before + name for name in block}
-        layers.append(block if is_joined else as_published(one, block))
+        layer = block if is_joined else as_published(one, block)
+        is_fused = before + FUSED in dtypes if dtypes else says_fused(config)
+        layers.append(fused(config, layer) if is_fused else layer)
     beside = {name: tensors[name] for name in layout.named}
     found, borrowed = layout.joined(beside, layers), target.borrowed()
     for name, matrix in layout.copies.items():
