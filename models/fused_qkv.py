@@ -29,16 +29,16 @@ def unfused(
     if FUSED not in layer or any(name not in wanted for name in PARTS):
         return dict(layer)
     rows, pieces = [len(wanted[name]) for name in PARTS], pieces_of(config)
-    fused = layer[FUSED]
-    if len(fused) != sum(rows) or any(count % pieces for count in rows):
+    whole = layer[FUSED]
+    if len(whole) != sum(rows) or any(count % pieces for count in rows):
         raise IncompatibleError(
             "the fused projection has other rows than the layer",
-            found=f"{FUSED} {tuple(fused.shape)}",
+            found=f"{FUSED} {tuple(whole.shape)}",
             expected=f"{' + '.join(map(str, rows))} rows in {pieces} pieces",
             do="get config.json and the weights again, from one version of the repository",
         )
     each = [
-        torch.split(piece, [count // pieces for count in rows]) for piece in fused.chunk(pieces)
+        torch.split(piece, [count // pieces for count in rows]) for piece in whole.chunk(pieces)
     ]
     parts = {
         name: torch.cat(own).contiguous()
