@@ -270,6 +270,7 @@ REFUSED = [
     (without("text_config", "rope_parameters", "full_attention"), "no text_config.rope_param"),
     (saying(final_logit_softcapping=30.0), "final_logit_softcapping: 30.0"),
     (saying(layer_types=["sliding_attention"] * 2), "layer_types"),
+    (saying(layer_types=["full_attention", *["sliding_attention"] * 2]), "a full one"),
     (saying(vocab_size=64), "vocab_size: 64"),
     (other_order, "token_ordering begins"),
     (lambda config, tensors: tensors.pop("model.layers.1.layer_scalar"), "layers.1.layer_scalar"),
