@@ -99,6 +99,7 @@ class Glide(CrossDrafter):
     def bind(self, borrowed: Borrowed) -> None:
         if not self.options.own_keys:
             self._cache = TargetCache(borrowed, self.spec, (self.last,), OWN_KEYS)
+            self._cache.check_rope(OWN_KEYS)
         super().bind(borrowed)
 
     def gathered(self, taps: Mapping[int, Tensor]) -> Tensor:

@@ -40,6 +40,7 @@ from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count, Within
 
 KeyValue = tuple[Tensor, Tensor]
+UNLIKE = "set drafter.options.attends to false, or take kangaroo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ class M2R2(ExitDrafter):
     def bind(self, borrowed: Borrowed) -> None:
         super().bind(borrowed)
         self._cache = TargetCache(borrowed, self.spec, self.attention, "take kangaroo")
+        if self.options.attends:
+            self._cache.check_rope(UNLIKE)
 
     def trimmed(self, vocab: VocabMap) -> Self:
         small = super().trimmed(vocab)

@@ -43,13 +43,16 @@ from specctl.drafters.states.mtp_state import ModulesState, MtpState
 from specctl.models.foreign_layer import ForeignLayer, read_config
 from specctl.models.mtp_layout import KINDS, MOST_MODULES
 
+LAST_NORM = "last_norm"  # what keeps the weights of the target's last norm
+
 
 @dataclass(frozen=True, slots=True)
 class MtpOptions(FeatureOptions):
     """`layer`: the configuration of the target's layer, which import and drafter.init: target write
     (None: a Llama layer). `norm_output`: what is fed back is normed. `read_states` False hides the
     target's states (an ablation). `modules`: how many there are; `shared`: with one `fc` and norms
-    for all."""
+    for all. `before_norm`: what is read of the target is its state in front of the last norm
+    (MiMo-7B), which import and drafter.init: target write."""
 
     ttt_steps: Count = 3
     decay: float = 0.6
@@ -59,6 +62,7 @@ class MtpOptions(FeatureOptions):
     read_states: bool = True
     modules: Annotated[int, Within(1, MOST_MODULES)] = field(default=1, metadata=ADDED)
     shared: bool = field(default=False, metadata=ADDED)
+    before_norm: bool = field(default=False, metadata=ADDED)
 
     def __post_init__(self) -> None:
         FeatureOptions.__post_init__(self)
@@ -131,6 +135,8 @@ class MtpNet(TrunkNet):
         if options.modules > 1 and not options.shared:
             further = range(options.modules - 1)
             self.beside = nn.ModuleList(MtpEntry(self._norms(), width) for _ in further)
+        if options.before_norm:
+            self.register_buffer(LAST_NORM, torch.ones(width))
 
     def _norms(self) -> list[nn.Module]:
         """Three fresh ones."""
@@ -155,6 +161,13 @@ class MtpNet(TrunkNet):
         if module == 0 or self.options.shared:
             return self
         return cast(MtpEntry, self.beside[module - 1])
+
+    def of_target(self, state_XD: Tensor) -> Tensor:
+        """[X, D]: what is read of the target's states. One in front of the last norm is the normed
+        one over that norm's weights, but for its size, which `hnorm` takes away."""
+        if not self.options.before_norm:
+            return state_XD
+        return state_XD / self.get_buffer(LAST_NORM).to(state_XD)
 
     def mix(self, embedding_XD: Tensor, state_XD: Tensor, module: int = 0) -> Tensor:
         entry = self.entry(module)
@@ -189,6 +202,9 @@ class Mtp(FeatureDrafter):
 
     def open(self, space: Space) -> MtpState:
         return MtpState(self, space) if self._is_plain else ModulesState(self, space)
+
+    def noisy(self, batch: TrainBatch) -> Tensor:
+        return self.module.of_target(super().noisy(batch))
 
     @property
     def _is_plain(self) -> bool:
@@ -229,10 +245,10 @@ class Mtp(FeatureDrafter):
 FAMILY = Family(
     name="mtp",
     summary=(
-        "The multi-token-prediction modules that DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 "
-        "and MiMo-V2 carry in their checkpoints, one or several, the last one used again on its "
-        "own output: taken from there, tuned, and written back. Take them where the target has "
-        "some; for another target it is EAGLE with norms, and EAGLE-3 reads more."
+        "The multi-token-prediction modules that DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, "
+        "MiMo-7B and MiMo-V2 carry in their checkpoints, one or several, the last one used again "
+        "on its own output: taken from there, tuned, and written back. Take them where the target "
+        "has some; for another target it is EAGLE with norms, and EAGLE-3 reads more."
     ),
     paper="https://arxiv.org/abs/2412.19437",
     options=MtpOptions,

@@ -13,13 +13,14 @@ the position and sees what the target cached up to it.
 
 `head_groups` are what Gemma calls ordered embeddings: `head_top` clusters of tokens are scored, all
 others are -inf. (transformers gives those a finite score below the smallest; as a distribution to
-verify against, that would name tokens that were never drawn from.)
+verify against, that would name tokens that were never drawn from.) The order in which a checkpoint
+lists the tokens of its clusters is kept for the way back (`router.order_K`); nothing else reads it.
 Letters: B rows, D hidden width, K draft vocabulary, O output width, S sequence, T fed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -38,7 +39,7 @@ from specctl.drafters.nets.blocks import LayerShape, rotary
 from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
 from specctl.drafters.nets.heads import cut_rows, draft_size, head_rows
 from specctl.drafters.nets.query_layers import Look, QueryNet, QuerySizes
-from specctl.drafters.nets.routed import add_router, check_routing, cut_router
+from specctl.drafters.nets.routed import PREFIX, add_router, check_routing, cut_router
 from specctl.drafters.nets.seen import Seen
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count
@@ -46,6 +47,7 @@ from specctl.drafters.states.shared_kv_state import SharedKvState
 
 ROUND = 32  # widths of an MLP come in multiples of this
 MOST_WIDTH = 1 << 16  # of a head
+GROUPS, ORDER = f"{PREFIX}group_K", f"{PREFIX}order_K"
 PER_LAYER = ("reads", "head_dims", "windows", "rope_thetas", "rotated")
 OTHERWISE = "set drafter.options.reads and head_dims to layers of the target and their head widths"
 UNLIKE = (
@@ -151,6 +153,8 @@ class SharedKv(FeatureDrafter):
         width = self.module.norm.weight.shape[0]
         groups, top = options.head_groups, options.head_top
         self.router = add_router(self.module, width, self._num_rows, groups, top)
+        if self.router is not None:
+            self.router.register_buffer("order_K", torch.arange(self._num_rows))
 
     def _windows(self) -> tuple[int, ...]:
         return self.options.windows or (0,) * self.options.layers
@@ -207,11 +211,20 @@ class SharedKv(FeatureDrafter):
                 net.lm_head.weight.copy_(rows_KO)
             if self.router is not None:
                 self.router.arrange(net.lm_head.weight)
+                self.router.order_K = listed(self.router.group_K)
         self._is_fresh = False
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        named = dict(tensors)
+        if GROUPS in named:  # a package of before has no order
+            named.setdefault(ORDER, listed(named[GROUPS]))
+        super().load_tensors(named)
 
     def trimmed(self, vocab: VocabMap) -> Self:
         weights, options = cut_router(self.module, self.options, self.vocab, vocab)
         weights["lm_head.weight"] = cut_rows(weights["lm_head.weight"], self.vocab, vocab)
+        if weights.pop(ORDER, None) is not None and GROUPS in weights:
+            weights[ORDER] = listed(weights[GROUPS])
         small = type(self)(options, self.spec, vocab)
         small.module.to(weights["lm_head.weight"])
         small.module.load_state_dict(weights)
@@ -247,6 +260,11 @@ class SharedKv(FeatureDrafter):
             steps.append(Unrolled(ready_BSO, net.fed_back(ready_BSO)))
             state_BSD = steps[-1].state_BSD
         return steps
+
+
+def listed(group_K: Tensor) -> Tensor:
+    """[K]: rows of the LM head by cluster, those of one as they stand."""
+    return group_K.argsort(stable=True)
 
 
 def frequencies(head_dim: int, theta: float, rotated: int) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
+from specctl.models.added_kinds import make_known
 from specctl.models.hf_spec import field_of
 from specctl.models.latent import heads_at_hand, install, running
 
@@ -128,6 +129,7 @@ def read_config(layer: str, kinds: tuple[str, ...]) -> Any:
         raise _refused(f"{type(error).__name__}: {ascii(str(error))[:80]}") from error
     if kind not in kinds:
         raise _refused(f"model_type {ascii(kind)[:60]}")
+    make_known(kind)
     wrong = [name for name, value in _made_as(kind).items() if body.get(name, value) != value]
     wrong += [name for name in body if name in LEFT_OUT or name.startswith("_")]
     wrong += [name for name, value in _numbers(body) if not abs(value) <= MOST]

@@ -7,16 +7,20 @@
           modules share, and mtp.layers.k
 `mimo`    MiMo-V2: model.mtp.layers.k.{enorm, hnorm, eh_proj, final_layernorm} beside the layer,
           whose second norm is pre_mlp_layernorm there
+`mimo-7b` MiMo-7B: model.mtp_layers.k.{token_layernorm, hidden_layernorm, input_proj,
+          final_layernorm} beside the layer
 
-All read cat(norm(embedding), norm(state)). Ours are `enorm`, `hnorm`, `fc`, `norm` (behind
-`beside.{k - 1}.` of the modules behind the first) and the layers.
+All read cat(norm(embedding), norm(state)), and MiMo-7B's cat(norm(state), norm(embedding)): the
+halves of its `input_proj` change places on the way. Its authors' code in vLLM gives it the state in
+front of the target's last norm. Ours are `enorm`, `hnorm`, `fc`, `norm` (behind `beside.{k - 1}.`
+of the modules behind the first) and the layers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +53,8 @@ class MtpLayout:
     matrices -> which one it is; `is_shared`: all modules have what is beside the layer in common;
     `first`: the number of the first module's layer; `count_key` says in config.json how many
     modules there are (None: nothing does), `count` says how many; `renamed`: names within a layer,
-    transformers' -> theirs."""
+    transformers' -> theirs; `state_first`: its `fc` reads the state, then the embedding;
+    `before_norm`: its state is that in front of the target's last norm."""
 
     name: str
     prefix: str
@@ -61,6 +66,8 @@ class MtpLayout:
     count_key: str | None
     count: int | None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    state_first: bool = False
+    before_norm: bool = False
 
     @property
     def num(self) -> int:
@@ -86,7 +93,7 @@ class MtpLayout:
         for name, tensor in tensors.items():
             at = [i for i, before in enumerate(self.layers) if name.startswith(before)]
             if name in our_names:
-                parts.beside[our_names[name]] = tensor
+                parts.beside[our_names[name]] = self._turned(our_names[name], tensor)
             elif name in self.copies:
                 parts.copies[name] = tensor
             elif at:
@@ -100,17 +107,25 @@ class MtpLayout:
         self, beside: Mapping[str, Tensor], layers: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, Tensor]:
         """The reverse of `split`, without copies."""
-        found = {self.named[our]: tensor for our, tensor in beside.items()}
+        found = {self.named[our]: self._turned(our, tensor) for our, tensor in beside.items()}
         for before, layer in zip(self.layers, layers, strict=True):
             found |= {before + self.renamed.get(n, n): tensor for n, tensor in layer.items()}
         return found
+
+    def _turned(self, our: str, tensor: Tensor) -> Tensor:
+        """From our order of an `fc`'s columns to theirs, or back."""
+        if not (self.state_first and our.endswith(FC) and tensor.dim() == 2):
+            return tensor
+        return tensor.roll(tensor.shape[1] // 2, dims=1)
 
 
 NEXTN = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 MTP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MIMO = ("mimo_v2_flash",)
-KINDS = NEXTN + MTP + MIMO
-_NUMBER = re.compile(r"^(?:model|mtp|model\.mtp)\.layers\.(\d{1,9})\.")
+MIMO_7B = ("mimo",)
+KINDS = NEXTN + MTP + MIMO + MIMO_7B
+FC = "fc.weight"
+_NUMBER = re.compile(r"^(?:(?:model|mtp|model\.mtp)\.layers|model\.mtp_layers)\.(\d{1,9})\.")
 _BEHIND = {
     "enorm.weight": "enorm.weight",
     "hnorm.weight": "hnorm.weight",
@@ -119,6 +134,12 @@ _BEHIND = {
 }
 _IN_MIMO = {**_BEHIND, "norm.weight": "final_layernorm.weight"}
 _NORMS_IN_MIMO = {"post_attention_layernorm.weight": "pre_mlp_layernorm.weight"}
+_IN_MIMO_7B = {
+    "enorm.weight": "token_layernorm.weight",
+    "hnorm.weight": "hidden_layernorm.weight",
+    "fc.weight": "input_proj.weight",
+    "norm.weight": "final_layernorm.weight",
+}
 _COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 _OF_ALL = {
     "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
@@ -155,6 +176,13 @@ def layout_of(config: Any, num: int | None = None) -> MtpLayout | None:
         layers = tuple(f"model.mtp.layers.{k}." for k in range(num or 1))
         named, prefix = _each(layers, _IN_MIMO), "model.mtp.layers."
         return MtpLayout("mimo", prefix, named, layers, {}, False, 0, None, None, _NORMS_IN_MIMO)
+    if text.model_type in MIMO_7B:
+        key, prefix = "num_nextn_predict_layers", "model.mtp_layers."
+        count = field_of(text, key)
+        layers = tuple(f"{prefix}{k}." for k in range(num or count or 1))
+        named = _each(layers, _IN_MIMO_7B)
+        found = MtpLayout("mimo-7b", prefix, named, layers, {}, False, 0, key, count)
+        return replace(found, state_first=True, before_norm=True)
     return None
 
 

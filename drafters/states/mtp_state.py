@@ -13,7 +13,7 @@ tokens, X any axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,10 @@ class MtpState(TrunkState):
     def is_recordable(self) -> bool:
         """Experts of transformers are chosen by the host."""
         return not self.net.is_foreign and super().is_recordable
+
+    def features(self, taps: Mapping[int, Tensor]) -> Tensor:
+        state: Tensor = self.net.of_target(super().features(taps))
+        return state
 
     def _attending(self, mask: Tensor | None) -> Callable[[int], Attending]:
         if not self.net.is_foreign:

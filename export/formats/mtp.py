@@ -28,7 +28,7 @@ from specctl.export.package.manifest import CARD, MANIFEST, check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
 from specctl.export.readers.mtp import ENGINE, MtpReader, fed_back
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
-from specctl.models.mtp_layout import MIMO, NEXTN, MtpLayout, layout_of
+from specctl.models.mtp_layout import MIMO, MIMO_7B, NEXTN, MtpLayout, layout_of
 from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
 from specctl.runtime.target.mtp_checkpoint import (
     checkpoint_of,
@@ -49,7 +49,7 @@ def write(source: ExportSource, folder: Path) -> None:
     config, there = read_layout(origin)
     dtypes = _dtypes(origin, there)
     layout = _layout(config, there, drafter, bool(dtypes))
-    tensors = named_as_stored(drafter, layout, source.target, dtypes)
+    tensors = named_as_stored(drafter, config, layout, source.target, dtypes)
     refuse_not_finite(tensors)
     placed: dict[str, str] = {}
     for path in weight_files(origin):
@@ -137,7 +137,8 @@ def check(source: ExportSource, folder: Path) -> None:
     config, layout = read_layout(folder)
     found = stored_module(folder, layout)
     dtypes = _dtypes(origin, layout)
-    compare_tensors(named_as_stored(_drafter(source), layout, source.target, dtypes), found)
+    wanted = named_as_stored(_drafter(source), config, layout, source.target, dtypes)
+    compare_tensors(wanted, found)
     _compare_rest(origin, folder, layout)
     if layout.count_key is not None and layout.count != layout.num:
         raise GateError(
@@ -146,7 +147,8 @@ def check(source: ExportSource, folder: Path) -> None:
     fed = fed_back(layout.num) if _drafter(source).options.norm_output else 0
     trial = Trial.of(source, fed)
     written = twin(source, _drafter(source))
-    theirs_NV = MtpReader(config, layout, found, source).drafted_logits(trial)
+    before_norm = written.options.before_norm
+    theirs_NV = MtpReader(config, layout, found, source, before_norm).drafted_logits(trial)
     tolerance = 1e-5 if set(dtypes.values()) <= {torch.float32} else 2e-2
     compare(ENGINE, theirs_NV, drafted_logits(written, trial), tolerance)
 
@@ -186,6 +188,12 @@ def notes(source: ExportSource) -> tuple[str, ...]:
         )
     if config.get_text_config(decoder=True).model_type in MIMO:
         lines.append("vLLM reads the first module alone.")
+    if config.get_text_config(decoder=True).model_type in MIMO_7B:
+        lines.append(
+            "vLLM gives the module the target's state in front of its last norm, SGLang the one "
+            "behind it; this one was made for "
+            + ("the former." if _drafter(source).options.before_norm else "the latter.")
+        )
     return tuple(lines)
 
 

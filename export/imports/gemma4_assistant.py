@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.drafters.shared_kv import SharedKv, SharedKvOptions
+from specctl.drafters.nets.routed import PREFIX
+from specctl.drafters.shared_kv import GROUPS, ORDER, SharedKv, SharedKvOptions
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import (
@@ -35,6 +36,7 @@ from specctl.runtime.target.target import Target
 KIND, TEXT = "gemma4_assistant", "gemma4_text"
 SLIDING, FULL = KINDS
 LENGTH = 4
+ROUTER = f"{PREFIX}weight"
 CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
 # What our layers do not have, or engines compute in two ways.
 FIXED = {
@@ -92,7 +94,7 @@ def _options(config: Mapping[str, Any], text: Mapping[str, Any], target: Target)
     head_dims = tuple(_head_dim(text, at, kind) for at, kind in enumerate(kinds))
     ropes = [_rope(text, kind, width) for kind, width in zip(kinds, head_dims, strict=True)]
     window = count_of(inner, "sliding_window") if SLIDING in kinds else 0
-    last = _last_layers(target)
+    last = last_layers(target)
     groups, top = _clusters(outer, spec.vocab_size)
     return SharedKvOptions(
         layers=len(kinds),
@@ -120,6 +122,9 @@ def _kinds(inner: Any, count: int) -> tuple[str, ...]:
         expected = f"{count} of {' and '.join(KINDS)}"
         what = "config.json does not say the kind of each layer"
         raise refused(what, f"layer_types: {kinds}", expected, REPAIR, "config.json:layer_types")
+    if kinds[-1] != FULL:
+        what = "transformers makes the last layer of an assistant a full one"
+        raise refused(what, f"layer_types: {kinds}", f"{FULL} at last", REPAIR, "config.json")
     both = getattr(inner, "use_bidirectional_attention", None)
     if both == "all":
         what = "transformers reads a window in both directions as another one"
@@ -177,7 +182,7 @@ def _clusters(outer: Any, vocab_size: int) -> tuple[int | None, int]:
     return groups, top
 
 
-def _last_layers(target: Target) -> dict[str, int]:
+def last_layers(target: Target) -> dict[str, int]:
     """The last layer of each kind that keeps keys and values: what assistants are shown."""
     if target.spec.model_type != TEXT:
         what = "an assistant reads the cache of a Gemma 4"
@@ -218,7 +223,7 @@ def _ours(tensors: Mapping[str, Tensor], groups: int | None) -> dict[str, Tensor
         raise refused(what, f"{ORDERING} begins {shown}", f"the ids 0 to {size - 1}", REPAIR)
     cluster_V = torch.empty_like(ordering_V)
     cluster_V[ordering_V] = torch.arange(size) // (size // groups)
-    found["router.weight"], found["router.group_K"] = found.pop(CENTROIDS), cluster_V
+    found |= {ROUTER: found.pop(CENTROIDS), GROUPS: cluster_V, ORDER: ordering_V}
     return found
 
 
@@ -228,7 +233,7 @@ def _filled(options: SharedKvOptions, weights: Mapping[str, Tensor], target: Tar
         shell = SharedKv(options, target.spec)
     check_names(weights, shell.tensors())
     drafter = SharedKv(options, target.spec)
-    numbers = {name: x for name, x in weights.items() if name != "router.group_K"}
+    numbers = {name: x for name, x in weights.items() if x.is_floating_point()}
     drafter.to(torch.device("cpu"), dtype_of(numbers))
     drafter.load_tensors(weights)
     drafter.module.eval()

@@ -18,7 +18,9 @@ from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import gate
 from specctl.export.readers.trial import Trial, chained, embedding_of, head_of
 from specctl.models.foreign_layer import from_published, one_layer, read_config
+from specctl.models.fused_qkv import unfused
 from specctl.models.mtp_layout import KINDS, MtpLayout
+from specctl.runtime.target.mtp_checkpoint import last_norm
 
 ENGINE = "transformers 5"
 
@@ -39,6 +41,7 @@ class ModuleReader:
         one._attn_implementation = "eager"
         self.model = AutoModel.from_config(one).double().eval()
         self.model.set_attn_implementation("eager")
+        layer = unfused(config, layer, self.model.layers[0].state_dict())
         is_joined = layer.keys() == self.model.layers[0].state_dict().keys()
         block = layer if is_joined else from_published(one, layer)
         self.model.layers[0].load_state_dict(block)
@@ -59,10 +62,16 @@ class ModuleReader:
 
 
 class MtpReader:
-    """The modules in these tensors of a checkpoint, beside a target, in float64."""
+    """The modules in these tensors of a checkpoint, beside a target, in float64. `before_norm`:
+    they read its states without the weights of its last norm."""
 
     def __init__(
-        self, config: Any, layout: MtpLayout, tensors: Mapping[str, Tensor], source: ExportSource
+        self,
+        config: Any,
+        layout: MtpLayout,
+        tensors: Mapping[str, Tensor],
+        source: ExportSource,
+        before_norm: bool = False,
     ) -> None:
         parts = layout.split(tensors)
         if set(parts.beside) != set(layout.named):
@@ -76,11 +85,15 @@ class MtpReader:
             self.modules.append(ModuleReader(config, beside, layer))
         self.embedding_VD, self.head_VD = embedding_of(source), head_of(source)
         self.tap = source.manifest.model_spec.num_layers
+        self.last_norm_D = torch.ones(()).double()
+        if before_norm:
+            stored = getattr(torch, source.manifest.dtype)
+            self.last_norm_D = last_norm(source.target).to(stored).double()
 
     @torch.no_grad()
     def drafted_logits(self, trial: Trial) -> Tensor:
         """[N + 1, V]."""
-        state_TD = trial.states[self.tap]
+        state_TD = trial.states[self.tap] / self.last_norm_D
         if len(self.modules) == 1:
             return chained(self._step, trial, state_TD)
         ids_T = torch.tensor([*trial.ids[1:], *trial.drafted])

@@ -32,6 +32,7 @@ from specctl.core.model_folder import (
     refuse_stand_ins,
     something_else,
 )
+from specctl.models.added_kinds import make_known
 from specctl.runtime.target.adapter_alone import AdapterAlone
 from specctl.runtime.target.stored_names import check_unwrapped, renamed
 
@@ -61,7 +62,8 @@ _OTHER_LAYOUT = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """config.json, after all that transformers would follow in it and beside it was looked at."""
+    """config.json, after all that transformers would follow in it and beside it was looked at; its
+    architecture is one that transformers has, or is made known to it."""
     refuse_special_files(folder)
     refuse_stand_ins(folder)
     if is_adapter_alone(folder):
@@ -70,6 +72,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     refuse_named_code(folder)
     _refuse_other_weights(folder, config)
     check_counts(config, str(folder / "config.json"))
+    make_known(config.get("model_type"))
     return config
 
 

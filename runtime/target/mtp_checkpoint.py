@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
-from specctl.drafters.mtp import Mtp, MtpOptions
+from specctl.drafters.mtp import LAST_NORM, Mtp, MtpOptions
 from specctl.models.foreign_layer import as_published, from_published, one_layer, read_config
+from specctl.models.fused_qkv import FUSED, fused, says_fused, unfused
 from specctl.models.mtp_layout import (
     EMBEDDING,
     KINDS,
@@ -27,6 +28,7 @@ from specctl.models.mtp_layout import (
     number_of,
     ours,
 )
+from specctl.models.spread import whole_weight
 from specctl.recipes.targets import resolve
 from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint_folder import read_settings, weight_files
@@ -153,12 +155,15 @@ def drafter_of(
     found = dict(parts.beside)
     for module, layer in enumerate(parts.layers):
         block = _of_layer(own, module)
+        layer = unfused(config, layer, block)
         is_joined = layer.keys() == block.keys()  # the experts stand in one tensor each, as here
         wanted = block if is_joined else as_published(one, block)
         _check_names(layer, wanted, layout.layers[module])
         layer = layer if is_joined else from_published(one, layer)
         found |= {ours(module) + name: tensor for name, tensor in layer.items()}
     _check_names(parts.beside, {name: own[name] for name in layout.named})
+    if options.before_norm:
+        found[LAST_NORM] = last_norm(target)
     drafter = Mtp(options, target.spec)
     kinds = {tensor.dtype for tensor in tensors.values()}
     drafter.to(torch.device("cpu"), kinds.pop() if len(kinds) == 1 else torch.float32)
@@ -172,8 +177,25 @@ def _options(config: Any, layout: MtpLayout) -> MtpOptions:
     num = layout.num
     steps = max(num, MtpOptions().ttt_steps)
     return MtpOptions(
-        layer=one_layer(config), modules=num, shared=layout.is_shared and num > 1, ttt_steps=steps
+        layer=one_layer(config),
+        modules=num,
+        shared=layout.is_shared and num > 1,
+        ttt_steps=steps,
+        before_norm=layout.before_norm,
     )
+
+
+def last_norm(target: Target) -> Tensor:
+    """[D]: the weights of the target's last norm, none of them 0."""
+    weight_D = whole_weight(target.lm.module, "model.norm.weight").cpu().clone()
+    if not bool((weight_D != 0).all()):
+        raise IncompatibleError(
+            "what the target's last norm takes away cannot be had back",
+            found=f"{int((weight_D == 0).sum())} weights of 0 in the last norm of {target.name}",
+            expected="a module that reads the state behind that norm",
+            do=ELSEWHERE,
+        )
+    return weight_D
 
 
 def _of_layer(tensors: Mapping[str, Tensor], module: int) -> dict[str, Tensor]:
@@ -198,7 +220,11 @@ def _check_names(
 
 
 def named_as_stored(
-    drafter: Mtp, layout: MtpLayout, target: Target, dtypes: Mapping[str, torch.dtype]
+    drafter: Mtp,
+    config: Any,
+    layout: MtpLayout,
+    target: Target,
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """The module's tensors under the checkpoint's names, in the dtype that each is to have (its
     copies of the target's matrices, where the layout has them, as well). `dtypes` may lack names:
@@ -209,7 +235,9 @@ def named_as_stored(
     for module, before in enumerate(layout.layers):
         block = _of_layer(tensors, module)
         is_joined = bool(dtypes) and dtypes.keys() >= {before + name for name in block}
-        layers.append(block if is_joined else as_published(one, block))
+        layer = block if is_joined else as_published(one, block)
+        is_fused = before + FUSED in dtypes if dtypes else says_fused(config)
+        layers.append(fused(config, layer) if is_fused else layer)
     beside = {name: tensors[name] for name in layout.named}
     found, borrowed = layout.joined(beside, layers), target.borrowed()
     for name, matrix in layout.copies.items():
@@ -251,6 +279,8 @@ def first_module(target: Target, modules: int | None = None) -> Mtp:
         assert whole is not None, "it was known above"
         layout = whole
     drafter = Mtp(_options(config, layout), target.spec)
+    if layout.before_norm:
+        drafter.load_tensors(drafter.tensors() | {LAST_NORM: last_norm(target)})
     drafter.bind(target.borrowed())
     return drafter
 

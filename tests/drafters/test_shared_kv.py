@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specctl.core.errors import IncompatibleError
+from specctl.drafters import family
 from specctl.drafters.shared_kv import SharedKv, SharedKvOptions
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import what_trains
@@ -45,3 +46,23 @@ def test_layers_that_cannot_be_left_out_are_refused_in_words(make_target: Any) -
 def test_the_log_names_what_is_the_targets(make_target: Any) -> None:
     said = what_trains(bound(make_target()))
     assert said[-1] == "frozen, shared with the target: embedding", "its LM head is its own"
+
+
+def test_others_that_look_at_the_targets_keys_are_refused_there_too(make_target: Any) -> None:
+    """glide reads the last layer's, m2r2 all those below its exit; both have a way without."""
+    for kind in ("gpt_neox", "cohere", "glm", "gemma3_text"):
+        target = make_target(kind)
+        for name, without, do in (
+            ("glide", {"own_keys": True}, "own_keys to true"),
+            ("m2r2", {"attends": False}, "attends to false"),
+        ):
+            drafter, other = (
+                family(name).build(family(name).options(**options), target.spec, None)
+                for options in ({}, without)
+            )
+            with pytest.raises(IncompatibleError, match=f"rotated otherwise.*{do}"):
+                drafter.bind(target.borrowed())
+            other.bind(target.borrowed())
+    scaled = make_target("llama", rope_parameters=SCALED)
+    for name in ("glide", "m2r2"):
+        family(name).build(family(name).options(), scaled.spec, None).bind(scaled.borrowed())

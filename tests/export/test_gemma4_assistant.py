@@ -6,18 +6,23 @@ text is longer than its window.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from specctl.core.drafter import Outcome, RoundSeconds, RoundView, Space
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.shared_kv import SharedKv
+from specctl.drafters.shared_kv import SharedKv, SharedKvOptions
+from specctl.export.formats import export
 from specctl.export.imports import import_published
-from specctl.export.package.folder import load_drafter
+from specctl.export.package.folder import load_drafter, save_package
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import CostTable
@@ -99,6 +104,73 @@ def test_an_assistant_says_what_transformers_says(
         )
         torch.testing.assert_close(ours_NV, theirs_NV, rtol=1e-4, atol=1e-4)
     assert len(TEXT) - 1 > WINDOW + 1  # a window that hides nothing would prove nothing
+
+
+@pytest.mark.parametrize("is_ordered", [False, True], ids=["plain", "ordered"])
+def test_an_assistant_goes_back_bit_for_bit(
+    is_ordered: bool, target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every tensor, in the order of the tokens within each cluster; and it is imported again."""
+    model = assistant(monkeypatch, is_ordered)
+    monkeypatch.undo()
+    drafter = imported(model, target, tmp_path)
+    export(tmp_path / "package", "gemma4-assistant", tmp_path / "back", target)
+    there = load_file(tmp_path / "back" / "model.safetensors")
+    here = load_file(tmp_path / "assistant" / "model.safetensors")
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[n], here[n]) and there[n].dtype == here[n].dtype for n in here)
+    second = tmp_path / "second"
+    second.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(tmp_path / "back" / name, second / name)
+    import_published(second, target, tmp_path / "again", command=["specctl"])
+    again = load_drafter(tmp_path / "again", target)
+    assert again.options == drafter.options
+    read = [
+        AutoConfig.for_model(**json.loads((tmp_path / name / "config.json").read_text())).to_dict()
+        for name in ("assistant", "back")
+    ]
+    ours, theirs = (one.pop("text_config") | one for one in read)
+    other = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+    unread = set() if is_ordered else {"num_centroids", "centroid_intermediate_top_k"}
+    assert other <= unread | {"max_position_embeddings"}, "the latter is the target's"
+
+
+def test_a_trained_one_goes_out_where_an_assistant_can_be_so(
+    whole_target: Target, tmp_path: Path
+) -> None:
+    """Clusters made here; layers that engines would show something else are refused."""
+    ways: dict[str, Any] = {
+        "layers": 2, "reads": (2, 3), "head_dims": (8, 16), "windows": (WINDOW, 0),
+        "rope_thetas": (1e4, 1e6), "rotated": (0, 2), "head_groups": 6, "head_top": 2,
+    }  # fmt: skip
+
+    def packaged(name: str, **other: Any) -> SharedKv:
+        drafter = SharedKv(SharedKvOptions(**(ways | other)), whole_target.spec)
+        drafter.bind(whole_target.borrowed())
+        save_package(
+            drafter, whole_target, tmp_path / name,
+            serve={"policy": "chain", "length": 2}, recipe_digest="", acceptance=None, command=[],
+        )  # fmt: skip
+        return drafter
+
+    drafter = packaged("fit")
+    export(tmp_path / "fit", "gemma4-assistant", tmp_path / "out", whole_target)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    ordering_GQ = tensors["masked_embedding.token_ordering"].view(6, -1)
+    assert drafter.router is not None
+    for group, ids_Q in enumerate(ordering_GQ):
+        assert ids_Q.tolist() == (drafter.router.group_K == group).nonzero()[:, 0].tolist()
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("is shown other layers", {"reads": (0, 3)}),
+        ("other parts of a text", {"windows": (0, WINDOW), "reads": (3, 2), "head_dims": (16, 8)}),
+        ("not of one size", {"head_groups": 5}),
+    ]
+    for at, (why, other) in enumerate(refused):
+        packaged(f"{at}", **other)
+        with pytest.raises(IncompatibleError, match=why):
+            export(tmp_path / f"{at}", "gemma4-assistant", tmp_path / "not", whole_target)
+    assert not (tmp_path / "not").exists()
 
 
 def test_of_a_target_without_shared_layers_the_last_ones_are_read(
@@ -198,6 +270,7 @@ REFUSED = [
     (without("text_config", "rope_parameters", "full_attention"), "no text_config.rope_param"),
     (saying(final_logit_softcapping=30.0), "final_logit_softcapping: 30.0"),
     (saying(layer_types=["sliding_attention"] * 2), "layer_types"),
+    (saying(layer_types=["full_attention", *["sliding_attention"] * 2]), "a full one"),
     (saying(vocab_size=64), "vocab_size: 64"),
     (other_order, "token_ordering begins"),
     (lambda config, tensors: tensors.pop("model.layers.1.layer_scalar"), "layers.1.layer_scalar"),

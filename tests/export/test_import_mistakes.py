@@ -254,7 +254,7 @@ def test_formats_are_told_apart_by_their_configuration() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
+        {"architectures": ["MiMoOtherModel"], "model_type": "mimo2", "num_nextn_predict_layers": 1},
         {"architectures": ["FlashMapModel"], "model_type": "flashmap"},
         {"architectures": ["LlamaForCausalLMEagle3", "LlamaForCausalLM"], "model_type": "llama"},
     ],

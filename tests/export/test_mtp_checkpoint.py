@@ -229,6 +229,42 @@ def test_several_modules_come_out_and_go_back_bit_for_bit(kind: str, tmp_path: P
         export(tmp_path / "1", "mtp", tmp_path / "out", target)
 
 
+def says(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize("order", ["plain", "interleaved"])
+def test_fused_projections_come_apart_and_go_back_bit_for_bit(order: str, tmp_path: Path) -> None:
+    """MiMo-V2.5-Pro's, in pieces as many as its full layers have heads of keys; a checkpoint that
+    does not say which of the two orders it has is refused, since neither shows."""
+    folder, package, back = (tmp_path / name for name in ("checkpoint", "package", "back"))
+    target, _ = checkpoint("mimo_v2_flash", folder, modules=2)
+    apart, pieces = own_module(target), 2 if order == "interleaved" else 1
+
+    def in_one(tensors: dict[str, torch.Tensor]) -> None:
+        for before in ("model.mtp.layers.0.self_attn.", "model.mtp.layers.1.self_attn."):
+            parts = [tensors.pop(f"{before}{name}_proj.weight").chunk(pieces) for name in "qkv"]
+            assert len(parts[0][0]) != len(parts[2][0]), "values are narrower than keys"
+            rows = [part[piece] for piece in range(pieces) for part in parts]
+            tensors[f"{before}qkv_proj.weight"] = torch.cat(rows)
+
+    changed(folder, in_one)
+    says(folder, attention_projection_layout="fused_qkv")
+    with pytest.raises(IncompatibleError, match="does not say in which order the rows"):
+        own_module(target)
+    says(folder, fused_qkv_weight_order=order)
+    assert same_tensors(own_module(target), apart)
+    taken(folder, target, package)
+    export(package, "mtp", back, target)
+    there, here = every_tensor(back), every_tensor(folder)
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[n], here[n]) and there[n].dtype == here[n].dtype for n in here)
+    other = {"plain": "interleaved", "interleaved": "plain"}[order]
+    says(folder, fused_qkv_weight_order=other)
+    assert not same_tensors(own_module(target), apart)
+
+
 def test_modules_in_another_order_are_caught(tmp_path: Path, monkeypatch: Any) -> None:
     target, _ = checkpoint("glm4_moe", tmp_path / "checkpoint", modules=3)
     entry = MtpNet.entry

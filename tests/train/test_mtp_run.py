@@ -18,7 +18,7 @@ from specctl_testing.train.small_runs import Talk, random_target, small_recipe, 
 FEW = {"train.steps": 2, "train.save_every": 2, "data.prompts": 12, "drafter.init": "target"}
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "mimo"])
 def test_training_starts_from_the_module_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     """Qwen3-Next is read here, not run: its answers are the text itself."""
     num = 2 if kind == "deepseek_v3" else 1
@@ -42,7 +42,7 @@ def test_training_starts_from_the_module_of_the_checkpoint(kind: str, tmp_path: 
     after = drafter.tensors()
     moved = {name: float((after[name].cpu() - before[name]).abs().max()) for name in before}
     # two steps of a small rate: every weight a little; the bias that balances experts is no weight
-    still = {name for name, far in moved.items() if far == 0.0}
+    still = {name for name, far in moved.items() if far == 0.0} - {"last_norm"}  # the target's
     assert still <= {f"layers.{k}.block.mlp.gate.e_score_correction_bias" for k in range(num)}
     assert max(moved.values()) < 1e-2
 

@@ -96,7 +96,8 @@ def completed(part: DrafterPart, spec: ModelSpec, initial: Initial | None = None
         if initial is None:
             return part
         own = initial.drafter.options
-        sizes = {"layer": own.layer, "modules": own.modules, "shared": own.shared}
+        names = ("layer", "modules", "shared", "before_norm")
+        sizes = {name: getattr(own, name) for name in names}
         return part.model_copy(update={"options": part.options | sizes})
     _only_small_lm(part)
     family_options(family(part.family), part)  # of the right types
@@ -203,6 +204,14 @@ def _refuse_ignored(part: DrafterPart) -> None:
             found=f"drafter.init: {part.init}",
             expected="drafter.init: target",
             do="--set drafter.init=target, or leave from_layers out",
+        )
+    if part.init is None and carries(part) and part.options.get("before_norm"):
+        raise RecipeError(
+            "a fresh module does not know the weights of the target's last norm",
+            where="drafter.options.before_norm",
+            found="before_norm: true, and no module to start from",
+            expected="a module of a checkpoint",
+            do="--set drafter.init=target, or leave before_norm out",
         )
 
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specctl.models.added_kinds import make_known
 from specctl.models.foreign_layer import ForeignLayer, as_published, one_layer, read_config
-from specctl.models.mtp_layout import EMBEDDING, KINDS, MIMO, MTP, layout_of
+from specctl.models.mtp_layout import EMBEDDING, KINDS, MIMO, MIMO_7B, MTP, layout_of
 from specctl.runtime.target.target import Target
 from specctl_testing.models import build_model
 
@@ -40,6 +41,7 @@ DENSE: dict[str, dict[str, Any]] = {  # the attention of Qwen3-Next, an MLP inst
     "qwen3_5_text": {
         key: value for key, value in MODELS["qwen3_next"].items()
         if key == "layer_types" or key.startswith("linear_")},
+    "mimo": {},  # MiMo-7B
 }  # fmt: skip
 SEVERAL: dict[str, dict[str, Any]] = {  # whose modules have windows and attention sinks
     "mimo_v2_flash": {
@@ -59,9 +61,12 @@ def checkpoint(
 ) -> tuple[Target, Tensors]:
     """A target in `folder` and the tensors of the modules that its checkpoint carries."""
     vocab = 48 if tokenizer is None else len(tokenizer)
+    make_known(kind)
     model = build_model(
         kind, num_layers=2, vocab=vocab, dtype=dtype, **(MODELS | DENSE | SEVERAL)[kind]
     )
+    if kind in MIMO_7B:
+        torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)  # what a module must not see
     if kind not in MTP + MIMO:
         model.config.num_nextn_predict_layers = modules
     elif kind in MTP and modules > 1:
