@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Drafter, Family, Needs, Space
+from specctl.core.drafter import Drafter, Family, Needs, Space, StepState
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
@@ -29,10 +29,12 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits, with_stretch
 from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
-from specctl.drafters.nets.options import ADDED, CompareOptions
+from specctl.drafters.nets.options import ADDED, SERVED, CompareOptions
 from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
+from specctl.drafters.option_checks import Within
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.recurrent_lm_state import FILL_CHUNK, RecurrentLmState
+from specctl.drafters.states.short_context import LEAST, ShortContextState
 from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.from_config import WHERE, lm_from, move, tied_names
 from specctl.models.rope import rope_of
@@ -46,7 +48,8 @@ class SmallLmOptions(CompareOptions):
     follow the target, and `from_layers` says which of its layers are kept (None: evenly spaced,
     with the first and the last). `head_groups` splits the LM head's rows, of which the `head_top`
     best groups are read (CORAL). `architecture`: keys of a config.json with their `model_type`, in
-    place of all sizes: any causal language model of transformers, recurrent ones as well."""
+    place of all sizes: any causal language model of transformers, recurrent ones as well. Of a
+    prompt longer than `context` the draft reads so many tokens, the most useful ones (RAPID)."""
 
     layers: int | None = None
     width: int | None = None
@@ -65,12 +68,21 @@ class SmallLmOptions(CompareOptions):
     head_groups: int | None = None
     head_top: int = 4
     architecture: dict[str, Any] | None = field(default=None, metadata=ADDED)
+    context: Annotated[int, Within(LEAST, 1 << 24)] | None = field(default=None, metadata=SERVED)
 
     def __post_init__(self) -> None:
         CompareOptions.__post_init__(self)
         check_routing(self.head_groups, self.head_top)
         if self.architecture is not None:
             self._check_alone()
+        if self.context is not None and type(self) is not SmallLmOptions:
+            raise RecipeError(
+                "this family reads every prompt whole",
+                where="drafter.options.context",
+                found=f"context: {self.context}",
+                expected=f"no context, or family {SmallLm.family}",
+                do="leave context out",
+            )
         for name in ("layers", "width", "heads", "kv_heads", "head_dim", "intermediate", "window"):
             size, most = getattr(self, name), 1_000 if name == "layers" else 1_000_000
             if size is not None and not 1 <= size <= most:
@@ -301,7 +313,12 @@ class SmallLm(Drafter):
             dtype = None
         return super().to(device, dtype)
 
-    def open(self, space: Space) -> LmState:
+    def open(self, space: Space) -> StepState:
+        size, state = self.options.context, self.open_whole(space)
+        return state if size is None else ShortContextState(state, size)
+
+    def open_whole(self, space: Space) -> LmState:
+        """A state that reads prompts as they are given."""
         return RecurrentLmState(self, space) if self.lm.state_bytes else LmState(self, space)
 
     def slot_bytes(self, space: Space) -> int:

@@ -7,6 +7,7 @@ namespace {
 // Queries that read keys and values together: a key that is loaded once is multiplied with all. The
 // registers hold so many sums at once.
 constexpr int TOGETHER = 4;
+constexpr int COMING = 16;  // keys are prefetched so many positions ahead
 #ifdef __AVX512F__
 constexpr int SUMS = 16;
 #else
@@ -73,7 +74,13 @@ template <int N, class W>
 inline void all_dots(const Reading *reads, const W *keys, int from, int to, int E) {
     const int32_t *visible = reads[0].visible;
     constexpr int P = sums_of(N);
-    for (; from + P <= to; from += P) dots<N, P>(reads, keys, visible, from, E);
+    for (; from + P <= to; from += P) {
+        for (int i = from + COMING; i < from + COMING + P && i < to; i++) {
+            const char *next = reinterpret_cast<const char *>(keys + size_t(visible[i]) * E);
+            for (size_t at = 0; at < E * sizeof(W); at += LINE) __builtin_prefetch(next + at);
+        }
+        dots<N, P>(reads, keys, visible, from, E);
+    }
     for (; from < to; from++) dots<N, 1>(reads, keys, visible, from, E);
 }
 

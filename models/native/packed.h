@@ -50,14 +50,15 @@ template <class F> inline auto with_layout(int32_t kind, F f) {
 inline constexpr int spans_of(int K) { return (K + 31) / 32; }
 
 // The inputs as they are, and rounded: of each row K numbers of 8 bits; of every 32 their scale and,
-// times that, their sum, and those of both halves.
+// times that, their sum, and those of both halves; and -128 times the sum of the numbers.
 template <> struct Rows<Packed> {
     const float *x;
     int8_t *numbers;
     float *scales, *sums, *halves;
+    int32_t *offsets;
     int R, K, G;
 
-    static constexpr int FLOATS_A_SPAN = 32 / 4 + 4;  // that they take
+    static constexpr int FLOATS_A_SPAN = 32 / 4 + 5;  // that they take
     static constexpr float LEAST = 1e-30f;  // what is smaller is zero
 
     Rows(const float *inputs, int rows, int width, float *space)
@@ -65,7 +66,8 @@ template <> struct Rows<Packed> {
         scales = space;
         sums = scales + size_t(rows) * G;
         halves = sums + size_t(rows) * G;
-        numbers = reinterpret_cast<int8_t *>(halves + 2 * size_t(rows) * G);
+        offsets = reinterpret_cast<int32_t *>(halves + 2 * size_t(rows) * G);
+        numbers = reinterpret_cast<int8_t *>(offsets + size_t(rows) * G);
         for (int r = 0; r < rows; r++)
             for (int g = 0; g < G; g++) {
                 const float *from = inputs + r * apart(width) + g * 32;
@@ -95,6 +97,7 @@ template <> struct Rows<Packed> {
         scales[at] = largest / 127.0f;
         sums[at] = scales[at] * float(added[0] + added[1]);
         for (int i = 0; i < 2; i++) halves[2 * at + i] = scales[at] * float(added[i]);
+        offsets[at] = -128 * (added[0] + added[1]);
     }
 };
 
@@ -111,7 +114,8 @@ template <bool IS_SIGNED> inline __m512 wholes(const uint8_t *at) {
 
 // Of 16 outputs the weights of inputs 4 k on, of 8 bits.
 template <class L> inline __m512i weights_at(const uint8_t *w, int k) {
-    if constexpr (L::LOW == 8) return _mm512_loadu_si512(w + k * 64);
+    // One factor of a product has no sign: weights that have one are given 128 more (see `offsets`).
+    if constexpr (L::LOW == 8) return _mm512_xor_si512(_mm512_loadu_si512(w + k * 64), _mm512_set1_epi8(-128));
     const __m512i two = _mm512_loadu_si512(w + k / 2 * 64);
     const __m512i low = (k % 2 ? _mm512_srli_epi16(two, 4) : two) & _mm512_set1_epi8(15);
     if constexpr (L::HIGH == 0) return low;
@@ -121,10 +125,12 @@ template <class L> inline __m512i weights_at(const uint8_t *w, int k) {
     return low | (moved & _mm512_set1_epi8(L::HIGH == 1 ? 16 : 48));
 }
 
-// Sixteen outputs of N rows: out [N, 16]. Meanwhile the next sixteen outputs' weights come.
+// Sixteen outputs of N rows: out [N, 16]. Meanwhile weights come: the next sixteen outputs', or, of rows so
+// many that the products take longer than the memory, those of the next page, into the first cache.
 template <class L, int N>
 void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool prefetches, float *out) {
-    const size_t next = prefetches ? L::strip(x.G) : 0;
+    constexpr bool IS_SLOW = N > 4;
+    const size_t next = !prefetches ? 0 : IS_SLOW ? PAGE : L::strip(x.G);
     const ptrdiff_t apart = ptrdiff_t(x.G) * 32;  // rows
     __m512 sum[N] = {}, front = {}, least_front = {};
     for (int g = 0; g < x.G; g++, w += L::RECORD) {
@@ -134,25 +140,23 @@ void packed_tile(const Rows<Packed> &x, int r, const uint8_t *w, bool prefetches
             w += L::FRONT;
         }
         if (next)
-            for (int line = 0; line < L::RECORD; line += LINE) __builtin_prefetch(w + next + line, 0, CACHE);
+            for (int line = 0; line < L::RECORD; line += LINE) __builtin_prefetch(w + next + line, 0, IS_SLOW ? 3 : CACHE);
         const int8_t *own = x.numbers + (size_t(r) * x.G + g) * 32;
         const uint8_t *scales = w + L::WEIGHTS;
 #pragma GCC unroll 2
         for (int part = 0; part < L::PARTS; part++) {
             __m512i total[N] = {};
+            if (L::LOW == 8)
+#pragma GCC unroll 8
+                for (int n = 0; n < N; n++) total[n] = _mm512_set1_epi32(x.offsets[ptrdiff_t(r + n) * x.G + g]);
 #pragma GCC unroll 8
             for (int k = part * 8 / L::PARTS; k < (part + 1) * 8 / L::PARTS; k++) {
                 const __m512i wide = weights_at<L>(w, k);
-                // One factor has no sign: of weights that have one, the input takes it over.
-                const __m512i size = L::LOW == 8 ? _mm512_abs_epi8(wide) : wide;
-                const __mmask64 below = L::LOW == 8 ? _mm512_movepi8_mask(wide) : 0;
 #pragma GCC unroll 8
                 for (int n = 0; n < N; n++) {
                     int32_t four;
                     memcpy(&four, own + n * apart + 4 * k, 4);
-                    __m512i row = _mm512_set1_epi32(four);
-                    if (L::LOW == 8) row = _mm512_mask_sub_epi8(row, below, _mm512_setzero_si512(), row);
-                    total[n] = _mm512_dpbusd_epi32(total[n], size, row);
+                    total[n] = _mm512_dpbusd_epi32(total[n], wide, _mm512_set1_epi32(four));
                 }
             }
             __m512 scale, least = {};
@@ -374,9 +378,13 @@ inline void product(const Rows<Packed> &x, const Packed *weights, int from, int 
         for (int pass = passes, r = 0; pass; pass--) {
             const int count = (x.R - r + pass - 1) / pass;
             tile_of(weights->kind, count)(x, r, w + o / SIDE * strip, r == 0 && o + SIDE < to, out);
+            const int first = from > o ? from - o : 0, last = to - o < SIDE ? to - o : SIDE;
             for (int n = 0; n < count; n++)
-                for (int i = 0; i < SIDE; i++)
-                    if (o + i >= from && o + i < to) keep(r + n, o + i, out[n * SIDE + i]);
+                if (last - first == SIDE)  // of known length, these become registers
+#pragma GCC unroll 16
+                    for (int i = 0; i < SIDE; i++) keep(r + n, o + i, out[n * SIDE + i]);
+                else
+                    for (int i = first; i < last; i++) keep(r + n, o + i, out[n * SIDE + i]);
             r += count;
         }
 }

@@ -502,14 +502,16 @@ Outside forward(const Model &m, const Call &c) {
                 // silu(gate) * up, 16 at a time where the gates of a row lie side by side
                 for (int r = 0; r < R; r++) {
                     float *row = neurons + r * neurons_apart;
-                    for (int o = from; o < to; o += LANES) {
-                        float part[LANES] = {};
-                        const int n = to - o < LANES ? to - o : LANES;
-                        memcpy(part, row + o, n * sizeof(float));
-                        Lanes gate = load(part);
-                        store(part, gate / (exponential(-gate) + 1.0f));
-                        memcpy(row + o, part, n * sizeof(float));
+                    int o = from;
+                    for (; o + LANES <= to; o += LANES) {
+                        const Lanes gate = load(row + o);
+                        store(row + o, gate / (exponential(-gate) + 1.0f));
                     }
+                    float rest[LANES] = {};
+                    if (o < to) memcpy(rest, row + o, (to - o) * sizeof(float));
+                    const Lanes gate = load(rest);
+                    store(rest, gate / (exponential(-gate) + 1.0f));
+                    if (o < to) memcpy(row + o, rest, (to - o) * sizeof(float));
                 }
                 product(rows, static_cast<const M *>(layer.up), from, to,
                         [=](int r, int o, float found) { neurons[r * neurons_apart + o] *= found; });

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Drafter, RoundView, Space
+from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm
@@ -61,6 +62,16 @@ class Translated(Drafter):
         self.inner, self.reader, self.translation = inner, reader, about
         self.module, self.note = inner.module, about.line
 
+    def check_served(self) -> None:
+        if self.options.context is not None:
+            raise RecipeError(
+                "a draft model with another tokenizer reads every prompt whole",
+                where="drafter.options.context",
+                found=f"context: {self.options.context}",
+                expected="a draft model with the target's own tokenizer beside it",
+                do="leave context out",
+            )
+
     def draft_space(self, space: Space) -> Space:
         """What the draft's model needs of texts of that space: they may have twice as many of its
         tokens, and its own context is the most that it reads."""
@@ -77,7 +88,7 @@ class Texts:
     def __init__(self, drafter: Translated, space: Space) -> None:
         self.reader, wanted = drafter.reader, drafter.draft_space(space)
         self.longest = wanted.max_len - CATCH_UP
-        self.state = drafter.inner.open(wanted)
+        self.state = drafter.inner.open_whole(wanted)
         self.ids: dict[int, list[int]] = {}
         self.num_read = [0] * space.num_slots
 
