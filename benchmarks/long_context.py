@@ -44,8 +44,8 @@ NAMED_BY = 12  # words
 def prompts(target: Target, path: Path, category: str, texts: int, count: int) -> list[list[int]]:
     """The first `count` groups of so many texts, as questions to a chat model about one of them."""
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    asked = [line["messages"][0]["content"] for line in lines if line["category"] == category]
-    bodies = [text.removeprefix(ORDER) for text in asked]
+    given = [line["messages"][0]["content"] for line in lines if line["category"] == category]
+    bodies = [text.removeprefix(ORDER) for text in given]
     groups = [bodies[at * texts : (at + 1) * texts] for at in range(count)]
     choice, found = random.Random(0), []
     for group in groups:
