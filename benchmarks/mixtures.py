@@ -24,9 +24,9 @@ from specctl.core.drafter import Drafter
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.mixed import mixed
-from specctl.runtime.target.mixture import parse
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixed import mixed
+from specctl.runtime.target.variants.mixture import parse
 
 LAWS = ("contrast:0:0", "contrast:0:0.1", "contrast:0.2:0.1", "contrast:0.5:0.1", "contrast:1:0.1",
         "average:0.9", "average:0.5", "product:0.5", "switch:0.5", "switch:2")  # fmt: skip

@@ -17,8 +17,8 @@ from specctl.recipes.drafter_names import drafter_names
 if TYPE_CHECKING:
     from specctl.core.attention_only import AttentionOnly
     from specctl.recipes.schema import TargetPart
-    from specctl.runtime.target.rounding import Rounding
     from specctl.runtime.target.target import Target
+    from specctl.runtime.target.variants.rounding import Rounding
 
 OWN = "the package's own, or tiny"  # stands for a name that nobody gave
 
@@ -147,10 +147,10 @@ class TargetChoice:
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
         if self.offline:
             go_offline()
-        from specctl.runtime.target.mixed import load_mixed
+        from specctl.runtime.target.variants.mixed import load_mixed
 
         if self.inflate is not None:
-            from specctl.runtime.target.inflate import size_named
+            from specctl.runtime.target.variants.inflate import size_named
 
             size_named(self.inflate)  # before the target is read
         console.detail(f"target {self.name} = {resolved.place}")

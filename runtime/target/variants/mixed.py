@@ -10,8 +10,8 @@ from typing import Any
 from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.models.mixed_lm import MixedLM
-from specctl.runtime.target.mixture import Mixture, parse
 from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.variants.mixture import Mixture, parse
 
 # What takes the weights of one model apart, blows them up, adds to them or records their rounds.
 ALONE = {
