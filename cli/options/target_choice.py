@@ -210,9 +210,21 @@ class AnsweringChoice(TargetChoice):
             "--mix",
             metavar="LAW=MODEL",
             help="Answer by a law of two models, not by the target's own: contrast:0.5:0.1=MODEL, "
-            "average, product or switch (docs/verification.md).",
+            "average, product or switch; entropy or reward: in turns (docs/verification.md).",
         ),
     ] = None
+
+    def _mix(self) -> str | None:
+        from specctl.runtime.target.variants.mixture import alone, parse
+
+        if self.mix is not None and (mixture := parse(self.mix)).is_in_turns:
+            raise alone(mixture)
+        return self.mix
+
+
+@dataclass(frozen=True, slots=True)
+class WritingChoice(AnsweringChoice):
+    """The same of commands where models may write in turns."""
 
     def _mix(self) -> str | None:
         return self.mix
@@ -227,6 +239,7 @@ def _tell_rounding(console: Console, rounding: Rounding, dtype: str) -> None:
 
 OWN_TARGET = TargetChoice(name=OWN)
 OWN_ANSWERING = AnsweringChoice(name=OWN)
+OWN_WRITING = WritingChoice(name=OWN)
 
 
 def loading(target: TargetChoice) -> str:

@@ -36,6 +36,7 @@ from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixture import alone
 from specctl.runtime.verify import Verdict, run_rule
 from specctl.runtime.verify.choice import check_rule, native, rule_for, sampling_rule
 from specctl.runtime.verify.forced import with_forced
@@ -68,6 +69,8 @@ class Engine:
         wrap_drafter: Callable[[RoundDrafter], RoundDrafter] | None = None,
         assumed_seconds: RoundSeconds | None = None,
     ) -> None:
+        if target.mixture is not None and target.beside:
+            raise alone(target.mixture)
         target.lm.check_unchanged()
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
         self.assumed_seconds = assumed_seconds

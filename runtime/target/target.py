@@ -67,7 +67,8 @@ class Target:
     comes from; `notes` what is to be said of how its folder was read; `rounding` how far weights in
     few bits are from those that are stored, None where they are not in few bits; `mixture` the
     model beside it and the law of both, whose fingerprint is another than that of the weights
-    alone."""
+    alone; `beside` the models that write in turns with it (runtime/turns), and `lm` is then the
+    target's own."""
 
     name: str
     revision: str | None
@@ -88,6 +89,7 @@ class Target:
     notes: tuple[str, ...] = ()
     rounding: Rounding | None = None
     mixture: Mixture | None = None
+    beside: tuple[Target, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
