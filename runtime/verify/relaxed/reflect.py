@@ -6,8 +6,9 @@ verify are those of both readings,
     z = (1 - weight) z_draft + weight z_again
 
 The second reading (engine/reflection.py) has the whole draft in sight, so what verifies is no
-distribution behind the text alone: the more it weighs, the more of a draft stands. What stands is
-the choice by z; weight 0 is the lossless rule, and nothing is read twice. Approximate.
+distribution behind the text alone. What stands is the choice by z; weight 0 is the lossless rule,
+and nothing is read twice. Whether more of a draft stands depends on how well the target says it
+again behind the prompt. Approximate.
 """
 
 from __future__ import annotations
