@@ -87,7 +87,7 @@ class LoadedDraft:
         """
         if self.is_adaptive is False or self.drafter is None or self.policy is None:
             return None
-        if self.parallel:
+        if self.parallel or target.beside:
             return None
         about = self._about(target, batch, sampled)
         found = None if measure or about is None else read_costs(about)

@@ -16,7 +16,7 @@ from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.recipes.schema import TrainPart
 from specctl.recipes.serve import is_relaxed
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.moving import MovingTarget
+from specctl.runtime.target.variants.moving import MovingTarget
 from specctl.train.rollouts import RolloutDrafter, check_sampling
 
 MOST_KEPT = 1 << 20  # rollouts

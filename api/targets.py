@@ -84,7 +84,7 @@ def load_target(
 
 def _named(name: str, mix: str | None = None, **how: Any) -> Target:
     """The target of that name, and warnings of what is to be known of it."""
-    from specctl.runtime.target.mixed import load_mixed
+    from specctl.runtime.target.variants.mixed import load_mixed
 
     found = load_mixed(mix, name, **how)
     for note in found.notes:
@@ -177,7 +177,7 @@ def _not_here(record: TargetRecord, package: Path) -> FileError:
 
 def inflated_note(target: Target) -> str:
     """What every report about an inflated target must say."""
-    from specctl.runtime.target import inflate
+    from specctl.runtime.target.variants import inflate
 
     return inflate.inflated_note(target.name, str(target.inflated))
 

@@ -3,30 +3,37 @@
 Greedily and drawn at temperature 1, chains that the model beside the target drafts, over numbers
 that lead away from the law's exact ones: tau against the same law, and along the text that the
 mixture wrote the mean total variation between its distribution and the target's, and the
-perplexity of that text under the target. Standard errors are over prompts.
+perplexity of that text under the target. Of laws by which the models write in turns: the share of
+tokens by the target, the perplexity, and the processor time behind the first token over that of the
+target alone. Standard errors are over prompts.
 
     python benchmarks/mixtures.py --target qwen2.5-coder-1.5b --beside qwen2.5-coder-0.5b \\
         --prompts humaneval.jsonl --count 12
+    python benchmarks/mixtures.py ... --laws entropy:1 reward:0.7 --temperatures 0
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from time import process_time
 
 import torch
 
 from specctl import load_drafter, load_target
 from specctl.core.drafter import Drafter
-from specctl.runtime.generate import generate
+from specctl.runtime.generate import Generated, generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.mixed import mixed
-from specctl.runtime.target.mixture import parse
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixed import in_turns, mixed
+from specctl.runtime.target.variants.mixture import parse
+from specctl.runtime.turns.reward import Judge
 
 LAWS = ("contrast:0:0", "contrast:0:0.1", "contrast:0.2:0.1", "contrast:0.5:0.1", "contrast:1:0.1",
         "average:0.9", "average:0.5", "product:0.5", "switch:0.5", "switch:2")  # fmt: skip
@@ -58,6 +65,51 @@ def measured(
     return taus, distances, costs
 
 
+def timed(target: Target, prompt: Sequence[int], sampling: Sampling) -> tuple[Generated, float]:
+    """What is written, and its processor seconds from the first token on, the reading of the prompt
+    by whoever writes later included."""
+    began: list[float] = []
+    made = generate(
+        target, [prompt], sampling=sampling, on_tokens=lambda *_: began.append(process_time())
+    )
+    return made, process_time() - began[0]
+
+
+def measured_turns(
+    wholes: Sequence[Target], own: Target, prompts: Sequence[Sequence[int]], t: float, n: int
+) -> list[tuple[list[float], list[float], list[float]]]:
+    """Of every target: share by the large model, processor time over that of plain decoding, and
+    the text's log-loss a token under the large model, by prompt."""
+    found: list[tuple[list[float], list[float], list[float]]] = [([], [], []) for _ in wholes]
+    judge = Judge(own)
+    judge.open(max(map(len, prompts)) + n)
+    for seed, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=t, max_new_tokens=n, seed=seed)
+        _, plain = timed(own, prompt, sampling)
+        for whole, (shares, seconds, losses) in zip(wholes, found, strict=True):
+            made, spent = timed(whole, prompt, sampling)
+            assert made.stats.turns is not None
+            shares.append(made.stats.turns.share)
+            seconds.append(spent / plain)
+            losses.append(-math.log(judge.score(prompt, made.outputs[0].token_ids)))
+            said = f"{shares[-1]:.3f} {seconds[-1]:.3f} {losses[-1]:.3f}"
+            print(f"prompt {seed}: {whole.mixture} {said}", file=sys.stderr, flush=True)
+    return found
+
+
+def table(laws: Sequence[str], titles: str) -> None:
+    """The head of a table, where it has rows."""
+    if laws:
+        print(
+            f"| law | T | {titles} | log-loss under the target |\n|---|---|---|---|---|", flush=True
+        )
+
+
+def row(law: str, t: float, columns: Sequence[Sequence[float]]) -> None:
+    cells = [f"{fmean(c):.3f} +- {stdev(c) / len(c) ** 0.5:.3f}" for c in columns]
+    print(f"| `{law}` | {t:g} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--target", required=True)
@@ -65,22 +117,29 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--longest", type=int, help="Leave out prompts of more tokens.")
     parser.add_argument("--laws", nargs="*", default=LAWS)
+    parser.add_argument("--temperatures", nargs="*", type=float, default=(0.0, 1.0))
     words = parser.parse_args()
     torch.set_num_threads(1)
     own, beside = load_target(words.target), load_target(words.beside)
     drafter = load_drafter(words.beside, own)
     lines = words.prompts.read_text(encoding="utf-8").splitlines()
-    lines = lines[:: max(1, len(lines) // words.count)][: words.count]
     prompts = [own.encode_chat(json.loads(line)["messages"]) for line in lines]
-    print("| law | T | tau | distance | log-loss under the target |")
-    print("|---|---|---|---|---|")
-    for law in words.laws:
-        whole = mixed(own, beside, parse(f"{law}={words.beside}"))
-        for t in (0.0, 1.0):
-            columns = measured(whole, own, drafter, prompts, t, words.tokens)
-            cells = [f"{fmean(c):.3f} +- {stdev(c) / len(c) ** 0.5:.3f}" for c in columns]
-            print(f"| `{law}` | {t:g} | {' | '.join(cells)} |", flush=True)
+    prompts = [one for one in prompts if words.longest is None or len(one) <= words.longest]
+    prompts = prompts[:: max(1, len(prompts) // words.count)][: words.count]
+    laws = [parse(f"{law}={words.beside}") for law in words.laws]
+    table([one.law for one in laws if not one.is_in_turns], "tau | distance")
+    for one in (law for law in laws if not law.is_in_turns):
+        whole = mixed(own, beside, one)
+        for t in words.temperatures:
+            row(one.law_text, t, measured(whole, own, drafter, prompts, t, words.tokens))
+    table([one.law for one in laws if one.is_in_turns], "target's share | time over plain")
+    turns = [in_turns(own, [beside], one) for one in laws if one.is_in_turns]
+    for t in words.temperatures if turns else ():
+        found = measured_turns(turns, own, prompts, t, words.tokens)
+        for whole, columns in zip(turns, found, strict=True):
+            row(whole.mixture.law_text, t, columns)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--longest", type=int, default=900, help="Leave out longer prompts.")
+    parser.add_argument("--rules", nargs="*", default=RULES)
     parser.add_argument("--allow", nargs="*", default=[])
     words = parser.parse_args()
     torch.set_num_threads(1)
@@ -126,10 +128,10 @@ def main() -> None:
     lines = words.prompts.read_text(encoding="utf-8").splitlines()
     lines = lines[:: max(1, len(lines) // words.count)][: words.count]
     prompts = [target.encode_chat(json.loads(line)["messages"]) for line in lines]
-    prompts = [prompt for prompt in prompts if len(prompt) < 900]
+    prompts = [prompt for prompt in prompts if len(prompt) < words.longest]
     exact: list[tuple[int, ...]] = []
     print(f"{len(prompts)} prompts\n| rule | tau | perplexity | lossless texts |")
-    for rule in RULES:
+    for rule in words.rules:
         rows, texts = written(target, drafter, rule, prompts, words.tokens)
         exact = exact or texts
         cells = [

@@ -51,9 +51,9 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.inflate import InflatedLM
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.inflate import InflatedLM
 from specctl.train.data.heldout import heldout_prompts
 
 KEPT = 200

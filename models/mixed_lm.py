@@ -1,8 +1,9 @@
 """MixedLM: two models that read the same tokens, as one whose logits are made of both.
 
-The law of the mixture is a function of what both say of the next token (runtime/target/mixture.py),
-so it is a target like any other: each model has a cache of its own, both are aimed and kept alike,
-and whatever drafts for the mixture is verified against its law.
+The law of the mixture is a function of what both say of the next token
+(runtime/target/variants/mixture.py), so it is a target like any other: each model has a cache of
+its own, both are aimed and kept alike, and whatever drafts for the mixture is verified against its
+law.
 Letters: B rows, D hidden width, P path, T fed tokens, V target vocabulary.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specctl.core.drafter import Drafter
-from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.errors import RecipeError, SpecctlError, one_of_two
 from specctl.drafters import family
 from specctl.recipes.serve import check_in_parallel
 from specctl.runtime.engine.engine import Engine
@@ -22,6 +22,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.text_stream import TokenDecoder, whole_text
+from specctl.runtime.turns import Turns, make_turns
 from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
@@ -95,8 +96,8 @@ def generate(
 
     Lossless for every drafter of a lossless family: greedy output is token-identical in float32,
     sampled output follows the target's distribution. `parallel`: the drafter goes on while the
-    target verifies (PEARL), one prompt at a time. Raises SpecctlError for an empty or too long
-    prompt and for a rule that is illegal with the policy.
+    target verifies (PEARL), one prompt at a time, as models that write in turns do. Raises
+    SpecctlError for an empty or too long prompt and for a rule that is illegal with the policy.
     """
     sampling = sampling if sampling is not None else Sampling()
     check_greedy(rule, sampling)
@@ -106,8 +107,16 @@ def generate(
         for i, prompt in enumerate(prompts)
     ]
     slots = max(1, min(batch, len(requests)))
-    engine: Engine | Pearl
-    if parallel and drafter is not None:
+    engine: Engine | Pearl | Turns
+    if target.beside:
+        if parallel:
+            raise one_of_two(
+                "models that write in turns do not draft beside the target",
+                f"--mix {target.mixture} and serve.parallel",
+                "leave out serve.parallel",
+            )
+        engine = make_turns(target, drafter, policy, rule, chooser)
+    elif parallel and drafter is not None:
         check_in_parallel(parallel, rule)
         engine = Pearl(target, drafter, policy)
     else:
@@ -149,7 +158,10 @@ def mark_of(
 
 
 def summarize(
-    completions: Sequence[Completion], engine: Engine | Pearl, seconds: float, verification: str
+    completions: Sequence[Completion],
+    engine: Engine | Pearl | Turns,
+    seconds: float,
+    verification: str,
 ) -> Stats:
     """Statistics of a finished run."""
     rows = [c.stats for c in completions]
@@ -167,6 +179,7 @@ def summarize(
         verification=verification,
         repetition_rate=repetition_rate([c.tokens for c in completions]),
         controller=engine.policy.to_json() if isinstance(engine.policy, Switch) else None,
+        turns=engine.counts if isinstance(engine, Turns) else None,
     )
 
 

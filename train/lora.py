@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.recipes.low_rank import LoraPart
-from specctl.runtime.target.adapter import CONFIG, TENSORS, plain_config
+from specctl.runtime.target.variants.adapter import CONFIG, TENSORS, plain_config
 from specctl.train.optim import is_hidden_matrix
 
 ADAPTER = "adapter"  # folder of a run

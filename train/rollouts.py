@@ -36,8 +36,8 @@ from specctl.runtime.generate import generate
 from specctl.runtime.measure.stats import Stats
 from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.moving import MovingTarget
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.moving import MovingTarget
 from specctl.train.data.pack import Document, best_fit, laid_out
 from specctl.train.features.capture import capture, training_needs
 from specctl.train.optim import Gradient, build_optimizers

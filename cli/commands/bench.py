@@ -30,7 +30,7 @@ from specctl.cli.options.measuring import (
 from specctl.cli.options.names import complete_draft
 from specctl.cli.options.prompts import tell_chat
 from specctl.cli.options.sampling import GenerationConfig, check_choice, followed, tell
-from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice, loading
+from specctl.cli.options.target_choice import OWN_WRITING, TargetChoice, WritingChoice, loading
 from specctl.core.errors import GateError, RecipeError
 from specctl.core.printable import counted
 
@@ -47,7 +47,7 @@ def bench(
     drafting: DraftingFlags,
     questions: QuestionFlags,
     written: WrittenFlags,
-    target: AnsweringChoice = OWN_ANSWERING,
+    target: WritingChoice = OWN_WRITING,
     drafters: Annotated[
         list[str] | None,
         typer.Argument(

@@ -20,7 +20,7 @@ from specctl.cli.options.measuring import chat_words
 from specctl.cli.options.positional import looks_like_package
 from specctl.cli.options.prompts import PromptText, read_prompts, tell_chat
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
-from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice
+from specctl.cli.options.target_choice import OWN_WRITING, TargetChoice, WritingChoice
 from specctl.core.errors import SpecctlError
 from specctl.runtime.measure.doubt import doubts
 
@@ -39,7 +39,7 @@ def generate(
     draft: DraftChoice,
     sampling: SamplingFlags,
     grammar: GrammarFlags,
-    target: AnsweringChoice = OWN_ANSWERING,
+    target: WritingChoice = OWN_WRITING,
     words: Annotated[
         list[str] | None,
         typer.Argument(

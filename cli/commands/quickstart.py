@@ -99,7 +99,7 @@ def quickstart(
     console.kept = partial(kept_in, place.out)
     size = inflate or ("300m" if is_embedded else NO_COST)
     if size != NO_COST:
-        from specctl.runtime.target.inflate import size_named
+        from specctl.runtime.target.variants.inflate import size_named
 
         size_named(size)  # before anything is loaded
 

@@ -44,7 +44,7 @@ def text_story(place: StoryPlace, model: Target, size: str | None) -> None:
     as well."""
     from specctl.cli.options.loading import DraftChoice
     from specctl.cli.options.target_choice import TargetChoice
-    from specctl.runtime.target.inflate import inflatable
+    from specctl.runtime.target.variants.inflate import inflatable
 
     console, out = place.console, place.out
     if size is not None:

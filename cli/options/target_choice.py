@@ -18,8 +18,8 @@ from specctl.recipes.drafter_names import drafter_names
 if TYPE_CHECKING:
     from specctl.core.attention_only import AttentionOnly
     from specctl.recipes.schema import TargetPart
-    from specctl.runtime.target.rounding import Rounding
     from specctl.runtime.target.target import Target
+    from specctl.runtime.target.variants.rounding import Rounding
 
 OWN = "the package's own, or tiny"  # stands for a name that nobody gave
 
@@ -157,10 +157,10 @@ class TargetChoice:
         resolved = resolve(self.name)  # an unknown name fails before torch is imported
         if self.offline:
             go_offline()
-        from specctl.runtime.target.mixed import load_mixed
+        from specctl.runtime.target.variants.mixed import load_mixed
 
         if self.inflate is not None:
-            from specctl.runtime.target.inflate import size_named
+            from specctl.runtime.target.variants.inflate import size_named
 
             size_named(self.inflate)  # before the target is read
         console.detail(f"target {self.name} = {resolved.place}")
@@ -220,9 +220,21 @@ class AnsweringChoice(TargetChoice):
             "--mix",
             metavar="LAW=MODEL",
             help="Answer by a law of two models, not by the target's own: contrast:0.5:0.1=MODEL, "
-            "average, product or switch (docs/verification.md).",
+            "average, product or switch; entropy or reward: in turns (docs/verification.md).",
         ),
     ] = None
+
+    def _mix(self) -> str | None:
+        from specctl.runtime.target.variants.mixture import alone, parse
+
+        if self.mix is not None and (mixture := parse(self.mix)).is_in_turns:
+            raise alone(mixture)
+        return self.mix
+
+
+@dataclass(frozen=True, slots=True)
+class WritingChoice(AnsweringChoice):
+    """The same of commands where models may write in turns."""
 
     def _mix(self) -> str | None:
         return self.mix
@@ -237,6 +249,7 @@ def _tell_rounding(console: Console, rounding: Rounding, dtype: str) -> None:
 
 OWN_TARGET = TargetChoice(name=OWN)
 OWN_ANSWERING = AnsweringChoice(name=OWN)
+OWN_WRITING = WritingChoice(name=OWN)
 
 
 def loading(target: TargetChoice) -> str:

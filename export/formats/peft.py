@@ -19,7 +19,7 @@ from specctl.export.layouts.adapter import published
 from specctl.export.layouts.engines import dump_json
 from specctl.export.package.manifest import check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
-from specctl.runtime.target.adapter import CONFIG, TENSORS, plain_config, read_adapters
+from specctl.runtime.target.variants.adapter import CONFIG, TENSORS, plain_config, read_adapters
 
 
 def drafter_of(source: ExportSource) -> Uno:

@@ -19,8 +19,8 @@ from specctl.export.imports.heads import ELSEWHERE, refused
 from specctl.export.imports.published import Published
 from specctl.export.layouts.adapter import own, published
 from specctl.export.package.tensors import compare_tensors
-from specctl.runtime.target.adapter import CONFIG, read_adapters
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.adapter import CONFIG, read_adapters
 
 ROWS = 9  # the newest token's and eight of noise, as vLLM's reader drafts by default
 UNREAD = ("use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "modules_to_save", "bias")

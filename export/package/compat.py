@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
 from specctl.export.package.manifest import Manifest
-from specctl.runtime.target.adapter import combined_fingerprint
+from specctl.runtime.target.variants.adapter import combined_fingerprint
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target

@@ -58,8 +58,8 @@ from specctl.recipes.drafter_names import drafter_names
 from specctl.recipes.ollama_store import PREFIX
 from specctl.recipes.serve import is_relaxed
 from specctl.recipes.targets import aliases, resolve
-from specctl.runtime.target.adapter import AppliedAdapter
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.adapter import AppliedAdapter
 
 
 def save_package(

@@ -33,7 +33,6 @@ from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.models.from_config import architecture_of
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.target import hub
-from specctl.runtime.target.adapter import read_adapters, with_adapters
 from specctl.runtime.target.checkpoint_folder import (
     check_size,
     from_folder,
@@ -42,9 +41,10 @@ from specctl.runtime.target.checkpoint_folder import (
     refuse_named_code,
     weight_files,
 )
-from specctl.runtime.target.lora_folder import base_of
 from specctl.runtime.target.stored_names import wrapper_note
 from specctl.runtime.target.target import Target, any_lm, tokenizer_fingerprint
+from specctl.runtime.target.variants.adapter import read_adapters, with_adapters
+from specctl.runtime.target.variants.lora_folder import base_of
 
 CONFIG = "config.json"
 COMMON = 0.9  # of a vocabulary: so many ids at least are those of the other

@@ -13,6 +13,7 @@ fed tokens, V target vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -127,10 +128,13 @@ def _logprobs(
     logp_RV = logits_TV[path_P[: len(new)]].float().log_softmax(-1).clamp_(min=LEAST)
     drawn_R1 = logp_RV.gather(1, torch.tensor(new, device=logp_RV.device)[:, None])
     best = logp_RV.topk(min(num_best, logits_TV.shape[-1]), dim=-1)
+    bits_R = -(logp_RV.exp() * logp_RV).sum(-1) / math.log(2)
     drawn, ids, values = drawn_R1[:, 0].tolist(), best.indices.tolist(), best.values.tolist()
     return tuple(
-        TokenLogprob(token, logprob, tuple(zip(top, tops, strict=True)))
-        for token, logprob, top, tops in zip(new, drawn, ids, values, strict=True)
+        TokenLogprob(token, logprob, tuple(zip(top, tops, strict=True)), bits)
+        for token, logprob, top, tops, bits in zip(
+            new, drawn, ids, values, bits_R.tolist(), strict=True
+        )
     )
 
 

@@ -26,6 +26,7 @@ from specctl.runtime.engine.commit import commit, outcome_of
 from specctl.runtime.engine.device_clock import mark, seconds_between, settle
 from specctl.runtime.engine.lazy_drafter import LazyDrafter
 from specctl.runtime.engine.peaks import BadRows, Peaks, nothing_left
+from specctl.runtime.engine.reflection import reflection_of
 from specctl.runtime.engine.request import Completion, Emission, Request, Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.round_drafter import PolicyDrafter, RoundDrafter
@@ -36,6 +37,7 @@ from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixture import alone
 from specctl.runtime.verify import Verdict, run_rule
 from specctl.runtime.verify.choice import check_rule, native, rule_for, sampling_rule
 from specctl.runtime.verify.forced import with_forced
@@ -68,6 +70,8 @@ class Engine:
         wrap_drafter: Callable[[RoundDrafter], RoundDrafter] | None = None,
         assumed_seconds: RoundSeconds | None = None,
     ) -> None:
+        if target.mixture is not None and target.beside:
+            raise alone(target.mixture)
         target.lm.check_unchanged()
         self.target, self.drafter, self.rule, self.batching = target, drafter, rule, batching
         self.assumed_seconds = assumed_seconds
@@ -80,7 +84,11 @@ class Engine:
         if drafter is not None:
             needs, self._shares_kv = drafter.needs(), shares_kv(drafter, self.policy)
             self.needs = needs.without_copy() if self._shares_kv else needs
-        self.reader = TargetReader(target, self.policy, self.needs.taps, drafter)
+        reflection = reflection_of(target, self._relaxed)
+        self.reader = TargetReader(target, self.policy, self.needs.taps, drafter, reflection)
+        self._read_again = 0  # positions behind the drafts
+        if reflection is not None:
+            self._read_again = self.policy.nodes + len(reflection.prompt)
         check_rule(rule, drafter, self.policy)
         if drafter is not None and self.needs.borrow:
             drafter.bind(target.borrowed())
@@ -121,7 +129,7 @@ class Engine:
 
     def open(self, longest: int) -> None:
         """Reserve caches for `longest` positions a row; kept when they already suffice."""
-        needed = longest + self.policy.nodes + 2
+        needed = longest + self.policy.nodes + 2 + self._read_again
         if self.max_len is not None and self.reader.is_open and self.max_len >= needed:
             return
         assert not self.rows, "caches cannot grow while rows are active"

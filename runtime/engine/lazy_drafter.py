@@ -52,7 +52,7 @@ class DraftProgress:
     @property
     def num_without_taps(self) -> int:
         """Positions of the backlog that lie in the prompt, whose taps are the row's own."""
-        return max(0, self.row.prompt_len - 1 - self.observed_len)
+        return max(0, self.row.start_len - 1 - self.observed_len)
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +174,7 @@ class LazyDrafter(RoundDrafter):
             self.inner.prefill(row, {}, 0, 0)
         progress.is_started = True
         self.inner.start(row, taps)
-        progress.observed_len = row.prompt_len - 1
+        progress.observed_len = row.start_len - 1
 
     def end(self, row: Row) -> None:
         self._wake()

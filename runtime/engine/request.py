@@ -19,7 +19,8 @@ class Request:
     their common beginning; None shares nothing. `logprobs`: None for none, k for the drawn token
     and the k best. `drafts`: False decodes it plainly, whoever drafts for others. `tenant`: whose
     it is, where drafters remember answers (a name that nobody else can guess); None: its answer is
-    not remembered."""
+    not remembered. `written`: so many of the last tokens were generated before: the text goes on
+    from there, with its own limits, penalties, stops, grammar and random numbers."""
 
     tokens: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
@@ -27,6 +28,7 @@ class Request:
     logprobs: int | None = None
     drafts: bool = True
     tenant: str | None = None
+    written: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,18 @@ class Row:
 
     @classmethod
     def of(cls, index: int, slot: int, request: Request) -> Row:
-        """A row about to join: its prompt is read up to the last token."""
+        """A row about to join: its prompt is read up to the last token. What was written before
+        took at most a round a token: rounds that count on from there have numbers of their own."""
         tokens = list(request.tokens)
-        return cls(index, slot, request, tokens, len(tokens) - 1, RowStats())
+        return cls(index, slot, request, tokens, len(tokens) - 1, RowStats(), request.written)
 
     @property
     def prompt_len(self) -> int:
+        return len(self.request.tokens) - self.request.written
+
+    @property
+    def start_len(self) -> int:
+        """Tokens that it joined with."""
         return len(self.request.tokens)
 
     @property
@@ -90,11 +98,13 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probability of a token before temperature and truncation, after bias, penalties and
-    grammar, not below -9999; `top`: (token, log-probability) of the best ones, best first."""
+    grammar, not below -9999; `top`: (token, log-probability) of the best ones, best first;
+    `entropy` of that whole distribution, in bits."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    entropy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

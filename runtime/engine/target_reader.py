@@ -13,6 +13,7 @@ from specctl.core.language_model import Feed, LmOut
 from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree
 from specctl.runtime.engine.early_pruning import pruning_of
+from specctl.runtime.engine.reflection import Reflection
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.unpadded import Unpadded
 from specctl.runtime.policies.base import Mixing, Policy
@@ -32,7 +33,7 @@ def shares_kv(drafter: Drafter, policy: Policy) -> bool:
 
 class TargetReader:
     """Reads what a round drafted and keeps what it accepted; with the `taps` that the drafter wants
-    of every position. One writer of the cache."""
+    of every position. With a `reflection` it reads chains twice. One writer of the cache."""
 
     def __init__(
         self,
@@ -40,11 +41,12 @@ class TargetReader:
         policy: Policy,
         taps: tuple[int, ...],
         drafter: Drafter | None = None,
+        reflection: Reflection | None = None,
     ) -> None:
         self.target, self.taps, self.device = target, taps, target.device
-        pruning = pruning_of(target.lm, policy, drafter)
+        changing = reflection or pruning_of(target.lm, policy, drafter)
         self._unpadded = Unpadded.of(target.lm)
-        self._pruned: TreeForward | None = None if pruning is None else pruning.forward
+        self._changed: TreeForward | None = None if changing is None else changing.forward
         self._kv: SlotKV | None = None
 
     def open(self, num_slots: int, max_len: int) -> None:
@@ -78,7 +80,7 @@ class TargetReader:
         if extra_BMD is not None:  # masked values of nan would reach the text: 0 * nan
             extra_BMD = extra_BMD.nan_to_num(0.0, 0.0, 0.0)
         feed = Feed(fed_BT, position_BT, masks, self.taps, residual_BTD=extra_BMD)
-        return (self._pruned or self._whole)(feed, tree, self.kv)
+        return (self._changed or self._whole)(feed, tree, self.kv)
 
     def _whole(self, feed: Feed, tree: DraftTree, kv: SlotKV) -> tuple[DraftTree, LmOut]:
         if tree.exits is not None:

@@ -16,7 +16,7 @@ from specctl.core.table import Table, Tabled
 from specctl.runtime.measure.doubt import FEW_COUNTS, PAYS
 from specctl.runtime.measure.stats import busy_note
 from specctl.runtime.measure.timed import CONTEXTS, Timed, context_name
-from specctl.runtime.target.inflate import inflated_note
+from specctl.runtime.target.variants.inflate import inflated_note
 
 Runs = dict[str, list[dict[str, Timed]]]  # contender -> runs -> category
 MOST_POSITIONS = 12  # columns of a table

@@ -47,6 +47,46 @@ class RowStats:
             self.accepted_at[position] += 1
 
 
+@dataclass(slots=True)
+class TurnCounts:
+    """What two models did that write a text in turns (runtime/turns). `by_target`: turns whose text
+    is the target's; `dropped`: tokens of the other one that did not stay. One writer: the loop."""
+
+    turns: int = 0
+    by_target: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    dropped: int = 0
+
+    def count(self, tokens: int, is_target: bool) -> None:
+        """A turn whose text stays."""
+        self.turns += 1
+        self.by_target += is_target
+        self.tokens += tokens
+        self.target_tokens += tokens * is_target
+
+    @property
+    def share(self) -> float:
+        """Of the tokens, by the target."""
+        return self.target_tokens / self.tokens if self.tokens else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"the target wrote {self.by_target:,} of {counted(self.turns, 'turn')}, "
+            f"{self.share:.0%} of the tokens | {counted(self.dropped, 'token')} of the other model "
+            "dropped"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "turns": self.turns,
+            "by_target": self.by_target,
+            "target_tokens": self.target_tokens,
+            "target_share": round(self.share, 4),
+            "dropped": self.dropped,
+        }
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Stats(Tabled):
     """Counters and times of a whole run; the derived figures are properties."""
@@ -64,6 +104,7 @@ class Stats(Tabled):
     verification: str
     repetition_rate: float
     controller: Mapping[str, Any] | None = None  # what each arm of a switch did
+    turns: TurnCounts | None = None  # of a text that two models wrote in turns
 
     @property
     def tau(self) -> float:
@@ -94,8 +135,8 @@ class Stats(Tabled):
         spent = self.draft_seconds + self.verify_seconds
         return self.draft_seconds / spent if spent else 0.0
 
-    def lines(self) -> tuple[str, str]:
-        """What speculation did, and how fast it was."""
+    def lines(self) -> tuple[str, ...]:
+        """What speculation did, how fast it was, and who wrote."""
         per_position = " ".join(counted_shares(self.accepted_at, self.tested_at)) or "-"
         return (
             f"tau {self.tau:.2f} | rounds {self.rounds:,} | drafted {self.drafted:,} | "
@@ -103,6 +144,7 @@ class Stats(Tabled):
             f"{self.tokens:,} tokens in {self.seconds:.2f} s | "
             f"{self.tokens_per_second:.1f} tokens/s | drafting {self.draft_share:.0%} of the time "
             f"| repetition {self.repetition_rate:.2f} | verification {self.verification}",
+            *(() if self.turns is None else (str(self.turns),)),
         )
 
     def __str__(self) -> str:
@@ -110,7 +152,7 @@ class Stats(Tabled):
 
     def table(self) -> Table:
         """The figures by name."""
-        figures = {k: v for k, v in self.to_json().items() if k != "controller"}
+        figures = {k: v for k, v in self.to_json().items() if k not in ("controller", "turns")}
         shares = " ".join(counted_shares(self.accepted_at, self.tested_at)) or "-"
         rows = [(k, shares if k == "accepted_per_position" else v) for k, v in figures.items()]
         return Table(("figure", "value"), rows)
@@ -131,6 +173,7 @@ class Stats(Tabled):
             "repetition_rate": round(self.repetition_rate, 4),
             "verification": self.verification,
             **({} if self.controller is None else {"controller": dict(self.controller)}),
+            **({} if self.turns is None else {"turns": self.turns.to_json()}),
         }
 
 

@@ -1,1 +1,1 @@
-"""A target: loaded, placed, inflated, fingerprinted, saved."""
+"""A target: loaded, placed, fingerprinted, saved."""

@@ -33,8 +33,8 @@ from specctl.core.model_folder import (
     something_else,
 )
 from specctl.models.added_kinds import make_known
-from specctl.runtime.target.adapter_alone import AdapterAlone
 from specctl.runtime.target.stored_names import check_unwrapped, renamed
+from specctl.runtime.target.variants.adapter_alone import AdapterAlone
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # JSON that transformers reads for a model and its tokenizer, and follows.

@@ -29,13 +29,6 @@ from specctl.models.spread import whole_weight
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
-from specctl.runtime.target.adapter import (
-    Adapter,
-    AppliedAdapter,
-    combined_fingerprint,
-    read_adapters,
-    with_adapters,
-)
 from specctl.runtime.target.chat_turns import as_taken
 from specctl.runtime.target.checkpoint import Loaded, Spread, load_checkpoint
 from specctl.runtime.target.device import (
@@ -47,12 +40,19 @@ from specctl.runtime.target.device import (
     refuse_idle_cuda,
 )
 from specctl.runtime.target.ends import NO_ENDS, EndsOfText, NamedEnds, ends_of
-from specctl.runtime.target.few_bits import as_packed, check_alone, measured_in_few_bits
-from specctl.runtime.target.lora_folder import beside, load_model
-from specctl.runtime.target.mixture import Mixture
-from specctl.runtime.target.rounding import Rounding
 from specctl.runtime.target.spoken_to import why_text
-from specctl.runtime.target.target_change import TargetChange
+from specctl.runtime.target.variants.adapter import (
+    Adapter,
+    AppliedAdapter,
+    combined_fingerprint,
+    read_adapters,
+    with_adapters,
+)
+from specctl.runtime.target.variants.few_bits import as_packed, check_alone, measured_in_few_bits
+from specctl.runtime.target.variants.lora_folder import beside, load_model
+from specctl.runtime.target.variants.mixture import Mixture
+from specctl.runtime.target.variants.rounding import Rounding
+from specctl.runtime.target.variants.target_change import TargetChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ class Target:
     comes from; `notes` what is to be said of how its folder was read; `rounding` how far weights in
     few bits are from those that are stored, None where they are not in few bits; `mixture` the
     model beside it and the law of both, whose fingerprint is another than that of the weights
-    alone."""
+    alone; `beside` the models that write in turns with it (runtime/turns), and `lm` is then the
+    target's own."""
 
     name: str
     revision: str | None
@@ -88,6 +89,7 @@ class Target:
     notes: tuple[str, ...] = ()
     rounding: Rounding | None = None
     mixture: Mixture | None = None
+    beside: tuple[Target, ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -348,7 +350,7 @@ def load_target(
         target = as_packed(target, loaded.packed)
     del found, loaded  # what is released of the weights below is to be freed
     if inflate is not None:
-        from specctl.runtime.target.inflate import inflate as blow_up
+        from specctl.runtime.target.variants.inflate import inflate as blow_up
 
         target = blow_up(target, inflate, choose_dtype(dtype, where, num_parameters=LARGE))
     if dtype in FEW_BITS:

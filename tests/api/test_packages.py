@@ -12,9 +12,9 @@ from specctl.api.train import TrainResult
 from specctl.export.package.proof_record import read_record
 from specctl.runtime.proof import prove
 from specctl.runtime.proof.proof_report import ProofLevel
-from specctl.runtime.target.mixed import mixed
-from specctl.runtime.target.mixture import parse
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixed import mixed
+from specctl.runtime.target.variants.mixture import parse
 
 
 @pytest.fixture

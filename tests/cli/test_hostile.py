@@ -18,8 +18,8 @@ from specctl.cli.main import COMMANDS, load_command
 from specctl.drafters import families
 from specctl.export.package.folder import save_package
 from specctl.recipes.schema import InflateName
-from specctl.runtime.target.inflate import SIZES
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.inflate import SIZES
 from specctl_testing.cli import commands
 
 FASTDRAFT = ("train-draft", "-r", "fastdraft", "--dry-run")

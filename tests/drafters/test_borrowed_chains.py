@@ -23,9 +23,9 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target import inflate as module
-from specctl.runtime.target.inflate import Size, inflate
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants import inflate as module
+from specctl.runtime.target.variants.inflate import Size, inflate
 
 LENGTH, LAYERS, WIDTH, CONTEXT = 4, 6, 32, 24
 TEXTS = (9, 14, 11)

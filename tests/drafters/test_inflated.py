@@ -12,9 +12,9 @@ from specctl.core.drafter import Drafter
 from specctl.core.language_model import Feed
 from specctl.core.sub_layers import SubLayers
 from specctl.drafters import family
-from specctl.runtime.target import inflate as module
-from specctl.runtime.target.inflate import InflatedLM, Size, inflate
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants import inflate as module
+from specctl.runtime.target.variants.inflate import InflatedLM, Size, inflate
 from specctl_testing.drafters.parallel_runs import Ran, decode
 
 LAYERS, LARGE, WIDTH = 6, 13, 32

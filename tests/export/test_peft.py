@@ -17,8 +17,8 @@ from specctl.drafters.uno import Uno, UnoOptions
 from specctl.export.formats import export, format_for
 from specctl.export.imports import import_published
 from specctl.export.package.load import read_package
-from specctl.runtime.target.adapter import CONFIG, TENSORS
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.adapter import CONFIG, TENSORS
 from specctl_testing.export.engine_cases import packaged
 
 TEXT = [3, 1, 4, 1, 5, 9]

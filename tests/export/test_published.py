@@ -32,8 +32,8 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.adapter import AppliedAdapter
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.adapter import AppliedAdapter
 from specctl_testing.export.engine_cases import KEPT, packaged, shaken
 from specctl_testing.models import build_model
 

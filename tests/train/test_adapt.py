@@ -18,8 +18,8 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import LoraPart
-from specctl.runtime.target.adapter import read_adapters
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.adapter import read_adapters
 from specctl.train.lora import additions, attach, merge, save_adapter, unnameable
 from specctl.train.planning.plan import plan
 

@@ -14,7 +14,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.drafters import family
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.moving import MovingTarget
+from specctl.runtime.target.variants.moving import MovingTarget
 from specctl.train import rollouts as module
 from specctl.train.rollouts import RolloutDrafter, at_temperature
 from specctl_testing.models import build_model

@@ -21,7 +21,7 @@ from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target, load_target
-from specctl.runtime.target.target_change import TargetChange
+from specctl.runtime.target.variants.target_change import TargetChange
 from specctl.train.assemble import measuring_rows
 from specctl.train.data.heldout import heldout_prompts
 from specctl.train.data.rows import TokenData

@@ -5,6 +5,7 @@ Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,20 +22,22 @@ Stands = Callable[[DraftTree, Tensor, Tensor, Sequence[float]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A number of a relaxed rule: at least 0, or a count from 1."""
+    """A number of a relaxed rule: at least 0 and at most `most`, or a count from 1."""
 
     name: str
     default: float
     is_count: bool = False
+    most: float = math.inf
 
     @property
     def meaning(self) -> str:
-        return f"{self.name} ({'a count from 1' if self.is_count else '0 or more'})"
+        reals = "0 or more" if self.most == math.inf else f"0 to {self.most:g}"
+        return f"{self.name} ({'a count from 1' if self.is_count else reals})"
 
     def read(self, text: str) -> float:
         """Raises ValueError for anything else."""
         value = int(text) if self.is_count else float(text)
-        if not (1 if self.is_count else 0) <= value < float("inf"):
+        if not (1 if self.is_count else 0) <= value <= self.most or math.isinf(value):
             raise ValueError(text)
         return value
 
@@ -42,7 +45,8 @@ class Knob:
 @dataclass(frozen=True, slots=True)
 class RelaxedRule:
     """A relaxed rule. `stands` may let any node stand; what the target cannot write (probability
-    zero, by a grammar, a ban or a truncation) never does."""
+    zero, by a grammar, a ban or a truncation) never does. `reads_again`: the target reads drafts
+    twice, and the first number weighs the second reading."""
 
     name: str
     summary: str
@@ -50,6 +54,7 @@ class RelaxedRule:
     stands: Stands
     knobs: tuple[Knob, ...]
     chains_only: bool = False
+    reads_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ from specctl.models.fast_llama import FastLlama
 from specctl.models.hf_lm import HfLM
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target import target as targets
-from specctl.runtime.target.adapter import CONFIG, TENSORS, read_adapters
 from specctl.runtime.target.checkpoint import Loaded
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.adapter import CONFIG, TENSORS, read_adapters
 
 peft = pytest.importorskip("peft")
 VOCAB = 48

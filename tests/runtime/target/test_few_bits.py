@@ -22,8 +22,8 @@ from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.drafters import families
 from specctl.drafters.small_lm import SmallLm
 from specctl.models.native.library import no_int8
-from specctl.runtime.target import few_bits, rounding
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants import few_bits, rounding
 from specctl.train.joint.check import check_target
 
 needs_int8 = pytest.mark.skipif(no_int8() is not None, reason=f"int8: {no_int8()}")

@@ -12,10 +12,16 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.core.language_model import LmOut, Masks
 from specctl.core.masks import chain_mask
-from specctl.runtime.target import inflate as module
 from specctl.runtime.target.checkpoint import as_transformers
-from specctl.runtime.target.inflate import SIZES, Size, count_parameters, inflate, inflated_shape
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants import inflate as module
+from specctl.runtime.target.variants.inflate import (
+    SIZES,
+    Size,
+    count_parameters,
+    inflate,
+    inflated_shape,
+)
 
 TAPS = (0, 1, 2, 3)
 IDS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(2))

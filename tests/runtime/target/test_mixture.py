@@ -14,9 +14,9 @@ from specctl.models.mixed_lm import MixedKV, MixedLM
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.mixed import load_mixed, mixed
-from specctl.runtime.target.mixture import LAWS, Mixture, parse
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixed import load_mixed, mixed
+from specctl.runtime.target.variants.mixture import LAWS, Mixture, parse
 from specctl_testing.hybrids import tiny_hybrid
 from specctl_testing.models import build_model
 

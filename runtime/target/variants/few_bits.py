@@ -19,7 +19,7 @@ from specctl.models.fast_llama import FastLlama
 from specctl.models.native.library import no_int8
 from specctl.models.native.packed import PackedWeights
 from specctl.runtime.target.device import FEW_BITS, PACKED
-from specctl.runtime.target.rounding import Unrounded
+from specctl.runtime.target.variants.rounding import Unrounded
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import IncompatibleError, SpecctlError, one_of_two
 from specctl.models.mixed_lm import MixedLM
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.mixture import Mixture, parse
 from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.variants.mixture import Mixture, parse
 
 # What takes the weights of one model apart, blows them up, adds to them or records their rounds.
 ALONE = {
@@ -32,8 +32,9 @@ def load_mixed(
     wanted: Sequence[AttentionOnly] = (),
     **how: Any,
 ) -> Target:
-    """`load_target`, and with `mix` (LAW=MODEL) the mixture of that target and the model named,
-    which is loaded alike. What a mixture does not go with is refused before anything is read."""
+    """`load_target`, and with `mix` (LAW=MODEL) the mixture of that target and the model named, or
+    what they write in turns. All are loaded alike; what does not go with a mixture is refused
+    before anything is read."""
     if mix is None:
         return load_target(name, revision=revision, wanted=wanted, **how)
     mixture = parse(mix)
@@ -45,9 +46,13 @@ def load_mixed(
             f"leave out {given[0]}",
         )
     how = {key: value for key, value in how.items() if key not in ALONE}
-    _check_named(mixture.model)
+    for model in mixture.models:
+        _check_named(model)
     own = load_target(name, revision=revision, wanted=wanted, **how)
-    return mixed(own, load_target(mixture.model, **how), mixture)
+    beside = [load_target(model, **how) for model in mixture.models]
+    if mixture.is_in_turns:
+        return in_turns(own, beside, mixture)
+    return mixed(own, beside[0], mixture)
 
 
 def _check_named(model: str) -> None:
@@ -68,6 +73,29 @@ def _check_named(model: str) -> None:
 
 def mixed(target: Target, beside: Target, mixture: Mixture) -> Target:
     """The mixture of both as a target. Raises IncompatibleError where their ids differ."""
+    _check_same_tokens(target, beside)
+    return replace(
+        _marked(target, [beside], mixture), lm=MixedLM(target.lm, beside.lm, mixture.mixing())
+    )
+
+
+def in_turns(target: Target, beside: Sequence[Target], mixture: Mixture) -> Target:
+    """The target with the models that write beside it, and judge. Raises IncompatibleError where
+    their ids differ, or a cache cannot be gone on with from any place."""
+    for one in (target, *beside):
+        _check_same_tokens(target, one)
+        if one.lm.state_bytes or not one.can_run:
+            raise IncompatibleError(
+                "models that write in turns are of attention alone",
+                where="--mix",
+                found=f"{one.name}, with recurrent states or not to be run here",
+                expected="models that keep keys and values",
+                do="leave out --mix, or name models of attention alone",
+            )
+    return replace(_marked(target, beside, mixture), beside=tuple(beside))
+
+
+def _check_same_tokens(target: Target, beside: Target) -> None:
     ours, theirs = target.spec.vocab_size, beside.spec.vocab_size
     if ours != theirs or target.tokenizer_fingerprint != beside.tokenizer_fingerprint:
         are_others = "other tokens" if ours == theirs else f"{theirs:,} ids"
@@ -78,10 +106,14 @@ def mixed(target: Target, beside: Target, mixture: Mixture) -> Target:
             expected=f"the {ours:,} ids of {target.name}, with the same tokenizer",
             do="name a smaller model of the same family",
         )
-    about = f"{target.fingerprint} {beside.fingerprint} {mixture.law} {mixture.numbers}"
+
+
+def _marked(target: Target, beside: Sequence[Target], mixture: Mixture) -> Target:
+    """The target under the identity of the mixture."""
+    prints = " ".join(one.fingerprint for one in (target, *beside))
+    about = f"{prints} {mixture.law} {mixture.numbers}"
     return replace(
         target,
-        lm=MixedLM(target.lm, beside.lm, mixture.mixing()),
         fingerprint=hashlib.sha256(about.encode()).hexdigest(),
         base_fingerprint=target.fingerprint,
         mixture=mixture,

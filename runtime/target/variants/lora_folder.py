@@ -15,7 +15,6 @@ from specctl.core.errors import FileError, NetworkError, SpecctlError
 from specctl.core.model_folder import ADAPTER, is_adapter_alone, refuse_stand_ins
 from specctl.recipes.targets import ResolvedTarget, resolve
 from specctl.runtime.target import hub
-from specctl.runtime.target.adapter_alone import AdapterAlone
 from specctl.runtime.target.checkpoint import (
     Loaded,
     check_config,
@@ -23,6 +22,7 @@ from specctl.runtime.target.checkpoint import (
     load_tokenizer,
 )
 from specctl.runtime.target.checkpoint_folder import read_object, read_settings, refuse_named_code
+from specctl.runtime.target.variants.adapter_alone import AdapterAlone
 
 MOST_LINKS = 4  # adapters of adapters
 

@@ -16,6 +16,9 @@ and a small model as functions of their logits):
     p' = weight p + (1 - weight) q      log p' ~ weight log p + (1 - weight) log q
     p' = p where H(q) > threshold (in nats), else q
 
+`entropy` and `reward` are no law of the next token: the models write in turns, which is approximate
+(runtime/turns). A third model may judge the second one's steps: `reward:0.7=MODEL,JUDGE`.
+
 Letters: T fed tokens, V target vocabulary; axes before them are of any kind.
 """
 
@@ -28,23 +31,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.core.errors import RecipeError
+from specctl.core.errors import IncompatibleError, RecipeError
 
 NEVER = -1e6  # log q from which a token is never said: divided by less, scores would be infinite
 
 
 @dataclass(frozen=True, slots=True)
 class MixingLaw:
-    """A law of mixtures. `scores(log p, log q, numbers)`: log-scores, [..., T, V] as both are.
-    `numbers`: name, default, least and largest value of each; `exact`: those with which the law is
-    the target's own."""
+    """A law of mixtures. `scores(log p, log q, numbers)`: log-scores, [..., T, V] as both are; None
+    where the models write in turns. `numbers`: name, default, least and largest value of each;
+    `exact`: the first of them with which the text is the target's own; `most`: models that it can
+    name."""
 
     name: str
     summary: str
     paper: str
-    scores: Callable[[Tensor, Tensor, tuple[float, ...]], Tensor]
+    scores: Callable[[Tensor, Tensor, tuple[float, ...]], Tensor] | None
     numbers: tuple[tuple[str, float, float, float], ...]
     exact: tuple[float, ...]
+    most: int = 1
 
 
 def contrasted(log_p_TV: Tensor, log_q_TV: Tensor, numbers: tuple[float, ...]) -> Tensor:
@@ -119,11 +124,39 @@ LAWS: Mapping[str, MixingLaw] = {
         ),
     )
 }
+LONGEST_TURN = 1e6  # tokens
+TURNS: Mapping[str, MixingLaw] = {
+    law.name: law
+    for law in (
+        MixingLaw(
+            "entropy",
+            "the target while the mean entropy is above the threshold, else the other",
+            "https://arxiv.org/abs/2502.06833",
+            None,
+            (
+                ("threshold", 1.0, -1.0, 100.0),
+                ("window", 5, 1, LONGEST_TURN),
+                ("dwell", 10, 1, LONGEST_TURN),
+            ),
+            (-1.0,),
+        ),
+        MixingLaw(
+            "reward",
+            "steps of the other that a judge scores at least delta, else the target's",
+            "https://arxiv.org/abs/2501.19324",
+            None,
+            (("delta", 0.7, -1.0, 2.0), ("longest", 128, 1, LONGEST_TURN)),
+            (2.0,),
+            most=2,
+        ),
+    )
+}
+_KNOWN = {**LAWS, **TURNS}
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A law with its numbers, and the model beside the target."""
+    """A law with its numbers, and the model beside the target, or two with a comma between."""
 
     law: str
     numbers: tuple[float, ...]
@@ -137,10 +170,26 @@ class Mixture:
         """The law with its numbers."""
         return ":".join([self.law, *(f"{number:g}" for number in self.numbers)])
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models beside the target."""
+        return tuple(self.model.split(",")) if self.is_in_turns else (self.model,)
+
+    @property
+    def is_in_turns(self) -> bool:
+        """Whether the models write in turns, which is approximate."""
+        return self.law in TURNS
+
     def warning(self, target: str) -> str:
         """What a user should know of everything that this mixture writes."""
-        if self.numbers == LAWS[self.law].exact:
+        exact = _KNOWN[self.law].exact
+        if self.numbers[: len(exact)] == exact:
             return f"with these numbers {self} is {target} alone"
+        if self.is_in_turns:
+            return (
+                f"{self.law_text} is approximate: {target} and {self.models[0]} write answers in "
+                f"turns, which are not those of {target} alone"
+            )
         return (
             f"answers are those of {self.law_text} over {target} and {self.model}, not of {target} "
             "alone; drafting changes nothing of them"
@@ -149,6 +198,7 @@ class Mixture:
     def mixing(self) -> Callable[[Tensor, Tensor], Tensor]:
         """The law as a function of both models' log-probabilities."""
         scores, numbers = LAWS[self.law].scores, self.numbers
+        assert scores is not None, f"{self.law} has scores"
         return lambda log_p_TV, log_q_TV: scores(log_p_TV, log_q_TV, numbers)
 
 
@@ -156,23 +206,27 @@ def parse(word: str) -> Mixture:
     """`LAW[:NUMBER...]=MODEL`; RecipeError for anything else."""
     law, _, model = word.partition("=")
     name, *given = law.split(":")
-    if name not in LAWS or not model:
+    if name not in _KNOWN or not model:
         raise RecipeError(
             "this names no mixture of two models",
             where="--mix",
             found=ascii(word)[:120],
-            expected=f"LAW=MODEL, with a law of {', '.join(LAWS)}",
+            expected=f"LAW=MODEL, with a law of {', '.join(_KNOWN)}",
             do="write --mix contrast:0.5:0.1=MODEL",
         )
-    known = LAWS[name].numbers
+    known = _KNOWN[name].numbers
+    if name in TURNS:
+        _check_models(name, model)
     try:
         numbers = [float(number) for number in given]
         if len(numbers) > len(known):
             raise ValueError
-        numbers += [default for _, default, _, _ in known[len(numbers) :]]
+        numbers += [float(default) for _, default, _, _ in known[len(numbers) :]]
         bounds = zip(numbers, known, strict=True)
         if not all(least <= number <= most for number, (_, _, least, most) in bounds):
             raise ValueError
+        if not all(number.is_integer() for number in numbers[1:] if name in TURNS):
+            raise ValueError  # counts of tokens
     except ValueError as error:
         expected = (f"{each} ({least:g} to {most:g})" for each, _, least, most in known)
         raise RecipeError(
@@ -183,3 +237,28 @@ def parse(word: str) -> Mixture:
             do=f"write --mix {':'.join([name, *(f'{d:g}' for _, d, _, _ in known)])}={model}",
         ) from error
     return Mixture(name, tuple(numbers), model)
+
+
+def _check_models(law: str, models: str) -> None:
+    """Refuse more models than the law has, and names that are empty."""
+    names = models.split(",")
+    if all(names) and len(names) <= TURNS[law].most:
+        return
+    raise RecipeError(
+        f"{law} has another number of models",
+        where="--mix",
+        found=ascii(models)[:120],
+        expected="MODEL" if TURNS[law].most == 1 else "MODEL, or MODEL,JUDGE",
+        do=f"write --mix {law}=MODEL",
+    )
+
+
+def alone(mixture: Mixture) -> IncompatibleError:
+    """The error of whatever decodes with one model where two should write in turns."""
+    return IncompatibleError(
+        "models that write in turns cannot be used here",
+        where="--mix",
+        found=mixture.law_text,
+        expected="specctl generate or bench, or a law of " + ", ".join(LAWS),
+        do="leave out --mix",
+    )
