@@ -39,7 +39,7 @@ def served_anew(options: Any, given: Mapping[str, Any]) -> Any:
         if name not in free:
             raise RecipeError(
                 f"{name} was decided when this drafter was trained, or it is no option of it",
-                where=f"--set drafter.options.{name}",
+                where=f"drafter.options.{name}",
                 found=name,
                 expected=", ".join(free) or "a drafter with options that may be set when it drafts",
                 do="leave it out" if not free else f"--set drafter.options.{free[0]}=VALUE",
@@ -52,7 +52,7 @@ def served_anew(options: Any, given: Mapping[str, Any]) -> Any:
         name = str(first["loc"][0]) if first["loc"] else ", ".join(given)
         raise RecipeError(
             f"{name} of a drafter has another type",
-            where=f"--set drafter.options.{name}",
+            where=f"drafter.options.{name}",
             found=repr(given.get(name))[:80],
             expected=str(first["msg"]),
             do="write such a value, or leave it out",
