@@ -168,7 +168,7 @@ def learned_rule(name: str) -> LearnedStop:
             where="--stop-rule",
             found=name,
             expected="one of " + ", ".join(names_of_trained()),
-            do="use it as it is: --stop-rule " + name if name in STOPS else "correct the name",
+            do="use it as it is: --set serve.stop=" + name if name in STOPS else "correct the name",
         )
     return rule
 

@@ -184,10 +184,10 @@ class Command(TyperCommand):
         if settings.is_beside_recipe:
             ctx.params[SETS] = [w for w in typed if w not in settings.own(typed)] or None
             typed, in_file = settings.own(typed), settings.own(in_file)
-        flags = {opt[2:]: opt for p in self.params for opt in p.opts if opt.startswith("--")}
         ctx.meta[REPEATED] += settings.repeated(typed)
+        flags = {opt[2:]: _as_typed(p, opt) for p in self.params for opt in p.opts if opt != FLAG}
         read = functools.partial(settings.read, path=ctx.command_path, flags=flags)
-        ctx.meta[SET] = read(in_file) | read(typed)
+        ctx.meta[SET] = settings.over(read(in_file), read(typed))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """[OPTIONS], then every argument in the words of its metavar: typer would put brackets
@@ -217,6 +217,12 @@ class Command(TyperCommand):
         more += [f"{len(settings)} settings"] if settings and not self.is_whole else []
         if more:
             typer.echo(f" {' and '.join(more)}: {ctx.command_path} --help-all\n")
+
+
+def _as_typed(option: Any, flag: str) -> str:
+    """How a flag is written: with a value, or the ways of a switch."""
+    is_switch = getattr(option, "is_flag", False)
+    return " or ".join([flag, *option.secondary_opts]) if is_switch else f"{flag} VALUE"
 
 
 FEW = 8  # flags that need no help screen of their own
@@ -255,7 +261,7 @@ HelpAll = Annotated[
         is_eager=True,
         callback=show_whole_help,
         rich_help_panel="Everywhere",
-        help="Show every flag and exit.",
+        help="Show every flag and setting, and exit.",
     ),
 ]
 

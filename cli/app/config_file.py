@@ -10,7 +10,7 @@ recipes:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +65,38 @@ def defaults(
     known = _options(ctx.command)
     settings = getattr(ctx.command.callback, "settings", None)
     for key in common:
-        instead = _set_instead(key, settings)
-        if instead or (key not in known and key not in (all_ := _all_options(ctx, program))):
-            raise _unknown("flag", key, known if instead else all_, str(path), instead)
+        if key in known:
+            continue
+        all_, instead = _all_options(ctx, program), _set_instead(key, common[key], [ctx.command])
+        if instead and key in all_:
+            instead += f", or {key} below the commands that have that flag"
+        if instead or key not in all_:
+            instead = instead or _set_instead(key, common[key], _leaves(ctx, program))
+            raise _unknown("flag", key, all_, str(path), instead)
     for key in own:
         if key not in known:
             where = f"{path}:{' '.join(names)}"
-            raise _unknown("flag", key, known, where, _set_instead(key, settings))
-    if settings and "set" in common and not settings.is_beside_recipe:
-        common["set"] = settings.own(_words(common["set"]))  # the others are for recipes
-    return {known[key]: value for key, value in {**common, **own}.items() if key in known}
+            raise _unknown("flag", key, known, where, _set_instead(key, own[key], [ctx.command]))
+    values = {**common, **own}
+    if settings and "set" in values and not settings.is_beside_recipe:
+        values["set"] = _both(settings.own(_words(common.get("set"))), _words(own.get("set")))
+    return {known[key]: value for key, value in values.items() if key in known}
+
+
+def _both(common: list[str], own: list[str]) -> list[str]:
+    """The words of --set for every command (those for recipes left out) and for one, which win."""
+    keys = {word.partition("=")[0] for word in own}
+    return [word for word in common if word.partition("=")[0] not in keys] + own
 
 
 def set_in_file(ctx: typer.Context, parameter: str) -> list[str]:
     """What the file gives for --set, where words were typed beside it."""
-    return _words((ctx.default_map or {}).get(parameter) or ())
+    return _words((ctx.default_map or {}).get(parameter))
 
 
 def _words(given: Any) -> list[str]:
-    return [str(word) for word in (given if isinstance(given, (list, tuple)) else (given,))]
+    several = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    return [str(word) for word in several]
 
 
 def _options(command: Any) -> dict[str, str]:
@@ -98,11 +111,16 @@ def _options(command: Any) -> dict[str, str]:
 
 def _all_options(ctx: typer.Context, program: Any) -> dict[str, str]:
     found: dict[str, str] = {}
+    for leaf in _leaves(ctx, program):
+        found |= _options(leaf)
+    return found
+
+
+def _leaves(ctx: typer.Context, program: Any) -> Iterator[Any]:
+    """Every command, and not the groups of them."""
     for name in program.list_commands(ctx):
         command = program.get_command(ctx, name)
-        for leaf in (_below(command) or {name: command}).values():
-            found |= _options(leaf)
-    return found
+        yield from (_below(command) or {name: command}).values()
 
 
 def _below(command: Any) -> dict[str, Any]:
@@ -122,10 +140,16 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
     return {str(key): part for key, part in value.items()}
 
 
-def _set_instead(key: str, settings: Any) -> str:
+def _set_instead(key: str, value: Any, commands: Iterable[Any]) -> str:
     """What to write where the key is a flag that has become a setting; empty where it is none."""
-    words = settings.instead_of(f"--{key}") if settings else ""
-    return f"write set: [{words.partition(' ')[2]}] instead of {key}" if words else ""
+    for command in commands:
+        settings = getattr(command.callback, "settings", None)
+        texts = [text.lower() if text in ("True", "False") else text for text in _words(value)]
+        words = [settings.instead_of(f"--{key}", text) for text in texts] if settings else []
+        if all(words) and words:
+            shown = ", ".join(word.partition(" ")[2] for word in words)
+            return f"write set: [{shown}] instead of {key}"
+    return ""
 
 
 def _unknown(

@@ -197,7 +197,8 @@ def _instead_of(flag: str, path: str, command: Any) -> str:
         return f"use {setting}  ({path} --help-all)"
     if flag in GONE and any("--grammar" in p.opts for p in command.params):
         return GONE[flag]
-    flags = {f.strip("-"): f for p in command.params for f in (*p.opts, *p.secondary_opts)}
+    options = [p for p in command.params if p.param_type_name == "option"]
+    flags = {f.strip("-"): f for p in options for f in (*p.opts, *p.secondary_opts)}
     near = alike(flag.strip("-"), flags)
     return f"use {flags[near[0]]}  ({path} --help)" if near else ""
 

@@ -8,14 +8,15 @@ that nothing has are refused, before anything loads.
 from __future__ import annotations
 
 import inspect
-import math
+import os.path
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from specctl.core.errors import RecipeError, write_instead
+from specctl.core.errors import RecipeError, alike
 
 FLAG = "--set"
 MOST = 10**9  # of a number that names no largest value of its own
@@ -86,12 +87,12 @@ class Settings:
 
     def read(self, words: Sequence[str], path: str, flags: Mapping[str, str]) -> dict[str, Any]:
         """Parameter -> value for what is set. `path`: the command as it is typed; `flags`: its
-        flags by the names of recipes' fields, for the remedy."""
+        flags by the names of recipes' fields, as they are typed, for the remedy."""
         given: dict[str, Any] = {}
         for word in words:
             key, equals, text = word.partition("=")
             entry = self._entry(key)
-            if not equals or not text:
+            if not (key and equals and text):
                 raise _no_value(word, key, entry)
             if entry is None:
                 raise self._unknown(key, text, path, flags)
@@ -104,6 +105,13 @@ class Settings:
             else:
                 given[parameter.name] = _value(setting, _kind(parameter), text, path)
         return given
+
+    def over(self, below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+        """What is set by both, key by key; above wins. Options of a drafter are keys of their own,
+        and the last of a name counts."""
+        opened = {p.name for setting, p in self._all.values() if setting.key.endswith(".")}
+        joined = {k: [*below.get(k, ()), *above[k]] for k in opened & above.keys()}
+        return {**below, **above, **joined}
 
     def repeated(self, words: Sequence[str]) -> list[str]:
         """What is remarked of settings of one value that are given several times."""
@@ -122,10 +130,11 @@ class Settings:
             if flag not in (yes, no):
                 continue
             if _kind(parameter) is bool:
-                return f"{FLAG} {setting.key}={'true' if flag == yes else 'false'}"
-            if setting.key.endswith("."):
-                return f"{FLAG} {setting.key}{value or 'NAME=VALUE'}"
-            return f"{FLAG} {setting.key}={value or 'VALUE'}"
+                is_on = (flag == yes) != (value == "false")
+                return f"{FLAG} {setting.key}={'true' if is_on else 'false'}"
+            is_open = setting.key.endswith(".")
+            word = value or "NAME=VALUE" if is_open else f"={value or 'VALUE'}"
+            return f"{FLAG} {shlex.quote(setting.key + word)}"
         return ""
 
     def complete(self, incomplete: str) -> list[str]:
@@ -143,14 +152,17 @@ class Settings:
         return next((self._all[k] for k in opened), None)
 
     def _unknown(self, key: str, text: str, path: str, flags: Mapping[str, str]) -> RecipeError:
-        flag = flags.get(key.rpartition(".")[2].replace("_", "-"))
+        name = key.rpartition(".")[2]
+        flag = flags.get(name.replace("_", "-"), "").replace("VALUE", shlex.quote(text))
         known = [f"{k}NAME" if k.endswith(".") else k for k in self._all]
+        named = [k for k in known if k.rpartition(".")[2] == name] or alike(key, known)
+        near = f"write {named[0]} instead of {key}" if named else f"{path} --help-all"
         return RecipeError(
             f"{key} is a flag of its own" if flag else f"unknown setting {key!r}",
             where=FLAG,
             found=f"{key}={text}"[:120],
             expected=f"a key that `{path} --help-all` lists",
-            do=f"{flag} {text}" if flag else write_instead(key, known),
+            do=flag or near,
         )
 
 
@@ -204,8 +216,10 @@ def _value(setting: Setting, kind: Any, text: str, path: str) -> Any:
 
     if kind in (int, float):
         most = MOST if setting.max is None else setting.max
-        least = -math.inf if setting.min is None else setting.min
+        least = -MOST if setting.min is None else setting.min
         kind = Annotated[kind, Field(ge=least, le=most, allow_inf_nan=False)]
+    if kind is Path or "FILE" in setting.metavar:
+        text = os.path.expanduser(text)  # a shell leaves ~ behind an equals sign as it is
     try:
         return TypeAdapter(kind).validate_python(text)
     except ValidationError as error:
@@ -221,9 +235,10 @@ def _value(setting: Setting, kind: Any, text: str, path: str) -> Any:
 def _expected(setting: Setting, kind: Any) -> str:
     plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     what = _KINDS.get(plain, "a text")
-    if setting.min is not None and setting.max is not None:
-        return f"{what} from {setting.min:,g} to {setting.max:,g}"
-    return what if setting.min is None else f"{what} of at least {setting.min:,g}"
+    if plain not in (int, float):
+        return what
+    least = -MOST if setting.min is None else setting.min
+    return f"{what} from {least:,.12g} to {MOST if setting.max is None else setting.max:,.12g}"
 
 
 def _no_value(word: str, key: str, entry: tuple[Setting, Any] | None) -> RecipeError:

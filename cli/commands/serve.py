@@ -121,8 +121,8 @@ def serve(
     """Serve a target to many users at once. With a drafter the answers are the same, but faster.
 
     The API is OpenAI's (/v1/chat/completions, /v1/completions, /v1/models, and /v1/responses
-    without storage). / is a web page to try it, /docs lists every route and field, /metrics is for
-    Prometheus, /health and /ready for monitoring.
+    without storage) and Anthropic's (/v1/messages). / is a web page to try it, /docs lists every
+    route and field, /metrics is for Prometheus, /health and /ready for monitoring.
 
     SIGTERM or Ctrl-C lets running answers finish; a second one ends them. Logs go to stderr,
     without prompts: short lines at a terminal, JSON elsewhere.

@@ -199,7 +199,9 @@ class Manifest(Record):
         """A package has no other freedom than a recipe, and names no file outside of itself."""
         check_serve(serve)
         if serve.get("stop_file") is not None:
-            raise ValueError("stop_file is no part of a package; give it with --stop-rule")
+            raise ValueError(
+                "stop_file is no part of a package; give it with --set serve.stop=FILE"
+            )
         return serve
 
     @model_validator(mode="after")

@@ -91,7 +91,7 @@ class LearnedStop(StopRule, ABC):
                 f"stop rule {self.name} has no weights",
                 where="serve.stop_file",
                 expected="a file written by train-stop",
-                do=f"specctl train-stop --draft PACKAGE --stop-rule {self.name} --out stop.safetensors",
+                do=f"specctl train-stop --draft PACKAGE --stop-rule {self.name} --out FILE",
             )
         wanted = num_features(self.net)
         if wanted != features_BF.shape[1]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from specctl.cli.app.command import SET
+from specctl.cli.app.command import REPEATED, SET
 from specctl.cli.app.settings import Setting, Settings
 from specctl.cli.main import app, load_command
 from specctl.cli.options.loading import DraftingFlags
@@ -20,6 +20,7 @@ KINDS = {
     "count": (Annotated[int | None, Setting("a.count", "C.", was="--count", min=1, max=9)], None),
     "share": (Annotated[float, Setting("a.share", "S.", min=0)], 0.5),
     "on": (Annotated[bool, Setting("a.on", "O.", was="--on/--no-on")], True),
+    "penalty": (Annotated[float, Setting("d.penalty", "F.")], 0.0),
     "place": (Annotated[Path | None, Setting("b.place", "P.")], None),
     "names": (Annotated[list[str] | None, Setting("b.names", "N.")], None),
     "more": (Annotated[list[str] | None, Setting("c.", "M.", was="--more")], None),
@@ -29,7 +30,7 @@ PARAMETERS = [
     for name, (kind, default) in KINDS.items()
 ]
 SETTINGS = Settings(PARAMETERS)
-FLAGS = {"length": "--length"}
+FLAGS = {"length": "--length VALUE", "adaptive": "--adaptive or --no-adaptive"}
 
 
 def read(*words: str) -> dict[str, Any]:
@@ -51,13 +52,17 @@ def test_values_have_the_kinds_of_their_settings() -> None:
     [
         ("a.count=10", "from 1 to 9", "specctl x --help-all"),
         ("a.count=2.5", "a whole number from 1 to 9", "specctl x --help-all"),
-        ("a.share=nan", "a number of at least 0", "specctl x --help-all"),
-        ("a.share=1e12", "a number of at least 0", "specctl x --help-all"),
+        ("a.share=nan", "a number from 0 to", "specctl x --help-all"),
+        ("a.share=1e12", "a number from 0 to 1,000,000,000", "specctl x --help-all"),
+        ("d.penalty=-1e12", "a number from -1,000,000,000", "specctl x --help-all"),
         ("a.on=perhaps", "true or false", "specctl x --help-all"),
         ("a.cout=1", "unknown setting 'a.cout'", "write a.count instead"),
         ("count=1", "unknown setting 'count'", "write a.count instead"),
-        ("serve.length=4", "serve.length is a flag of its own", "--length 4"),
+        ("serve.length=4 5", "serve.length is a flag of its own", "--length '4 5'"),
+        ("serve.adaptive=false", "is a flag of its own", "--adaptive or --no-adaptive"),
         ("c.=1", "unknown setting", ""),
+        ("limits.memory=3", "unknown setting", "specctl x --help-all"),
+        ("=3", "sets nothing", "--set serve.nodes=VALUE"),
         (" a.count=1", "unknown setting", "write a.count instead"),
         ("a.count", "sets nothing", "--set a.count=VALUE"),
         ("a.count=", "sets nothing", "--set a.count=VALUE"),
@@ -68,6 +73,13 @@ def test_what_cannot_be_set_is_refused(word: str, what: str, do: str) -> None:
         read(word)
     assert what in str(refused.value)
     assert do in refused.value.do
+
+
+def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    assert read("b.place=~/keys.txt") == {"place": Path("/h/keys.txt")}
+    found = _context("serve", "--set", "serve.stop=~/s.safetensors").meta[SET]
+    assert found == {"draft_stop_rule": "/h/s.safetensors"}
 
 
 def test_groups_write_their_settings_as_they_are_typed() -> None:
@@ -119,15 +131,39 @@ def test_a_set_for_every_command_leaves_out_what_is_for_recipes(tmp_path: Path) 
     assert _context("generate", "--config-file", str(file), "x").meta[SET] == {"draft_nodes": 5}
 
 
+def test_sets_of_a_file_and_typed_ones_are_joined_key_by_key(tmp_path: Path) -> None:
+    file = tmp_path / "specctl.yaml"
+    file.write_text(
+        "set: [serve.nodes=5, sample.stop=a, drafter.options.a=1]\n"
+        "generate: {set: [serve.nodes=6, sample.top_k=4]}\n"
+        "chat: {set: serve.nodes=7}\n"
+    )
+    words = ["--config-file", str(file)]
+    found = _context("generate", *words, "--set", "drafter.options.b=2", "x")
+    assert found.meta[SET] == {
+        "draft_nodes": 6, "sampling_stop": ["a"], "sampling_top_k": 4,
+        "draft_draft_options": ["a=1", "b=2"],
+    }  # fmt: skip
+    assert not found.meta[REPEATED]
+    assert _context("chat", *words).meta[SET]["draft_nodes"] == 7
+
+
 def test_a_flag_in_a_file_that_is_a_setting_now_is_refused_with_it(
     run: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "specctl.yaml"
-    for text in ("generate: {top-p: 0.9}", "top-p: 0.9"):
+    elsewhere = ", or top-p below the commands that have that flag"  # such as regenerate
+    for command, text, do in (
+        ("generate", "generate: {top-p: 0.9}", "[sample.top_p=0.9] instead of top-p"),
+        ("generate", "top-p: 0.9", f"[sample.top_p=0.9] instead of top-p{elsewhere}"),
+        ("generate", "generate: {stop: [a b, c]}", "['sample.stop=a b', sample.stop=c] instead"),
+        ("doctor", "compile: false", "[target.compile=false] instead of compile"),
+        ("serve", "serve: {reasoning: true}", "[api.reasoning=true] instead of reasoning"),
+    ):
         file.write_text(text)
-        ran = run("generate", "--config-file", file, "--json", "x")
+        ran = run(command, "--config-file", file, "--json")
         assert ran.code == 3
-        assert ran.json["error"]["do"] == "write set: [sample.top_p=VALUE] instead of top-p"
+        assert ran.json["error"]["do"].startswith(f"write set: {do}")
 
 
 def test_a_recipe_and_a_target_are_set_by_one_flag() -> None:

@@ -44,6 +44,8 @@ def test_two_words_are_drafter_and_prompt_and_one_is_the_prompt(tmp_path: Path) 
         (("runs", "tail", "--lines"), "specctl runs tail --help"),
         # what is a setting now
         (("generate", "--nodes", "9"), "use --set serve.nodes=9  (specctl generate --help-all)"),
+        (("chat", "--stop", "a b"), "use --set 'sample.stop=a b'  (specctl chat --help-all)"),
+        (("generate", "--word", "9"), "specctl generate --help"),  # an argument is no flag
         (("serve", "--drain=5"), "use --set limits.drain=5  (specctl serve --help-all)"),
         (("bench", "--no-parallel"), "use --set serve.parallel=false  (specctl bench --help-all)"),
         (
@@ -178,6 +180,7 @@ def test_help_is_short_and_help_all_is_whole(
     assert main(["serve", "--help"]) == 0
     served = capfd.readouterr().out
     assert "--api-key-file" in served
+    assert "/v1/messages" in served
     assert "limits.queue_timeout" not in served
 
 

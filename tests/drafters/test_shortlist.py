@@ -325,6 +325,9 @@ def test_what_does_not_fit_the_head_is_refused(
         load_draft(plain, target, draft_options=given)
     assert refused.value.where.startswith("--set drafter.options.head_")
     assert "write" not in refused.value.do  # there is no recipe to write it into
+    with pytest.raises(RecipeError) as refused:
+        load_draft(plain, target, draft_options={"no_such": 1})
+    assert refused.value.where == "--set drafter.options.no_such"
 
 
 def test_candidates_and_smoothing_without_a_rank_are_refused(target: Target) -> None:

@@ -353,8 +353,9 @@ def test_specdec_pp_multiplies_the_chances_of_tokens_already_read() -> None:
 
 def test_learned_rules_refuse_what_does_not_fit(tmp_path: Path) -> None:
     growth = growth_of(Table(distributions(1)), 1, 0.0, 3)
-    with pytest.raises(RecipeError, match="no weights"):
+    with pytest.raises(RecipeError, match="no weights") as refused:
         Chain(length=3, stop="disco").grow(growth)
+    assert "--stop-rule disco" in refused.value.do  # the flag of train-stop
     path = tmp_path / "other.safetensors"
     kind: Any = STOPS["disco"]
     write_stop(path, "disco", kind.new_net(8), {})
