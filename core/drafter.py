@@ -346,6 +346,10 @@ class Drafter(ABC):
         `vocab`, and never trained. A package leaves them out where they are still the same."""
         return ()
 
+    def completed(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A package's tensors, with those that the family did not store in older packages."""
+        return tensors
+
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Strict: a missing or unexpected name is an error."""
         if self.module is not None:

@@ -214,11 +214,11 @@ class SharedKv(FeatureDrafter):
                 self.router.order_K = listed(self.router.group_K)
         self._is_fresh = False
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        named = dict(tensors)
-        if GROUPS in named:  # a package of before has no order
-            named.setdefault(ORDER, listed(named[GROUPS]))
-        super().load_tensors(named)
+    def completed(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Older packages have no order."""
+        if GROUPS not in tensors or ORDER in tensors:
+            return tensors
+        return {**tensors, ORDER: listed(tensors[GROUPS])}
 
     def trimmed(self, vocab: VocabMap) -> Self:
         weights, options = cut_router(self.module, self.options, self.vocab, vocab)

@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specctl.core.errors import RecipeError, SpecctlError, is_out_of_memory, nearest
 from specctl.core.language_model import LanguageModel
+from specctl.models.added_kinds import make_known
 from specctl.models.hf_lm import HfLM
 from specctl.models.hf_spec import holds_states
 
@@ -50,6 +51,7 @@ def config_of(architecture: Mapping[str, Any], vocab_size: int) -> Any:
     """transformers' configuration; `vocab_size` where the architecture gives none. Nothing is
     dropped at random in training: distillation has no labels to overfit."""
     kind = architecture.get("model_type")
+    make_known(kind)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise RecipeError(
             "the architecture has no model_type that transformers knows",

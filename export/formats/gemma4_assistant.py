@@ -10,6 +10,7 @@ Letters: V target vocabulary.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +169,8 @@ def _rope(drafter: SharedKv, kinds: list[str], kind: str) -> dict[str, Any]:
     if not num:
         return {"rope_type": "default", "rope_theta": theta}
     part = 2 * num / width
+    if int(part * width // 2) < num:  # so it is read; of a quotient rounded down, one pair less
+        part = math.nextafter(part, 2.0)
     return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": part}
 
 
@@ -188,12 +191,24 @@ def check(source: ExportSource, folder: Path) -> None:
     made = again.drafter
     assert isinstance(made, SharedKv)
     compare_tensors(*(_weights(each) for each in (drafter, made)))
-    ways = [(each.reads, each.reach, each.options.head_top) for each in (drafter, made)]
+    ways = [_ways(each) for each in (drafter, made)]
     if ways[0] != ways[1]:
         raise GateError(
             "config.json says another drafter", found=f"{ways[1]}", expected=f"{ways[0]}"
         )
     again.prove(source)
+
+
+def _ways(drafter: SharedKv) -> tuple[Any, ...]:
+    """What it reads, how its queries are rotated, and how many clusters it reads."""
+    options, spec = drafter.options, drafter.spec
+    thetas = options.rope_thetas or (spec.rope_theta,) * options.layers
+    widths = options.sizes(spec).head_dims
+    turned = options.rotated or (0,) * options.layers
+    rope = [
+        (theta, num or width // 2) for theta, num, width in zip(thetas, turned, widths, strict=True)
+    ]
+    return drafter.reads, drafter.reach, widths, rope, options.head_top
 
 
 def _weights(drafter: SharedKv) -> dict[str, Tensor]:

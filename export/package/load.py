@@ -139,6 +139,7 @@ def _built(
             whole = VocabMap(vocab.ids_K, manifest.model_spec.vocab_size) if vocab else None
             _check_needs(manifest, family.build(options, manifest.model_spec, whole))
     check_target_rows(manifest, shell)
+    own = shell.completed(own)
     _check_layout(shell, own)
     drafter = family.build(options, spec, vocab)
     dtype = widest_float(own) if manifest.target_rows else manifest.dtype

@@ -5,6 +5,7 @@ Letters: D hidden width, E head width, T tokens.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import CONFIG_MAPPING, Qwen2Config, Qwen2ForCausalLM
 
 from specctl import load_target
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters.mtp import Mtp
+from specctl.models.from_config import lm_from
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.mtp_checkpoint import own_module
 from specctl.runtime.target.target import Target
@@ -132,6 +134,19 @@ def test_training_unrolls_what_is_drafted(carried: Carried, make_batch: Any, dri
     for i, step in enumerate(steps):
         trained = step.ready_BSD[0, 3] @ drafter.head_weight().T
         torch.testing.assert_close(served[i], trained, rtol=1e-4, atol=1e-4)
+
+
+def test_a_draft_model_of_that_kind_is_built_from_its_package_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a process that has met no checkpoint of it."""
+    monkeypatch.delitem(CONFIG_MAPPING._extra_content, "mimo", raising=False)
+    monkeypatch.delitem(sys.modules, "specctl.models.mimo", raising=False)
+    made = lm_from({
+        "model_type": "mimo", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }, 40)  # fmt: skip
+    assert type(made.module).__name__ == "MiMoForCausalLM"
 
 
 def test_what_cannot_be_had_back_is_refused(tmp_path: Path) -> None:

@@ -19,9 +19,12 @@ from transformers import AutoConfig
 
 from specctl.core.drafter import Outcome, RoundSeconds, RoundView, Space
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.shared_kv import SharedKv, SharedKvOptions
+from specctl.drafters.shared_kv import ORDER, SharedKv, SharedKvOptions
 from specctl.export.formats import export
+from specctl.export.formats.gemma4_assistant import _rope as written_rope
 from specctl.export.imports import import_published
+from specctl.export.imports.gemma4_assistant import FULL
+from specctl.export.imports.gemma4_assistant import _rope as read_rope
 from specctl.export.package.folder import load_drafter, save_package
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -171,6 +174,38 @@ def test_a_trained_one_goes_out_where_an_assistant_can_be_so(
         with pytest.raises(IncompatibleError, match=why):
             export(tmp_path / f"{at}", "gemma4-assistant", tmp_path / "not", whole_target)
     assert not (tmp_path / "not").exists()
+
+
+def test_a_package_that_keeps_no_order_of_its_tokens_is_read(
+    whole_target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As those of before do not: the tokens of a cluster stand in the order of their ids."""
+    options = SharedKvOptions(reads=(2, 2), rope_thetas=(1e4, 1e4), rotated=(0, 0), head_groups=6)
+    drafter, every = SharedKv(options, whole_target.spec), SharedKv.tensors
+    drafter.bind(whole_target.borrowed())
+    with monkeypatch.context() as older:
+        older.setattr(
+            SharedKv, "tensors", lambda self: {n: x for n, x in every(self).items() if n != ORDER}
+        )
+        save_package(
+            drafter, whole_target, tmp_path / "package",
+            serve={"policy": "chain", "length": 2}, recipe_digest="", acceptance=None, command=[],
+        )  # fmt: skip
+    assert ORDER not in load_file(tmp_path / "package" / "model.safetensors")
+    found, here = load_drafter(tmp_path / "package", whole_target).tensors(), drafter.tensors()
+    assert found.keys() == here.keys()
+    assert all(torch.equal(found[name], here[name]) for name in here)
+
+
+@pytest.mark.parametrize("width", [44, 94, 98])
+def test_as_many_pairs_turn_as_before(whole_target: Target, width: int) -> None:
+    """Numbers of pairs whose share of a head is no binary fraction are not rounded down."""
+    for num in range(1, width // 2 + 1):
+        options = SharedKvOptions(
+            layers=1, head_dims=(width,), rope_thetas=(1e6,), rotated=(num,), reads=(3,)
+        )
+        rope = written_rope(SharedKv(options, whole_target.spec), [FULL], FULL)
+        assert read_rope({"rope_parameters": {FULL: rope}}, FULL, width) == (1e6, num)
 
 
 def test_of_a_target_without_shared_layers_the_last_ones_are_read(
