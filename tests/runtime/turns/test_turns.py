@@ -13,7 +13,7 @@ import torch
 
 from specctl import load_target
 from specctl.cli.options.target_choice import AnsweringChoice, WritingChoice
-from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
+from specctl.core.errors import IncompatibleError, NumbersError, RecipeError, SpecctlError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.engine.engine import Engine
@@ -138,6 +138,7 @@ def test_each_token_is_of_the_model_that_the_entropy_before_it_named(
         )
         assert tokens(drafted) == wanted
         assert drafted.stats.accepted > 5
+        assert drafted.stats.verification == "approximate:entropy:1.3:3:2"
 
 
 def test_the_idle_model_reads_only_what_it_missed(models: tuple[Target, Target, Target]) -> None:
@@ -188,6 +189,16 @@ def test_a_judge_scores_a_step_by_its_mean_probability(
     ):
         logp = [float(log_probs(models[1], text + step[:i])[x]) for i, x in enumerate(step)]
         assert judge.score(text, step) == pytest.approx(math.exp(sum(logp) / len(logp)), rel=1e-4)
+
+
+def test_a_judge_without_numbers_judges_nothing() -> None:
+    """NaN is not below delta, so every step would stay."""
+    model = build_model("llama", 1, vocab=VOCAB, seed=2)
+    model.get_output_embeddings().weight.data[3] = torch.nan
+    judge = Judge(Target.from_model(model))
+    judge.open(9)
+    with pytest.raises(NumbersError, match="not numbers"):
+        judge.score([1, 2], [4, 0])
 
 
 def test_greedy_steps_stay_where_their_score_reaches_delta(
@@ -306,6 +317,16 @@ def test_a_step_ends_at_a_blank_line(tiny: Target) -> None:
     assert steps > 2
     assert made.stats.turns is not None
     assert made.stats.turns.turns == steps
+
+
+def test_a_relaxed_rule_of_the_target_s_turns_is_named(
+    models: tuple[Target, Target, Target],
+) -> None:
+    drafter = SmallLm.from_lm(models[1].lm, models[1].spec)
+    whole = turned("entropy:-1", *models[:2])
+    policy = make_policy(CHAIN)
+    made = generate(whole, PROMPTS, drafter=drafter, policy=policy, rule="fly", sampling=GREEDY)
+    assert made.stats.verification == "approximate of entropy:-1:5:10:fly:0.3:6"
 
 
 def test_what_was_written_before_is_no_prompt() -> None:
