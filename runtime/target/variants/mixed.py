@@ -10,6 +10,7 @@ from typing import Any
 from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.models.mixed_lm import MixedLM
+from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target, load_target
 from specctl.runtime.target.variants.mixture import Mixture, parse
 
@@ -45,8 +46,14 @@ def load_mixed(
             f"leave out {given[0]}",
         )
     how = {key: value for key, value in how.items() if key not in ALONE}
+    for model in mixture.models:
+        resolve(model)  # unknown names fail before anything is loaded
     own = load_target(name, revision=revision, wanted=wanted, **how)
-    beside = [load_target(model, **how) for model in mixture.models]
+    loaded = {} if revision else {name: own}
+    for model in mixture.models:  # one that is named twice is in memory once
+        if model not in loaded:
+            loaded[model] = load_target(model, **how)
+    beside = [loaded[model] for model in mixture.models]
     if mixture.is_in_turns:
         return in_turns(own, beside, mixture)
     return mixed(own, beside[0], mixture)

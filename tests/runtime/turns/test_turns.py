@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specctl import load_target
+from specctl.api.targets import in_memory
 from specctl.cli.options.target_choice import AnsweringChoice, WritingChoice
 from specctl.core.errors import IncompatibleError, NumbersError, RecipeError, SpecctlError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
@@ -23,7 +24,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.variants.mixed import in_turns
+from specctl.runtime.target.variants.mixed import in_turns, load_mixed
 from specctl.runtime.target.variants.mixture import parse
 from specctl.runtime.turns.entropy import EntropyGate
 from specctl.runtime.turns.reward import Judge, seed_of
@@ -358,12 +359,34 @@ def test_what_names_no_turns_is_refused(word: str) -> None:
     assert "--mix" in str(error.value.do)
 
 
+def test_names_are_known_before_a_model_is_read_and_each_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, tiny: Target
+) -> None:
+    read = list[str]()
+
+    def load(name: str, **how: Any) -> Target:
+        read.append(name)
+        return replace(tiny, name=name)
+
+    monkeypatch.setattr("specctl.runtime.target.variants.mixed.load_target", load)
+    with pytest.raises(SpecctlError, match="unknown target"):
+        load_mixed("reward=tiny,no-such-judge", "tiny")
+    assert read == []
+    made = load_mixed("reward=a/small,tiny", "tiny")
+    assert [one.name for one in made.beside] == ["a/small", "tiny"]
+    assert read == ["tiny", "a/small"]
+    load_mixed("reward=tiny,tiny", "tiny", revision="0" * 40)
+    assert read[2:] == ["tiny", "tiny"]  # the revision is the target's
+
+
 def test_turns_are_refused_where_one_model_decodes(models: tuple[Target, Target, Target]) -> None:
     whole = turned("entropy", *models[:2])
     with pytest.raises(IncompatibleError, match="in turns"):
         Engine(whole)
     with pytest.raises(IncompatibleError, match="in turns"):  # before anything is read
         AnsweringChoice("no-such-model", mix="reward=tiny")._mix()
+    with pytest.raises(IncompatibleError, match="in turns"):  # no drafter is trained for them
+        in_memory(whole)
     assert WritingChoice("tiny", mix="reward=tiny")._mix() == "reward=tiny"
     drafter = SmallLm.from_lm(models[1].lm, models[1].spec)
     with pytest.raises(SpecctlError, match="beside the target"):
