@@ -112,8 +112,15 @@ def tokenizer_of(model: Any) -> Any:
 
 
 def in_memory(target: TargetLike | None) -> Target | None:
-    """The target of a model or a Target; None where a name stands for one."""
-    return None if target is None or isinstance(target, (str, Path)) else load_target(target)
+    """The target of a model or a Target, to train for; None where a name stands for one."""
+    if target is None or isinstance(target, (str, Path)):
+        return None
+    found = load_target(target)
+    if found.mixture is not None and found.beside:
+        from specctl.runtime.target.variants.mixture import alone
+
+        raise alone(found.mixture)
+    return found
 
 
 def target_or_own(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.foreign_calls import calling_tokenizer
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut
 from specctl.core.tree import DraftTree
@@ -25,6 +26,7 @@ from specctl.runtime.target.target import Target
 from specctl.runtime.verify.relaxed import Relaxation
 
 PROMPT = "\nIs that right? The same once more, checked:\n"
+NEVER = -1e6  # logit of an id that a reading masks: infinities would make fused logits no numbers
 
 
 def reflection_of(target: Target, relaxed: Relaxation | None) -> Reflection | None:
@@ -42,10 +44,13 @@ def reflection_of(target: Target, relaxed: Relaxation | None) -> Reflection | No
 
 
 def prompt_ids(target: Target) -> tuple[int, ...]:
-    """The prompt between the readings; none without a tokenizer."""
+    """The prompt between the readings; none without a tokenizer, and nothing of it that the target
+    has no embedding for."""
     if target.tokenizer is None:
         return ()
-    return tuple(target.tokenizer.encode(PROMPT, add_special_tokens=False))
+    with calling_tokenizer(f"target {target.name}"):
+        ids = target.tokenizer.encode(PROMPT, add_special_tokens=False)
+    return tuple(token for token in ids if token < target.spec.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +77,15 @@ class Reflection:
         width, start_B1 = ids_BT.shape[1], kv.aim.start_B1
         out = self.lm.run(self._aimed(feed, ids_BT, kv), kv)
         assert out.logits_BTV is not None
-        own_BTV = out.logits_BTV[:, :num_fed]
+        own_BTV = out.logits_BTV[:, :num_fed].float()
         at_BT = count_B1 + len(self.prompt) + torch.arange(num_fed, device=ids_BT.device)
         row_B1 = torch.arange(len(ids_BT), device=ids_BT.device)[:, None]
-        again_BTV = out.logits_BTV[row_B1, at_BT.clamp(max=width - 1)]
+        again_BTV = out.logits_BTV[row_B1, at_BT.clamp(max=width - 1)].float()
         end_B1 = start_B1 + 1 + 2 * count_B1 + len(self.prompt)
         is_read_BT = at_BT <= 2 * count_B1 + len(self.prompt)
         is_read_BT = is_read_BT & (count_B1 > 0) & (end_B1 <= self.lm.spec.max_positions)
-        both_BTV = own_BTV + self.weight * (again_BTV - own_BTV)
+        both_BTV = own_BTV.clamp(min=NEVER).lerp(again_BTV.clamp(min=NEVER), self.weight)
+        both_BTV.masked_fill_(torch.maximum(own_BTV, again_BTV) == -torch.inf, -torch.inf)
         logits_BTV = torch.where(is_read_BT[:, :, None], both_BTV, own_BTV)
         return tree, LmOut(logits_BTV, {tap: out.taps[tap][:, :num_fed] for tap in feed.taps})
 

@@ -23,6 +23,7 @@ import torch
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed
+from specctl.models.not_finite import is_bad, not_numbers
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.prefill import CHUNK
 from specctl.runtime.engine.request import Emission, Row
@@ -59,6 +60,9 @@ class Judge:
             chunk = whole[at : min(at + CHUNK, len(whole) - 1)]
             logits_TV = self._run(chunk, at, logits=True)
             behind_T1 = torch.tensor(whole[at + 1 : at + 1 + len(chunk)])[:, None]
+            if bool((bad_T := is_bad(logits_TV)).any()):
+                end = at + int(bad_T.nonzero()[0]) + 1
+                raise not_numbers(self.target.lm, self.target.name, whole[:end])
             logp_TV = logits_TV.float().log_softmax(-1)
             total += float(logp_TV.gather(1, behind_T1.to(logp_TV.device)).sum())
             at += len(chunk)

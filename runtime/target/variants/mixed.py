@@ -49,7 +49,11 @@ def load_mixed(
     for model in mixture.models:
         _check_named(model)
     own = load_target(name, revision=revision, wanted=wanted, **how)
-    beside = [load_target(model, **how) for model in mixture.models]
+    loaded = {} if revision else {name: own}
+    for model in mixture.models:  # one that is named twice is in memory once
+        if model not in loaded:
+            loaded[model] = load_target(model, **how)
+    beside = [loaded[model] for model in mixture.models]
     if mixture.is_in_turns:
         return in_turns(own, beside, mixture)
     return mixed(own, beside[0], mixture)

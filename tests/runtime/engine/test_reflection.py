@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters.small_lm import SmallLm
@@ -16,6 +21,8 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixed import mixed
+from specctl.runtime.target.variants.mixture import parse
 from specctl.runtime.verify.relaxed import relaxation
 from specctl_testing.hybrids import tiny_hybrid
 from specctl_testing.models import build_model
@@ -23,6 +30,7 @@ from specctl_testing.models import build_model
 VOCAB, LENGTH, DRAFTED = 6, 22, 4
 PROMPTS = ([3, 1, 4, 1, 5], [2, 2], [5, 3, 5, 0, 1, 4, 1, 3, 2, 3, 1, 4])
 BETWEEN = (4, 0, 2)
+PROMPT_IDS = reflection.prompt_ids
 GREEDY = Sampling(max_new_tokens=LENGTH)
 CHAIN = {"policy": "chain", "length": DRAFTED}
 
@@ -100,6 +108,32 @@ def test_without_weight_it_is_the_lossless_rule(
             made = written(pair, rule, sampling, batch)
             assert [o.token_ids for o in made.outputs] == [o.token_ids for o in plain.outputs]
             assert made.stats.accepted > 0
+
+
+@pytest.mark.parametrize("rule", ["reflect:0.3", "reflect:1"])
+def test_ids_that_a_reading_masks_are_no_numbers_of_the_other(
+    pair: tuple[Target, SmallLm], rule: str
+) -> None:
+    """Of both readings together: -inf less -inf is none. The law masks all but the best id."""
+    target = mixed(pair[0], pair[0], parse("contrast:0:1=m"))
+    how: dict[str, Any] = {"drafter": pair[1], "policy": make_policy(CHAIN), "sampling": GREEDY}
+    made = generate(target, PROMPTS, rule=rule, **how)
+    assert made.stats.accepted > 0
+    assert made.stats.verification == f"approximate of contrast:0:1:{rule}"
+
+
+def test_a_tokenizer_that_lacks_the_prompt(pair: tuple[Target, SmallLm]) -> None:
+    """Ids beyond the embedding are left out; what the tokenizer refuses is said in words."""
+    of = Tokenizer(WordLevel({"Is": 1, "right": 8, "?": 9, "once": 2}, unk_token="Is"))
+    of.pre_tokenizer = Whitespace()
+    target = replace(pair[0], tokenizer=PreTrainedTokenizerFast(tokenizer_object=of))
+    ids = PROMPT_IDS(target)
+    assert 2 in ids
+    assert set(ids) == {1, 2}
+    of.model = WordLevel({"a": 1})
+    target = replace(pair[0], tokenizer=PreTrainedTokenizerFast(tokenizer_object=of))
+    with pytest.raises(IncompatibleError, match="tokenizer of target"):
+        PROMPT_IDS(target)
 
 
 def test_where_the_context_is_full_a_draft_is_read_once() -> None:

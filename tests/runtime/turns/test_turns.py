@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from specctl import load_target
+from specctl.api.targets import in_memory
 from specctl.cli.options.target_choice import AnsweringChoice, WritingChoice
-from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
+from specctl.core.errors import IncompatibleError, NumbersError, RecipeError, SpecctlError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.engine.engine import Engine
@@ -23,7 +24,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.variants.mixed import in_turns
+from specctl.runtime.target.variants.mixed import in_turns, load_mixed
 from specctl.runtime.target.variants.mixture import parse
 from specctl.runtime.turns.entropy import EntropyGate
 from specctl.runtime.turns.reward import Judge, seed_of
@@ -138,6 +139,7 @@ def test_each_token_is_of_the_model_that_the_entropy_before_it_named(
         )
         assert tokens(drafted) == wanted
         assert drafted.stats.accepted > 5
+        assert drafted.stats.verification == "approximate:entropy:1.3:3:2"
 
 
 def test_the_idle_model_reads_only_what_it_missed(models: tuple[Target, Target, Target]) -> None:
@@ -188,6 +190,16 @@ def test_a_judge_scores_a_step_by_its_mean_probability(
     ):
         logp = [float(log_probs(models[1], text + step[:i])[x]) for i, x in enumerate(step)]
         assert judge.score(text, step) == pytest.approx(math.exp(sum(logp) / len(logp)), rel=1e-4)
+
+
+def test_a_judge_without_numbers_judges_nothing() -> None:
+    """NaN is not below delta, so every step would stay."""
+    model = build_model("llama", 1, vocab=VOCAB, seed=2)
+    model.get_output_embeddings().weight.data[3] = torch.nan
+    judge = Judge(Target.from_model(model))
+    judge.open(9)
+    with pytest.raises(NumbersError, match="not numbers"):
+        judge.score([1, 2], [4, 0])
 
 
 def test_greedy_steps_stay_where_their_score_reaches_delta(
@@ -308,6 +320,16 @@ def test_a_step_ends_at_a_blank_line(tiny: Target) -> None:
     assert made.stats.turns.turns == steps
 
 
+def test_a_relaxed_rule_of_the_target_s_turns_is_named(
+    models: tuple[Target, Target, Target],
+) -> None:
+    drafter = SmallLm.from_lm(models[1].lm, models[1].spec)
+    whole = turned("entropy:-1", *models[:2])
+    policy = make_policy(CHAIN)
+    made = generate(whole, PROMPTS, drafter=drafter, policy=policy, rule="fly", sampling=GREEDY)
+    assert made.stats.verification == "approximate of entropy:-1:5:10:fly:0.3:6"
+
+
 def test_what_was_written_before_is_no_prompt() -> None:
     row = Row.of(0, 0, Request((1, 2, 3, 4, 5), Sampling(max_new_tokens=4), written=3))
     assert (row.prompt_len, row.num_new, row.room, row.num_rounds) == (2, 3, 1, 3)
@@ -337,12 +359,34 @@ def test_what_names_no_turns_is_refused(word: str) -> None:
     assert "--mix" in str(error.value.do)
 
 
+def test_names_are_known_before_a_model_is_read_and_each_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, tiny: Target
+) -> None:
+    read = list[str]()
+
+    def load(name: str, **how: Any) -> Target:
+        read.append(name)
+        return replace(tiny, name=name)
+
+    monkeypatch.setattr("specctl.runtime.target.variants.mixed.load_target", load)
+    with pytest.raises(SpecctlError, match="unknown target"):
+        load_mixed("reward=tiny,no-such-judge", "tiny")
+    assert read == []
+    made = load_mixed("reward=a/small,tiny", "tiny")
+    assert [one.name for one in made.beside] == ["a/small", "tiny"]
+    assert read == ["tiny", "a/small"]
+    load_mixed("reward=tiny,tiny", "tiny", revision="0" * 40)
+    assert read[2:] == ["tiny", "tiny"]  # the revision is the target's
+
+
 def test_turns_are_refused_where_one_model_decodes(models: tuple[Target, Target, Target]) -> None:
     whole = turned("entropy", *models[:2])
     with pytest.raises(IncompatibleError, match="in turns"):
         Engine(whole)
     with pytest.raises(IncompatibleError, match="in turns"):  # before anything is read
         AnsweringChoice("no-such-model", mix="reward=tiny")._mix()
+    with pytest.raises(IncompatibleError, match="in turns"):  # no drafter is trained for them
+        in_memory(whole)
     assert WritingChoice("tiny", mix="reward=tiny")._mix() == "reward=tiny"
     drafter = SmallLm.from_lm(models[1].lm, models[1].spec)
     with pytest.raises(SpecctlError, match="beside the target"):
