@@ -47,6 +47,7 @@ PROVEN_ELSEWHERE = {
     "specctl import": "tests/export/test_import.py, on heads published there",
     "specctl show runs/": "tests/cli/test_commands.py, on a run made there",
     "specctl generate --draft runs/": "tests/cli/test_commands.py",
+    "specctl generate --draft SOME/": "tests/drafters/test_short_context.py, with the target itself",
     "specctl generate runs/": "tests/cli/test_words.py, and with --draft in test_commands.py",
     "specctl generate --target SmolLM2": "make real (tests/real/test_first_minutes.py)",
     "specctl show SmolLM2": "make real (tests/real/test_first_minutes.py)",
