@@ -183,7 +183,8 @@ def load_draft(
             )
         return drafter
     if drafter is None or drafter == NO_DRAFTER:
-        _refuse_settings(given | ({"draft_option": options} if options else {}))
+        named = {} if translate in ("auto", "none") else {"translate": translate}
+        _refuse_settings(given | named | ({"draft_option": options} if options else {}))
         return PLAIN
     name = drafter.family if isinstance(drafter, Drafter) else as_path_word(drafter)
     if not isinstance(drafter, Drafter):
@@ -303,6 +304,7 @@ _SAID = {
     "controller": "serve.controller",
     "parallel": "serve.parallel",
     "draft_option": "drafter.options",
+    "translate": "drafter.translate",
 }
 
 

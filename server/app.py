@@ -170,9 +170,9 @@ class Front:
     def model_for_anthropic(self) -> dict[str, Any]:
         """The model as Anthropic's API describes one."""
         started = datetime.fromtimestamp(self.started, UTC).isoformat().replace("+00:00", "Z")
-        context = self.service.status().context
+        context, most = self.service.status().context, self.service.limits.max_new_tokens
         about = {"type": "model", "id": self.name, "display_name": self.name}
-        sizes = {"max_input_tokens": context, "max_tokens": context}
+        sizes = {"max_input_tokens": context, "max_tokens": min(context, most or context)}
         return {**about, "created_at": started, "lifecycle": "active", **sizes}
 
     def model(self) -> dict[str, Any]:

@@ -144,7 +144,8 @@ def _set_instead(key: str, value: Any, commands: Iterable[Any]) -> str:
     """What to write where the key is a flag that has become a setting; empty where it is none."""
     for command in commands:
         settings = getattr(command.callback, "settings", None)
-        texts = [text.lower() if text in ("True", "False") else text for text in _words(value)]
+        typed = _words(value) or [""]
+        texts = [text.lower() if text in ("True", "False") else text for text in typed]
         words = [settings.instead_of(f"--{key}", text) for text in texts] if settings else []
         if all(words) and words:
             shown = ", ".join(word.partition(" ")[2] for word in words)

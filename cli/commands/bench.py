@@ -312,4 +312,4 @@ def _next(
         which = questions.words()
     more = ("--max-new-tokens", tokens, "--repeats", report.repeats + 2)
     spoken = chat_words(questions.chat if questions else None)
-    return command_line("bench", *target.words(), *names, *which, *more, *spoken)
+    return command_line("bench", *target.words(), *names, *drafting.words(), *which, *more, *spoken)

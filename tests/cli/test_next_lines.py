@@ -186,6 +186,9 @@ def test_a_benchmark_names_a_drafter_of_ours_or_how_to_train_one() -> None:
     others = report(rows[0], row("runs/a b", 0.9), rows[2])
     slow = _next(others, ["runs/a b"], target, drafting)
     assert slow == "specctl train-draft --target 'my t' --recipe distill"
+    open_ = report(rows[0], replace(rows[1], doubts=("few tokens",)))
+    again = _next(open_, ["runs/a b"], target, DraftingFlags(nodes=3))
+    assert "'runs/a b' --set serve.nodes=3 --num-prompts" in again
 
 
 def test_remarks_are_no_part_of_a_command() -> None:

@@ -157,6 +157,7 @@ def test_a_flag_in_a_file_that_is_a_setting_now_is_refused_with_it(
         ("generate", "generate: {top-p: 0.9}", "[sample.top_p=0.9] instead of top-p"),
         ("generate", "top-p: 0.9", f"[sample.top_p=0.9] instead of top-p{elsewhere}"),
         ("generate", "generate: {stop: [a b, c]}", "['sample.stop=a b', sample.stop=c] instead"),
+        ("generate", "generate: {top-p: }", "[sample.top_p=VALUE] instead of top-p"),
         ("doctor", "compile: false", "[target.compile=false] instead of compile"),
         ("serve", "serve: {reasoning: true}", "[api.reasoning=true] instead of reasoning"),
     ):

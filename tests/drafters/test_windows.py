@@ -252,6 +252,8 @@ def test_a_trained_drafter_is_served_with_another_window(target: Target, drive: 
             load_draft(trained, target, draft_options=given)
     with pytest.raises(SpecctlError, match=r"drafter\.options says how to draft"):
         load_draft(None, target, draft_options={"window": 6})
+    with pytest.raises(SpecctlError, match=r"drafter\.translate says how to draft"):
+        load_draft(None, target, translate="tli")
 
 
 @pytest.mark.parametrize(

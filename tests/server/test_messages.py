@@ -38,7 +38,9 @@ SENT: Any = {"model": "tiny", "max_tokens": 500, "tools": [TOOL]}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(StubService(text=TEXT, ends=True, target=tool_target(THINKING))) as found:
+    limits = Limits(max_new_tokens=400)
+    thinking = tool_target(THINKING)
+    with running(StubService(text=TEXT, ends=True, target=thinking, limits=limits)) as found:
         yield found
 
 
@@ -173,6 +175,7 @@ def test_models_have_the_shape_of_the_client_that_lists_them(
     [listed] = client.models.list(limit=5)
     assert (listed.type, listed.id, listed.lifecycle) == ("model", "tiny", "active")
     assert listed.created_at.tzinfo is not None
+    assert listed.max_tokens == 400 < listed.max_input_tokens
     assert client.models.retrieve("tiny") == listed
     assert not client.models.list(after_id="tiny").data
     with pytest.raises(anthropic.NotFoundError) as refused:
