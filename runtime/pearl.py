@@ -37,7 +37,7 @@ from specctl.runtime.engine.commit import cut
 from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.peaks import Peaks, nothing_left
 from specctl.runtime.engine.prefill import prefill
-from specctl.runtime.engine.request import Completion, Request, Row
+from specctl.runtime.engine.request import Completion, Request, Row, check_fits
 from specctl.runtime.policies.base import GrowRequest, Policy
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.sampling.noise import RoundNoise
@@ -115,6 +115,8 @@ class Pearl:
         on_round: Callable[[Row, tuple[int, ...]], None] | None = None,
     ) -> list[Completion]:
         """Completions in the order of the requests; `on_round(row, new)` after each round."""
+        for request in requests:
+            check_fits(request, self.target.spec.max_positions)
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter") as pool:
             done = []
             for index, request in enumerate(requests):

@@ -49,6 +49,7 @@ PROVEN_ELSEWHERE = {
     "specctl generate --draft runs/": "tests/cli/test_commands.py",
     "specctl generate --draft SOME/": "tests/drafters/test_short_context.py, with the target itself",
     "specctl generate runs/": "tests/cli/test_words.py, and with --draft in test_commands.py",
+    "specctl generate --target SOME/LONG-MODEL": "tests/drafters/test_short_context.py, small",
     "specctl generate --target SmolLM2": "make real (tests/real/test_first_minutes.py)",
     "specctl show SmolLM2": "make real (tests/real/test_first_minutes.py)",
     "specctl generate --target target-gguf": "tests/runtime/target/test_gguf_target.py",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from specctl.core.errors import SpecctlError
 from specctl.core.slot_state import StateSnapshot
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.sampling.sampling import Sampling
@@ -29,6 +30,17 @@ class Request:
     drafts: bool = True
     tenant: str | None = None
     written: int = 0
+
+
+def check_fits(request: Request, context: int) -> None:
+    """Refuse a prompt that a target with that context can never read and continue."""
+    if not 0 < len(request.tokens) < context:
+        raise SpecctlError(
+            "the prompt does not fit the target's context",
+            found=f"{len(request.tokens):,} tokens",
+            expected=f"1 to {context - 1:,} tokens",
+            do="shorten the prompt, or choose a target with a longer context",
+        )
 
 
 @dataclass(frozen=True, slots=True)

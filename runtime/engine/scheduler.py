@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specctl.core.drafter import Budget, RoundView
-from specctl.core.errors import SpecctlError
 from specctl.core.language_model import LmOut
 from specctl.core.slot_state import PENDING, StateKV, StateSnapshot
 from specctl.runtime.batching.base import Batching, Choosing, RowView
 from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read, roots_of
-from specctl.runtime.engine.request import Emission, Request, Row
+from specctl.runtime.engine.request import Emission, Request, Row, check_fits
 from specctl.runtime.engine.round import Round, RoundPlan, noise_of, view_of
 from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.engine.target_reader import TargetReader
@@ -181,14 +180,7 @@ class Scheduler:
 
     def submit(self, index: int, request: Request) -> None:
         """Put a request at the end of the queue; refuses a prompt that can never be read."""
-        context = self.reader.target.spec.max_positions
-        if not 0 < len(request.tokens) < context:
-            raise SpecctlError(
-                "the prompt does not fit the target's context",
-                found=f"{len(request.tokens):,} tokens",
-                expected=f"1 to {context - 1:,} tokens",
-                do="shorten the prompt, or choose a target with a longer context",
-            )
+        check_fits(request, self.reader.target.spec.max_positions)
         self.waiting.append((index, request))
 
     def cancel(self, index: int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from specctl.core.errors import RecipeError
+from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters.eagle3 import Eagle3, Eagle3Options
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
@@ -129,6 +129,24 @@ def test_the_end_of_a_text_is_found_among_waiting_drafts(target: Target) -> None
             parallel=True,
         )
         assert made.outputs[0].token_ids == plain.outputs[0].token_ids[:limit]
+
+
+@pytest.mark.parametrize("size", [256, 700])
+def test_a_prompt_that_does_not_fit_is_refused_as_elsewhere(target: Target, size: int) -> None:
+    """Before the prompts in front of it are continued."""
+    assert target.spec.max_positions == 256
+    for is_parallel in (False, True):
+        written: list[int] = []
+        with pytest.raises(SpecctlError, match=f"does not fit .* {size} tokens .* 1 to 255 tokens"):
+            generate(
+                target,
+                [PROMPTS[0], [5] * size],
+                drafter=twin(target),
+                policy=Chain(length=3),
+                parallel=is_parallel,
+                on_tokens=lambda index, new, written=written: written.extend(new),
+            )
+        assert not written
 
 
 def test_what_cannot_go_on_in_parallel_is_refused(target: Target) -> None:
