@@ -6,7 +6,7 @@ is an ordinary causal run, so nothing needs a mask of its own: the first n + 1 o
 that the round would have, and the outputs from the prompt's last token on are the second reading's,
 for the same places. What the run wrote behind the draft is never read again. Rows draft unequally;
 the prompt stands behind each row's own drafts. A row without a draft, or without room for both
-readings in its context, is read once.
+readings in its context, is read once, as trees are, and drafts with probes behind them.
 Letters: B rows, N nodes, T fed tokens, V target vocabulary.
 """
 
@@ -65,13 +65,6 @@ class Reflection:
         """The round's own taps and cache entries, and the logits of both readings."""
         if not tree.num_nodes or not tree.is_chain:
             return tree, self.lm.run(feed, kv)
-        if feed.residual_BTD is not None:
-            raise IncompatibleError(
-                "rule reflect reads tokens alone",
-                found="a drafter that adds rows of its own to the target's pass",
-                expected="a drafter of tokens",
-                do="leave --rule out",
-            )
         count_B1, num_fed = tree.valid_BN.sum(1, keepdim=True), tree.num_nodes + 1
         ids_BT = self._twice(feed.ids_BT, count_B1)
         width, start_B1 = ids_BT.shape[1], kv.aim.start_B1
