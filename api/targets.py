@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
-from specctl.core.errors import FileError, SpecctlError
+from specctl.core.errors import FileError, IncompatibleError, SpecctlError
 from specctl.core.model_folder import refuse_stand_ins
 from specctl.recipes.built_in import as_path_word
 from specctl.recipes.drafter_names import drafter_names, drafter_words
@@ -116,10 +116,14 @@ def in_memory(target: TargetLike | None) -> Target | None:
     if target is None or isinstance(target, (str, Path)):
         return None
     found = load_target(target)
-    if found.mixture is not None and found.beside:
-        from specctl.runtime.target.variants.mixture import alone
-
-        raise alone(found.mixture)
+    if found.mixture is not None:
+        raise IncompatibleError(
+            "drafters are trained for a target alone",
+            where="target",
+            found=f"{found.name} with {found.mixture}",
+            expected="a target that was loaded without mix",
+            do="train for the target alone: what is made for it drafts for the mixture as well",
+        )
     return found
 
 

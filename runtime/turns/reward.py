@@ -9,6 +9,7 @@ scores it. At `delta` or more the step stays, else the target writes the whole s
 with a head of its own; ours is any causal language model of the same tokens, and the score is the
 geometric mean of the probabilities that it gives the step's tokens, 0 to 1. Above 1 nothing stays:
 the text is the target's own. At 0 or less it is the small model's.
+Letters: B rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ The second reading (engine/reflection.py) has the whole draft in sight, so what 
 distribution behind the text alone. What stands is the choice by z; weight 0 is the lossless rule,
 and nothing is read twice. Whether more of a draft stands depends on how well the target says it
 again behind the prompt. Approximate.
+Letters: B rows, N nodes, V target vocabulary.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.variants.mixed import in_turns, load_mixed
+from specctl.runtime.target.variants.mixed import in_turns, load_mixed, mixed
 from specctl.runtime.target.variants.mixture import parse
 from specctl.runtime.turns.entropy import EntropyGate
 from specctl.runtime.turns.reward import Judge, seed_of
@@ -385,8 +385,9 @@ def test_turns_are_refused_where_one_model_decodes(models: tuple[Target, Target,
         Engine(whole)
     with pytest.raises(IncompatibleError, match="in turns"):  # before anything is read
         AnsweringChoice("no-such-model", mix="reward=tiny")._mix()
-    with pytest.raises(IncompatibleError, match="in turns"):  # no drafter is trained for them
-        in_memory(whole)
+    for one in (whole, mixed(*models[:2], parse("average=m"))):
+        with pytest.raises(IncompatibleError, match="for a target alone"):
+            in_memory(one)
     assert WritingChoice("tiny", mix="reward=tiny")._mix() == "reward=tiny"
     drafter = SmallLm.from_lm(models[1].lm, models[1].spec)
     with pytest.raises(SpecctlError, match="beside the target"):
