@@ -48,8 +48,14 @@ def executed(call: Callable[[], Any]) -> Executed:
     return Executed(frozenset(file for file, _ in lines), frozenset(functions), frozenset(lines))
 
 
+# What a training registers stays in the process and hands products on, in rounds as well.
+REGISTERED = "/train/products.py"
+
+
 def _is_ours(file: str) -> bool:
     """A file of the product: of this checkout and no test, or of an installed package."""
+    if file.endswith(REGISTERED):
+        return False
     inside = file.removeprefix(ROOT)
     if inside != file:
         return not inside.startswith(("tests/", ".venv/", "benchmarks/"))
