@@ -5,8 +5,8 @@ A prompt is so many texts of a file behind one another, of questions of one cate
 object with `category` and `messages` a line), one of which, named by its first words, is to be
 summarised. Every drafter answers all prompts greedily in chains. tau +- standard error over
 prompts, milliseconds of processor time a token behind the first, and the difference of tau from the
-first drafter's, paired over prompts. What stands behind a draft's name are `drafter.options`. With
-`--newest` a shortened prompt has its newest pieces in place of those that fit the question.
+first drafter's, paired over prompts. What stands behind a draft's name are `drafter.options`; `none`
+decodes plainly. With `--newest` a shortened prompt has its newest pieces in place of those that fit the question.
 
     python benchmarks/long_context.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
         --prompts specbench.jsonl \\
@@ -65,9 +65,13 @@ class Answer:
 
 
 def answers(
-    target: Target, drafter: Drafter, length: int, prompts: Sequence[list[int]], new_tokens: int
+    target: Target,
+    drafter: Drafter | None,
+    length: int,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
 ) -> list[Answer]:
-    engine = Engine(target, drafter, Chain(length=length))
+    engine = Engine(target, drafter, None if drafter is None else Chain(length=length))
     sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0)
     engine.open(max(map(len, prompts)) + new_tokens)
     found = []
@@ -113,7 +117,6 @@ def main() -> None:
         for name in names:
             folder, *options = name.split(":")
             drafter = load_draft(folder, target, draft_options=options).drafter
-            assert drafter is not None
             own = answers(target, drafter, words.length, given, words.tokens)
             apart = [one.tau - other.tau for one, other in zip(own, first, strict=False)]
             same = all(one.text == other.text for one, other in zip(own, first, strict=False))
