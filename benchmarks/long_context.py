@@ -5,8 +5,9 @@ A prompt is so many texts of a file behind one another, of questions of one cate
 object with `category` and `messages` a line), one of which, named by its first words, is to be
 summarised. Every drafter answers all prompts greedily in chains. tau +- standard error over
 prompts, milliseconds of processor time a token behind the first, and the difference of tau from the
-first drafter's, paired over prompts. What stands behind a draft's name are `drafter.options`; `none`
-decodes plainly. With `--newest` a shortened prompt has its newest pieces in place of those that fit the question.
+first drafter's, paired over prompts. What stands behind a draft's name are `drafter.options`, and
+`none` decodes plainly. With `--newest` a shortened prompt has its newest pieces in place of those
+that fit the question.
 
     python benchmarks/long_context.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
         --prompts specbench.jsonl \\
