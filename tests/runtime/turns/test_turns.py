@@ -369,7 +369,7 @@ def test_names_are_known_before_a_model_is_read_and_each_is_read_once(
         return replace(tiny, name=name)
 
     monkeypatch.setattr("specctl.runtime.target.variants.mixed.load_target", load)
-    with pytest.raises(SpecctlError, match="unknown target"):
+    with pytest.raises(SpecctlError, match="unknown model of a mixture"):
         load_mixed("reward=tiny,no-such-judge", "tiny")
     assert read == []
     made = load_mixed("reward=a/small,tiny", "tiny")
