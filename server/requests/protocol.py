@@ -9,6 +9,7 @@ otherwise (`errors.UNSUPPORTED`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
@@ -390,7 +391,7 @@ class ChatRequest(Common):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class StandsForChat(Strict):
+class StandsForChat(Strict, ABC):
     """A request of another API that says the same as a chat request, by which it is checked."""
 
     @model_validator(mode="after")
@@ -406,6 +407,6 @@ class StandsForChat(Strict):
         """The chat request that says the same."""
         return ChatRequest.model_validate(self._chat_fields())
 
+    @abstractmethod
     def _chat_fields(self) -> dict[str, Any]:
         """The fields of that request."""
-        raise NotImplementedError
