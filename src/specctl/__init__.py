@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specctl.api.drafting import load_drafter
     from specctl.api.export import export
     from specctl.api.generate import generate
+    from specctl.api.in_transformers.drafted import custom_generate
     from specctl.api.policy import follow_policy
     from specctl.api.prune import prune
     from specctl.api.targets import load_target
@@ -38,6 +39,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "bench": "specctl.api.bench",
+    "custom_generate": "specctl.api.in_transformers.drafted",
     "derive_recipe": "specctl.api.derive",
     "distill": "specctl.api.train",
     "export": "specctl.api.export",
@@ -58,6 +60,7 @@ __all__ = [
     "SpecctlError",
     "__version__",
     "bench",
+    "custom_generate",
     "derive_recipe",
     "distill",
     "export",

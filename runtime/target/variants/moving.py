@@ -46,12 +46,17 @@ class MovingTarget:
         """Whether our own forward reads it; else transformers' forward does."""
         return isinstance(self._target.lm, FastLlama)
 
+    @property
+    def is_as_made(self) -> bool:
+        """Whether the model has the parameters that it had then, whatever their values."""
+        weights = list(self._inner.parameters())
+        is_same = len(weights) == len(self._theirs) and all(map(_is, weights, self._theirs))
+        return is_same and all(map(_alike, self._theirs, self._mine))
+
     def now(self) -> Target:
         """The target with the weights of this moment, to be used until they move. Raises
         IncompatibleError where the model has other parameters than in the beginning."""
-        weights = list(self._inner.parameters())
-        is_same = len(weights) == len(self._theirs) and all(map(_is, weights, self._theirs))
-        if not is_same or not all(map(_alike, self._theirs, self._mine)):
+        if not self.is_as_made:
             raise IncompatibleError(
                 "the policy has other parameters than when its drafter was put beside it",
                 found="parameters that were added, replaced, sharded, cast or moved",
@@ -83,8 +88,8 @@ def _check_whole(model: nn.Module) -> None:
     if kinds == {nn.Parameter} and len(devices) == 1 and is_here:
         return
     raise IncompatibleError(
-        "the policy's weights are not all in this process",
+        "the model's weights are not all in this process",
         found=", ".join(sorted({k.__name__ for k in kinds} | {str(d) for d in devices})),
         expected="whole parameters on one device",
-        do="train the policy without sharding (FSDP, ZeRO-3, device_map, weights in few bits)",
+        do="load it without sharding (FSDP, ZeRO-3, device_map, weights in few bits)",
     )

@@ -1,0 +1,6 @@
+"""Drafters inside `generate` of transformers: as a callable (`drafted.py`), and as the folder that
+`custom_generate=` takes by its path (`FOLDER`), for tools that pass on texts only."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
