@@ -26,6 +26,7 @@ from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.doubt import doubts
 from specctl.runtime.measure.questions import Question
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
+from specctl.runtime.measure.round_cost import RoundCost, Spent
 from specctl.runtime.measure.stats import repetition_rate
 from specctl.runtime.measure.timed import (
     AnswerCount,
@@ -102,6 +103,7 @@ def engine_contender(
             stats.accepted_at,
             stats.tested_at,
             tuple(watch.answers),
+            None if parallel else Spent.of(stats),
         )
 
     def mark(sampling: Sampling) -> str:
@@ -324,6 +326,7 @@ def _row(
         speedup_error=None if is_baseline else speedup_error(answers, by_question(plain)),
         context_tokens=tuple(context.context_tokens),
         context_rounds=tuple(context.context_rounds),
+        round_cost=None if is_baseline else round_cost(times, plain),
         categories=tuple(
             _category(
                 category,
@@ -334,6 +337,14 @@ def _row(
             for category in runs[name][-1]
         ),
     )
+
+
+def round_cost(times: Sequence[Timed], plain: Sequence[Timed]) -> RoundCost | None:
+    """Of all runs together; None where a contender does not say how its time was spent."""
+    ours, theirs = ([one.spent for one in side if one.spent] for side in (times, plain))
+    if len(ours) < len(times) or len(theirs) < len(plain):
+        return None
+    return RoundCost.of(Spent.sum(ours), Spent.sum(theirs))
 
 
 def _category(

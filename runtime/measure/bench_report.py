@@ -14,6 +14,7 @@ from typing import Any
 from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
 from specctl.runtime.measure.doubt import FEW_COUNTS, PAYS
+from specctl.runtime.measure.round_cost import RoundCost
 from specctl.runtime.measure.stats import busy_note
 from specctl.runtime.measure.timed import CONTEXTS, Timed, context_name
 from specctl.runtime.target.variants.inflate import inflated_note
@@ -50,7 +51,8 @@ class BenchRow:
     finding yet. Errors are None where they are unknown: of a single question, and the speed-up's
     where several are decoded together. `context_tokens` and `context_rounds` are by range of
     context (`timed.CONTEXTS`). `verification`: class and rule of its answers, such as
-    lossless:greedy or approximate:fly:0.5; None of another program's."""
+    lossless:greedy or approximate:fly:0.5; None of another program's. `round_cost`: where the time
+    of a round goes; None of plain decoding and where it is not known."""
 
     name: str
     setting: str
@@ -70,6 +72,7 @@ class BenchRow:
     context_rounds: tuple[int, ...] = ()
     categories: tuple[CategoryFigures, ...] = ()
     verification: str | None = None
+    round_cost: RoundCost | None = None
 
     @property
     def shown(self) -> str:
@@ -117,6 +120,7 @@ class BenchRow:
             "by_category": [one.to_json() for one in self.categories],
             "doubts": list(self.doubts),
             "verification": self.verification,
+            "round": None if self.round_cost is None else self.round_cost.to_json(),
         }  # fmt: skip
 
 
@@ -149,6 +153,13 @@ class BenchReport(Tabled):
     @property
     def settings(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(row.setting for row in self.rows))
+
+    @property
+    def best(self) -> list[BenchRow]:
+        """The fastest drafter of every setting."""
+        drafted = [row for row in self.rows if row.round_cost is not None]
+        by_setting = {s: [row for row in drafted if row.setting == s] for s in self.settings}
+        return [max(rows, key=lambda row: row.speedup) for rows in by_setting.values() if rows]
 
     def table(self) -> Table:
         """A row for every contender and setting."""
@@ -185,6 +196,9 @@ class BenchReport(Tabled):
             "lossless ones"
             for name, mark in relaxed.items()
         ]
+        for row in self.best:
+            if row.round_cost is not None:
+                notes.append(f"{row.shown}, {row.setting}: {row.round_cost.text()}")
         doubtful = [row for row in self.rows if row.doubts]
         notes += [f"doubtful: {r.name}, {r.setting}: {'; '.join(r.doubts)}" for r in doubtful]
         if self.threads_used < self.threads:
@@ -203,6 +217,7 @@ class BenchReport(Tabled):
             f"Speed-up (tau) by category, {setting}": self._by_category(setting)
             for setting in self.settings
         }
+        found["A round, in plain tokens"] = _by_part(self.rows)
         found["Acceptance by position"] = _by_position(drafted)
         found["tau by tokens in the context"] = _by_context(drafted)
         return {title: table for title, table in found.items() if table.rows}
@@ -256,6 +271,23 @@ def _by_position(rows: Sequence[BenchRow]) -> Table:
     longest = min(MOST_POSITIONS, max((len(row.tested_at) for row in rows), default=0))
     columns = ("drafter", "sampling", *map(str, range(1, longest + 1)))
     return Table(columns, [(row.shown, row.setting, *_shares(row, longest)) for row in rows])
+
+
+def _by_part(rows: Sequence[BenchRow]) -> Table:
+    """What a round costs, and what it brings."""
+    columns = (
+        "drafter", "sampling", "drafted", "tau", "target's pass", "drafting", "rest", "in all",
+    )  # fmt: skip
+    pairs = [(row, row.round_cost) for row in rows]
+    return Table(
+        columns,
+        [
+            (row.shown, row.setting, one.drafted, one.tau, one.verifying, one.drafting, one.rest,
+             one.total)
+            for row, one in pairs
+            if one is not None
+        ],
+    )  # fmt: skip
 
 
 def _shares(row: BenchRow, longest: int) -> list[str | None]:

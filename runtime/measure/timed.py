@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
+from specctl.runtime.measure.round_cost import Spent
 from specctl.runtime.measure.stats import add_counts, shares, well_counted
 
 CONTEXTS = (0, 512, 1024, 2048, 4096, 8192)  # tokens from which a range of contexts begins
@@ -74,6 +75,7 @@ class Timed:
     accepted_at: tuple[int, ...] = ()
     tested_at: tuple[int, ...] = ()
     answers: tuple[AnswerCount, ...] = ()
+    spent: Spent | None = None
 
     @property
     def accepted_per_position(self) -> tuple[float, ...]:
@@ -92,6 +94,7 @@ def joined(parts: Sequence[Timed]) -> Timed:
     rounds = sum(one.tokens / one.tau for one in parts if one.tau)
     tokens = sum(one.tokens for one in parts)
     known = all(one.tau for one in parts)
+    spent = [one.spent for one in parts if one.spent is not None]
     drafting = [one.draft_share * one.seconds for one in parts if one.draft_share is not None]
     return Timed(
         tokens,
@@ -102,6 +105,7 @@ def joined(parts: Sequence[Timed]) -> Timed:
         add_counts(one.accepted_at for one in parts),
         add_counts(one.tested_at for one in parts),
         tuple(answer for one in parts for answer in one.answers),
+        Spent.sum(spent) if len(spent) == len(parts) and parts else None,
     )
 
 
