@@ -123,10 +123,11 @@ def rounds_of(
         return out
 
     prompts = [text(n, seed=n) for n in (3, 40)]
-    sampling = Sampling(temperature=4.0, max_new_tokens=60, ignore_eos=True)
+    sampling = Sampling(temperature=4.0, max_new_tokens=40, ignore_eos=True)
     with patch.context() as inner:
         inner.setattr(BlockState, "at", kept)
-        generate(target, prompts, drafter=drafter, policy=make_policy(policy), sampling=sampling)
+        how = {"policy": make_policy(policy), "sampling": sampling, "batch": 2}
+        generate(target, prompts, drafter=drafter, **how)
     return found
 
 
@@ -137,7 +138,7 @@ def rounds_of(
         ("dflash", {"sink": 3}, {"policy": "chain", "length": 3}),
         ("dflare", {}, TREE),
         ("dspark", {"sink": 3, "causal": True}, TREE),
-        ("dflash2", {"sink": 20}, {"policy": "dynamic-tree", "nodes": 6, "beam": 2}),
+        ("dflash2", {"sink": 9}, {"policy": "dynamic-tree", "nodes": 6, "beam": 2}),
     ],
 )
 def test_what_has_left_the_window_is_not_missed(
@@ -161,8 +162,8 @@ def test_what_has_left_the_window_is_not_missed(
     with monkeypatch.context() as patch:
         patch.setattr(KeptRows, "make_room", counted)
         rounds = rounds_of(target, drafter, policy, monkeypatch)
-    assert sum(map(bool, moved)) >= 4
-    for tokens, state_X in rounds[:: max(1, len(rounds) // 16)]:
+    assert sum(map(bool, moved)) >= 3
+    for tokens, state_X in rounds:
         batch = capture_batch(target, drafter, packed(tokens))
         _, slots = drafter.outputs(batch, torch.tensor([[len(tokens) - 2]]))
         whole_X = torch.cat([slot_11D[0, 0] for slot_11D in slots[drafter.first_slot :]])
