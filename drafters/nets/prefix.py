@@ -104,10 +104,10 @@ class PrefixState:
         count = self.num_rows[slot] = len(tokens) - 1
         self.is_known[slot] = count > 0
         self.state_ZD[slot] = 0.0
-        if count == 0:
-            return
         if self._kept is not None:
             self._kept.forget(slot)
+        if count == 0:
+            return
         kept, whole, out_1TD = self._kept, [(0, count, 0)], None
         for first, last, at in whole if kept is None else kept.runs(self.kv, slot, 0, count):
             slot_1, at_1, shift_1 = (

@@ -212,6 +212,19 @@ def test_a_slot_costs_no_more_however_long_texts_are(target: Target) -> None:
     assert kv.max_len == 4 + 2 * 64 + 10
 
 
+@torch.no_grad()
+def test_nothing_of_a_long_text_is_left_in_its_slot(
+    target: Target, drive: Any, round_view: Any
+) -> None:
+    drafter, found = make(target, window=8, sink=2), list[Tensor]()
+    for before in ([text(LONG)], []):
+        state = drive(target, drafter).open()
+        for tokens in (*before, [7]):
+            drive(target, drafter).start(state, 0, tokens)
+        found.append(state.features.at(round_view({0: [7]})))
+    torch.testing.assert_close(*found)
+
+
 def test_a_trained_block_is_served_with_sinks(target: Target, drive: Any) -> None:
     trained, ids = make(target), text(LONG)
     loaded = load_draft(trained, target, draft_options=["window=6", "sink=2"]).drafter
