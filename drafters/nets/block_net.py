@@ -3,8 +3,8 @@
 The features enter in one of two ways. Injected (DFlash): in every layer, keys and values of the
 features themselves stand before those of the block, and the features stay as they are. Otherwise
 (P-EAGLE) they are rows like the others, one causal text, which the layers change.
-Letters: A anchors, B rows, D hidden width, E head width, M new nodes (of all blocks), S sequence, T
-fed tokens.
+Letters: A anchors, B rows, D hidden width, E head width, J key/value heads, L positions, M new
+nodes (of all blocks), S sequence, T fed tokens.
 """
 
 from __future__ import annotations
