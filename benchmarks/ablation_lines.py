@@ -111,6 +111,8 @@ SIZED = ("medusa", "serve.policy=hardware-tree", "serve.nodes=64")
 UNTRAINED = ("train.learning_rate=1e-9",)
 GATED, RNN = _option("correction", "gated"), _option("correction", "rnn")
 OWN_DRAFTS, LAYERS = _option("free_rounds", "0"), _option("lattice_layers", "0")
+NEAR = _option("window", "48")
+FIRST = (*NEAR, *_option("sink", "4"))
 MARGIN = (*_option("choice_weight", "0.125"), *_option("margin_weight", "0.125"))
 CAUSAL = (*_option("causal", "true"), *_option("loss", "kl"), *_option("decay", "1.0"),
           *_option("d_pace", "null"))  # fmt: skip
@@ -194,6 +196,11 @@ TRAINED = (
     Trained("LiLiCorr", "its margin term", "lilicorr", (), whole=MARGIN),
     Trained("LiLiCorr", "the same, sampled", "lilicorr", (), whole=MARGIN, heat="T = 1"),
     Trained("DFlash", "ahead of EAGLE-3 (Qwen3-8B tau 6.54 against 3.71)", "dflash", "eagle3"),
+    Trained("Block windows", "the first 4 features beside the newest 48", "dflash", NEAR,
+            whole=FIRST),
+    Trained("Block windows", "the same, sampled", "dflash", NEAR, whole=FIRST, heat="T = 1"),
+    Trained("Block windows", "the newest 48 features, not all", "dflash", (), whole=NEAR),
+    Trained("Block windows", "the same, sampled", "dflash", (), whole=NEAR, heat="T = 1"),
     Trained("Hidden Transfer", "ahead of Medusa's heads", "hidden-transfer", "medusa"),
     Trained("Superposed decoding", "several drafts for the forwards of one", "superposed", (),
             "served", without_shape="chain"),

@@ -27,8 +27,9 @@ from specctl.drafters.nets.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import LayerShape, RmsNorm
 from specctl.drafters.nets.options import ADDED, SERVED, HeadOptions
+from specctl.drafters.nets.seen import AttentionWindow
 from specctl.drafters.nets.taps import even_taps
-from specctl.drafters.option_checks import MOST_IDS, Count, Within
+from specctl.drafters.option_checks import MOST_IDS, Count, CountOrZero, Within
 
 STD = 0.02  # of the first weights, as checkpoints of Qwen3's shape begin
 
@@ -40,7 +41,8 @@ class DFlashOptions(HeadOptions):
     token whose row of the target's embedding every mask is, as engines have it; None learns a
     vector for it. Sizes of the layers that are left None are those of the target, and so is
     `rope_theta`, the base of their rotary positions. `causal`: a slot sees only those before it.
-    `window`: a slot sees the features less than so many positions before it; None: all."""
+    `window`: a slot sees the features less than so many positions before it, and the first `sink`;
+    None: all."""
 
     decay: float = 0.78
     num_heads: int = 5
@@ -55,17 +57,25 @@ class DFlashOptions(HeadOptions):
     rope_theta: Annotated[float, Within(most=1e12)] | None = field(default=None, metadata=ADDED)
     causal: bool = field(default=False, metadata=ADDED)
     window: Annotated[int, Within(1, 1 << 20)] | None = field(default=None, metadata=SERVED)
+    sink: CountOrZero = field(default=0, metadata=SERVED)
 
     def __post_init__(self) -> None:
         HeadOptions.__post_init__(self)
-        if self.window is not None and self.window < self.num_heads + 2:
+        is_seeing = self.window is None or self.window >= self.num_heads + 2
+        if not is_seeing or (self.sink and self.window is None):
             raise RecipeError(
-                "every slot of a block sees a feature of the text through its window",
+                "every slot of a block sees a feature of the text through its window, and only a "
+                "window has sinks",
                 where="drafter.options.window",
-                found=f"window: {self.window}, num_heads: {self.num_heads}",
-                expected=f"window: {self.num_heads + 2} or more, or null",
+                found=f"window: {self.window}, sink: {self.sink}, num_heads: {self.num_heads}",
+                expected=f"window: {self.num_heads + 2} or more, or window: null and sink: 0",
                 do="--set drafter.options.window=2048",
             )
+
+    @property
+    def seen(self) -> AttentionWindow | None:
+        """What a slot sees of the features; None: all."""
+        return None if self.window is None else AttentionWindow(self.window, self.sink)
 
     def shape(self, spec: ModelSpec) -> LayerShape:
         """One layer beside that target."""

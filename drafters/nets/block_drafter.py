@@ -28,8 +28,10 @@ from specctl.drafters.losses.align import AlignedRows, aim, behind, random_ancho
 from specctl.drafters.nets.block_net import Block, BlockNet
 from specctl.drafters.nets.parallel_heads import ParallelHeads, first_ranks
 from specctl.drafters.nets.prefix import PrefixState
+from specctl.drafters.nets.seen import AttentionWindow
 from specctl.drafters.nets.taps import default_taps, taps_of
 from specctl.drafters.states.head_state import DraftFeatures
+from specctl.drafters.states.kept_rows import KeptRows
 
 
 class BlockDrafter(ParallelHeads):
@@ -73,10 +75,11 @@ class BlockDrafter(ParallelHeads):
         return cast(nn.Module, self.module.norm)
 
     @property
-    def window(self) -> int | None:
-        """Slots see features less than so many positions before them; None: all."""
-        size: int | None = getattr(self.options, "window", None)
-        return size
+    def window(self) -> AttentionWindow | None:
+        """What slots see of the features; None: all. A family whose options have a `window` has
+        injected features, which do not see each other: those out of sight need not be kept."""
+        seen: AttentionWindow | None = getattr(self.options, "seen", None)
+        return seen
 
     @property
     def num_slots(self) -> int:
@@ -93,6 +96,13 @@ class BlockDrafter(ParallelHeads):
 
     def features(self, space: Space) -> DraftFeatures:
         return BlockState(self, space, next(self.module.parameters()))
+
+    def slot_bytes(self, space: Space) -> int:
+        """A window bounds the rows of a slot, however long texts become."""
+        if self.window is not None:
+            most = KeptRows(self.window, 1, max(space.max_nodes, self.num_slots) + 2).most
+            space = replace(space, max_len=min(space.max_len, most))
+        return super().slot_bytes(space)
 
     def ready(self, depth: int, carry_XY: Tensor) -> Tensor:
         D = self.spec.hidden_size
@@ -160,7 +170,8 @@ class BlockState(PrefixState):
 
     def __init__(self, drafter: BlockDrafter, space: Space, like: Tensor) -> None:
         extra = drafter.num_slots
-        super().__init__(drafter.net, drafter.rows, drafter.gathered, space, like, extra)
+        given = drafter.net, drafter.rows, drafter.gathered, space, like
+        super().__init__(*given, extra, drafter.window)
         self.drafter = drafter
 
     def _take(self, x_BWD: Tensor, position_BW: Tensor, mask: Tensor) -> Tensor:
@@ -172,14 +183,14 @@ class BlockState(PrefixState):
         drafter, P, kept_B = self.drafter, self.drafter.num_slots, view.kept_len_B
         x_BPD = torch.stack([drafter.slot(k, view.root_B) for k in range(P)], dim=1)
         position_BP = kept_B[:, None] + torch.arange(P, device=kept_B.device)
-        span = max(self.num_rows[slot] for slot in view.slots) + P
-        mask = chain_mask(kept_B, P, span)
+        start_B, most = self._entries(view)
+        span = most + P
+        mask = chain_mask(start_B, P, span)
         if not drafter.is_causal:
             mask = mask[:, :, -1:].expand_as(mask)
-        if drafter.window is not None and span > drafter.window:
-            far_BPL = position_BP[:, :, None] - torch.arange(span, device=kept_B.device)
-            mask = mask & (far_BPL < drafter.window)[:, None]
-        self.kv.begin(view.slots, view.slot_B, kept_B, P, span)
+        if self._kept is not None:
+            mask = self._kept.within(mask, start_B)
+        self.kv.begin(view.slots, view.slot_B, start_B, P, span)
         out_BPD: Tensor = self.net(x_BPD, position_BP, mask, self.kv)
         if drafter.first_slot < 0:
             out_BPD = torch.cat([self.state_ZD[view.slot_B][:, None], out_BPD], dim=1)

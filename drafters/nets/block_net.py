@@ -3,8 +3,8 @@
 The features enter in one of two ways. Injected (DFlash): in every layer, keys and values of the
 features themselves stand before those of the block, and the features stay as they are. Otherwise
 (P-EAGLE) they are rows like the others, one causal text, which the layers change.
-Letters: A anchors, B rows, D hidden width, E head width, M new nodes (of all blocks), S sequence, T
-fed tokens.
+Letters: A anchors, B rows, D hidden width, E head width, J key/value heads, L positions, M new
+nodes (of all blocks), S sequence, T fed tokens.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from specctl.drafters.nets.blocks import (
 )
 from specctl.drafters.nets.prefix import PrefixNet
 from specctl.drafters.nets.recompute import run
-from specctl.drafters.nets.seen import KeySet, Seen, SeenPart, seen_text
+from specctl.drafters.nets.seen import AttentionWindow, KeySet, Seen, SeenPart, seen_text
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Block rows of a packed batch, one block after the other in the order of their anchors:
-    positions [B, M], what they see of the text and of each other, and `order_BM`, which of the rows
-    slot by slot each of them is."""
+    positions [B, M], what they see of the text (in `known`, runs that have no row in common) and of
+    each other, and `order_BM`, which of the rows slot by slot each of them is."""
 
     position_BM: Tensor
     text: Seen | SeenPart
-    known: Seen
+    known: tuple[Seen, ...]
     own: Seen
     order_BM: Tensor
 
@@ -50,10 +50,10 @@ class Block:
         anchor_BA: Tensor,
         counts: Sequence[int],
         is_causal: bool,
-        window: int | None = None,
+        window: AttentionWindow | None = None,
     ) -> Block:
-        """Slot k of the first counts[k] anchors each; slots see features less than `window`
-        positions before them."""
+        """Slot k of the first counts[k] anchors each; slots see features less than the window's
+        size before them, and its first ones."""
         device = anchor_BA.device
         anchor_BM = torch.cat([anchor_BA[:, :count] for count in counts], dim=1)
         slot_M = torch.cat(
@@ -66,11 +66,16 @@ class Block:
         last_BM = at_BM if is_causal else torch.searchsorted(anchor_BM, anchor_BM, right=True) - 1
         position_BM = batch.position_BS.gather(1, anchor_BM) + 1 + slot_BM
         whole, own = Seen.text(batch.document_BS), Seen(first_BM, last_BM)
-        text, known = whole if batch.part is None else seen_text(batch), whole.rows(anchor_BM)
-        if window is not None:
-            low_BM = anchor_BM + slot_BM + (2 - window)  # slot k lies at anchor + 1 + k
-            known = Seen(torch.maximum(known.first_BT, low_BM), known.last_BT)
+        text, every = whole if batch.part is None else seen_text(batch), whole.rows(anchor_BM)
+        known: tuple[Seen, ...] = (every,)
+        if window is not None and not window.holds(whole, len(counts)):
+            # Slot k lies at anchor + 1 + k.
+            known = window.runs(every.first_BT, every.last_BT, anchor_BM + 1 + slot_BM)
         return cls(position_BM, text, known, own, order_BM)
+
+    def known_sets(self, key_BJLE: Tensor, value_BJLE: Tensor) -> list[KeySet]:
+        """What the slots see of these keys and values of the text."""
+        return [KeySet(key_BJLE, value_BJLE, each) for each in self.known]
 
     def ordered(self, slots_BMD: Tensor) -> Tensor:
         """[B, M, D]: rows that stand slot by slot, one block after the other."""
@@ -140,7 +145,7 @@ class BlockNet(PrefixNet):
 
         def one(layer: DecoderLayer, x_BSD: Tensor, z_BMD: Tensor) -> Tensor:
             key, value = layer.self_attn.injected(x_BSD, known_BS2E)
-            known = KeySet(block.text.gathered(key), block.text.gathered(value), block.known)
+            known = block.known_sets(block.text.gathered(key), block.text.gathered(value))
             out_BMD: Tensor = layer(z_BMD, rope_BM2E, _behind(known, block.own))
             return out_BMD
 
@@ -150,11 +155,11 @@ class BlockNet(PrefixNet):
         return z_BMD
 
 
-def _behind(known: KeySet, own: Seen) -> Attending:
+def _behind(known: list[KeySet], own: Seen) -> Attending:
     """The block attends to keys and values of the features, and to its own."""
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_seen(query, [known, KeySet(key, value, own)])
+        return attend_seen(query, [*known, KeySet(key, value, own)])
 
     return look
 
@@ -168,9 +173,7 @@ def _among(block: Block, num_known: int) -> Attending:
         )
         pair = block.text.gathered(known_key), block.text.gathered(known_value)
         text = attend_seen(true, block.text.sets(*pair))
-        known = KeySet(*pair, block.known)
-        return torch.cat(
-            [text, attend_seen(drafted, [known, KeySet(own_key, own_value, block.own)])], dim=1
-        )
+        sets = [*block.known_sets(*pair), KeySet(own_key, own_value, block.own)]
+        return torch.cat([text, attend_seen(drafted, sets)], dim=1)
 
     return look

@@ -26,7 +26,8 @@ from specctl.drafters.nets.blocks import (
     rotary,
 )
 from specctl.drafters.nets.recompute import is_large, run
-from specctl.drafters.nets.seen import Seen, SeenPart, seen_text
+from specctl.drafters.nets.seen import AttentionWindow, Seen, SeenPart, seen_text
+from specctl.drafters.states.kept_rows import KeptRows
 
 Gather = Callable[[Mapping[int, Tensor]], Tensor]  # taps -> states [..., I]
 Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, I], next ids [B, T]) -> [B, T, D]
@@ -74,15 +75,25 @@ class PrefixNet(nn.Module):
 class PrefixState:
     """Features of live rows: the output of the newest true row, and the cache of those before it.
     One writer: the DraftState that owns it. Rows cached = kept length, as the newest token has no
-    state of the target yet; `extra` more fit behind them."""
+    state of the target yet; `extra` more fit behind them. Behind a `window` those that nothing sees
+    any more are dropped, so what the layers write of a row must not depend on other rows."""
 
     def __init__(
-        self, net: PrefixNet, rows: Rows, gather: Gather, space: Space, like: Tensor, extra: int = 0
+        self,
+        net: PrefixNet,
+        rows: Rows,
+        gather: Gather,
+        space: Space,
+        like: Tensor,
+        extra: int = 0,
+        window: AttentionWindow | None = None,
     ) -> None:
         self.net, self.rows, self.gather = net, rows, gather
-        max_len = space.max_len + max(space.max_nodes, extra) + 2
+        width = max(space.max_nodes, extra) + 2
+        self._kept = None if window is None else KeptRows(window, space.num_slots, width)
+        most = space.max_len if self._kept is None else min(space.max_len, self._kept.most)
         layers = [net.shape.kv] * len(net.layers)
-        self.kv = SlotKV.of(layers, space.num_slots, max_len, like.dtype, like.device)
+        self.kv = SlotKV.of(layers, space.num_slots, most + width, like.dtype, like.device)
         self.state_ZD = torch.zeros(
             space.num_slots, net.shape.hidden_size, dtype=like.dtype, device=like.device
         )
@@ -93,12 +104,22 @@ class PrefixState:
         count = self.num_rows[slot] = len(tokens) - 1
         self.is_known[slot] = count > 0
         self.state_ZD[slot] = 0.0
-        if count > 0:
-            slot_1 = torch.full((1,), slot, device=self.state_ZD.device)
-            ids_1T = torch.tensor([list(tokens[1:])], device=self.state_ZD.device)
-            self.kv.begin((slot,), slot_1, slot_1 * 0, count, count, 0)
-            out_1TD = self._run(self.gather(taps)[None], ids_1T, slot_1 * 0, count)
-            self.state_ZD[slot] = out_1TD[0, -1]
+        if self._kept is not None:
+            self._kept.forget(slot)
+        if count == 0:
+            return
+        kept, whole, out_1TD = self._kept, [(0, count, 0)], None
+        for first, last, at in whole if kept is None else kept.runs(self.kv, slot, 0, count):
+            slot_1, at_1, shift_1 = (
+                torch.full((1,), n, device=self.state_ZD.device) for n in (slot, at, first - at)
+            )
+            ids_1T = torch.tensor([list(tokens[first + 1 : last + 1])], device=slot_1.device)
+            span = at + last - first
+            self.kv.begin((slot,), slot_1, at_1, last - first, span, at)
+            state_TD = self.gather({tap: value[first:last] for tap, value in taps.items()})
+            out_1TD = self._run(state_TD[None], ids_1T, at_1, span, shift_1)
+        assert out_1TD is not None, "a text has rows"
+        self.state_ZD[slot] = out_1TD[0, -1]
 
     def observe(self, outcome: Outcome) -> None:
         """Rows of the accepted path: its states, and the tokens emitted after each."""
@@ -107,9 +128,14 @@ class PrefixState:
         W = max(1, *counts)
         ids = [[*new, *(0,) * (W - len(new))] for new in outcome.emitted]
         ids_BW = torch.tensor(ids, device=self.state_ZD.device)
-        span = max(self.num_rows[slot] for slot in view.slots) + W
-        self.kv.begin(view.slots, view.slot_B, view.kept_len_B, W, span)
-        out_BWD = self._run(self.gather(outcome.taps)[:, :W], ids_BW, view.kept_len_B, span)
+        if self._kept is not None:
+            for slot, count in zip(view.slots, counts, strict=True):
+                have = self.num_rows[slot]
+                self._kept.make_room(self.kv, slot, have, have + count)
+        start_B, most = self._entries(view)
+        self.kv.begin(view.slots, view.slot_B, start_B, W, most + W)
+        state_BWD, shift_B = self.gather(outcome.taps)[:, :W], view.kept_len_B - start_B
+        out_BWD = self._run(state_BWD, ids_BW, start_B, most + W, shift_B)
         row_B = torch.arange(len(counts), device=ids_BW.device)
         at_B = torch.tensor(counts, device=ids_BW.device) - 1
         self.state_ZD[view.slot_B] = out_BWD[row_B, at_B]
@@ -117,10 +143,20 @@ class PrefixState:
             self.is_known[slot] = True
             self.num_rows[slot] += count
 
-    def _run(self, state_BWD: Tensor, ids_BW: Tensor, start_B: Tensor, span: int) -> Tensor:
+    def _entries(self, view: RoundView) -> tuple[Tensor, int]:
+        """[B]: how many true rows the cache holds; and the most of them, as the host knows it."""
+        if self._kept is None:
+            return view.kept_len_B, max(self.num_rows[slot] for slot in view.slots)
+        most = max(self.num_rows[slot] - self._kept.dropped[slot] for slot in view.slots)
+        return view.kept_len_B - self._kept.shift_B(view.slots, view.kept_len_B.device), most
+
+    def _run(
+        self, state_BWD: Tensor, ids_BW: Tensor, start_B: Tensor, span: int, shift_B: Tensor
+    ) -> Tensor:
+        """[B, W, D]: true rows from entry `start_B` of the cache on, `shift_B` positions ahead."""
         W = ids_BW.shape[1]
         x_BWD = self.rows(state_BWD.to(self.state_ZD.dtype), ids_BW)
-        position_BW = start_B[:, None] + torch.arange(W, device=start_B.device)
+        position_BW = (start_B + shift_B)[:, None] + torch.arange(W, device=start_B.device)
         return self._take(x_BWD, position_BW, chain_mask(start_B, W, span))
 
     def _take(self, x_BWD: Tensor, position_BW: Tensor, mask: Tensor) -> Tensor:

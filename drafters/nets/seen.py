@@ -115,6 +115,21 @@ class AttentionWindow:
     size: int
     sink: int = 0
 
+    def runs(self, begin_BT: Tensor, last_BT: Tensor, at_BT: Tensor) -> tuple[Seen, ...]:
+        """What queries at `at_BT` see of the keys from `begin_BT`, where their document begins, to
+        `last_BT`: the near ones, of which each sees one at least, and the first ones. No key is in
+        both."""
+        low_BT = torch.maximum(begin_BT, at_BT + (1 - self.size))
+        near = Seen(low_BT, last_BT)
+        if not self.sink:
+            return (near,)
+        return near, Seen(begin_BT, torch.minimum(begin_BT + self.sink, low_BT) - 1)
+
+    def holds(self, text: Seen, ahead: int) -> bool:
+        """Whether queries up to `ahead` positions behind their rows see all of every document."""
+        longest = max((span.stop - span.start for span in text.spans or ()), default=0)
+        return longest + ahead <= self.size
+
 
 @dataclass(frozen=True, slots=True)
 class SeenWindow:
@@ -122,8 +137,7 @@ class SeenWindow:
     none in common, the rows near them and the first ones."""
 
     whole: Seen | SeenPart
-    near: Seen
-    first: Seen | None
+    runs: tuple[Seen, ...]
 
     @classmethod
     def of(
@@ -138,11 +152,7 @@ class SeenWindow:
         rows, `whole` is what the queries here see of them without a window."""
         assert ahead < window.size, f"{ahead} positions ahead of a window of {window.size}"
         begin_BT, at_BT = batch.own(text.first_BT), batch.own(text.last_BT)
-        low_BT = torch.maximum(begin_BT, at_BT + (ahead + 1 - window.size))
-        first = None
-        if window.sink:
-            first = Seen(begin_BT, torch.minimum(begin_BT + window.sink, low_BT) - 1)
-        return cls(whole, Seen(low_BT, at_BT), first)
+        return cls(whole, window.runs(begin_BT, at_BT, at_BT + ahead))
 
     def gathered(self, key_BJLE: Tensor) -> Tensor:
         """Keys or values of whole rows."""
@@ -150,8 +160,7 @@ class SeenWindow:
 
     def sets(self, key_BJLE: Tensor, value_BJLE: Tensor) -> list[KeySet]:
         """The rows near, and the first rows."""
-        seen = [self.near] if self.first is None else [self.near, self.first]
-        return [KeySet(key_BJLE, value_BJLE, each) for each in seen]
+        return [KeySet(key_BJLE, value_BJLE, each) for each in self.runs]
 
 
 def seen_text(batch: TrainBatch) -> Seen | SeenPart:
@@ -170,9 +179,8 @@ def seen_ahead(
     if window is None:
         return [whole] * steps
     text = whole if isinstance(whole, Seen) else Seen.text(batch.document_BS)
-    longest = max((span.stop - span.start for span in text.spans or ()), default=0)
     return [
-        whole if longest + j <= window.size else SeenWindow.of(batch, text, whole, window, j)
+        whole if window.holds(text, j) else SeenWindow.of(batch, text, whole, window, j)
         for j in range(steps)
     ]
 

@@ -69,11 +69,18 @@ class KeptRows:
 
     def chain(self, start_B: Tensor, num_fed: int, span: int) -> Tensor:
         """[B, 1, T, L]: `chain_mask` within the window; all by entries, not positions."""
-        mask = chain_mask(start_B, num_fed, span)
+        return self.within(chain_mask(start_B, num_fed, span), start_B)
+
+    def within(self, mask: Tensor, start_B: Tensor) -> Tensor:
+        """[B, 1, T, L]: what queries behind one another from `start_B` on see through the window of
+        what the mask shows them."""
+        num_fed, span = mask.shape[2:]
         if span <= self.window.size:
             return mask
-        near = chain_mask(start_B, num_fed, span, self.window.size)
-        return near | (mask & self.is_sink(span, start_B.device))
+        query_BT = start_B[:, None] + torch.arange(num_fed, device=start_B.device)
+        at_L = torch.arange(span, device=start_B.device)
+        near_BTL = query_BT[:, :, None] - at_L < self.window.size
+        return mask & (near_BTL | self.is_sink(span, start_B.device))[:, None]
 
     def is_sink(self, span: int, device: torch.device) -> Tensor:
         """[L]: the entries that are always seen."""

@@ -163,9 +163,13 @@ def window_of(config: Any, settings: Mapping[str, Any]) -> int | None:
     """The window of all layers. Engines do not agree on how slots see each other through one where
     config.json does not say, so it must."""
     layers, where = getattr(config, "layer_types", None) or [FULL], "config.json:layer_types"
+    window, forced = getattr(config, "sliding_window", None), settings.get("swa_window_size")
+    if settings.get("use_swa") and (SLIDING not in layers or forced not in (None, window)):
+        found = f"use_swa with layer_types: {layers}, {window} and swa_window_size: {forced} rows"
+        what = "a window is forced upon all layers, and config.json says others of each layer"
+        raise refused(what, found, "the same window in layer_types", REPAIR, where)
     if SLIDING not in layers:
         return None
-    window = getattr(config, "sliding_window", None)
     if set(layers) != {SLIDING} or not isinstance(window, int):
         found = f"layer_types: {layers}, sliding_window: {window}"
         what = "some layers of the head have a window and some have none, or it has no size"
@@ -178,13 +182,24 @@ def window_of(config: Any, settings: Mapping[str, Any]) -> int | None:
     return window
 
 
+# Learned logits of heads, in the words of vLLM's blocks and of MiMo-V2's layers. MiMo-V2's DFlash
+# and Nemotron-H's DSpark have them. The first scales its values, too, and has its mask in another
+# file; the second has the other layout of slots: neither could be read for these logits alone.
+SINK_LOGITS = (
+    "attention_sink_bias",
+    "add_swa_attention_sink_bias",
+    "add_full_attention_sink_bias",
+)
+LOGITS_ARE = (
+    "every attention head has a learned logit beside its scores (an attention sink as gpt-oss has "
+    "them), which our blocks have not; their `sink` is the first tokens, which a window keeps"
+)
 VARIANTS: dict[str, tuple[Any, ...]] = {
     "projector_type": (None, "dflash"),
     "markov_head_type": (None, "vanilla"),
     "sample_from_anchor": (None, False),
     "shift_label": (None, False),
-    "use_swa": (None, False),
-    "attention_sink_bias": (None, False),
+    **dict.fromkeys(SINK_LOGITS, (None, False)),
     "enable_confidence_head": (None, True),
     "use_confidence_head": (None, True),
     "confidence_head_with_markov": (None, True),
@@ -206,6 +221,7 @@ def refuse_variants(settings: Mapping[str, Any], **others: tuple[Any, ...]) -> N
         found = settings.get(key)
         if not any(found is value or (found == value and value) for value in values):
             what = "the head has a part, or a way to attend, that our blocks have not"
+            what = LOGITS_ARE if key in SINK_LOGITS else what
             shown = [str(value).lower() for value in values if value is not None] or ["none"]
             expected = f"{key}: {', '.join(shown)}"
             raise refused(what, f"{key}: {found}", expected, ELSEWHERE, f"config.json:{key}")

@@ -20,7 +20,7 @@ from specctl.drafters.dspark import GATED, PLAIN, RNN, DSpark
 from specctl.drafters.nets.heads import head_rows
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.block_names import published_name
-from specctl.export.layouts.engines import gate, head_factor
+from specctl.export.layouts.engines import gate, head_factor, refuse_sink
 from specctl.export.layouts.speculators.eagle3 import embedding_rows, scaled_rows, written_tensors
 from specctl.export.layouts.speculators.p_eagle import mask_token
 from specctl.export.readers.block_heads import VANILLA
@@ -39,6 +39,7 @@ def blocks_of(source: ExportSource) -> InjectedBlocks:
             expected="rank: 1 or more",
             do="train dflash instead, or train with --set drafter.options.rank=32",
         )
+    refuse_sink(drafter.window)
     options = drafter.options
     if drafter.family == "dflash2" and not (options.candidates and options.conv_taps):
         raise IncompatibleError(
@@ -78,7 +79,8 @@ def refuse_part(source: ExportSource, engine: str) -> None:
 def window_keys(drafter: InjectedBlocks) -> dict[str, Any]:
     """Which layers have a window: all, or none. Engines count the row itself, as we do."""
     kind = "full_attention" if drafter.window is None else "sliding_attention"
-    return {"layer_types": [kind] * len(drafter.net.layers), "sliding_window": drafter.window}
+    size = None if drafter.window is None else drafter.window.size
+    return {"layer_types": [kind] * len(drafter.net.layers), "sliding_window": size}
 
 
 def block_tensors(source: ExportSource) -> dict[str, Tensor]:

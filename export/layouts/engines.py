@@ -21,6 +21,7 @@ from torch import Tensor
 from specctl.core.errors import GateError, IncompatibleError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.blocks import LayerShape
+from specctl.drafters.nets.seen import AttentionWindow
 from specctl.export.formats import FOLDER, TARGET, ExportSource
 from specctl.models.hf_spec import head_scale
 
@@ -172,6 +173,20 @@ def head_factor(source: ExportSource) -> float:
     borrows the head has it in the rows, an engine that shares them has not."""
     config = getattr(getattr(source.target.lm, "module", None), "config", None)
     return 1.0 if config is None else head_scale(config)
+
+
+def refuse_sink(window: AttentionWindow | None) -> None:
+    """Of every published layout: none has a key for first tokens that a window keeps, so that its
+    readers would let them go. (SGLang's --speculative-draft-sink-size is a flag of the server; an
+    `attention_sink_bias` is a learned logit of a head, without a token.)"""
+    if window is not None and window.sink:
+        raise IncompatibleError(
+            "no published layout says that a window keeps the first tokens: engines would read the "
+            "drafter as one without them",
+            found=f"window: {window.size}, sink: {window.sink}",
+            expected="sink: 0",
+            do="--to specctl, or train with --set drafter.options.sink=0",
+        )
 
 
 def refuse_window(source: ExportSource, engine: str) -> None:

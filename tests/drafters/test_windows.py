@@ -206,32 +206,6 @@ def test_a_slot_costs_no_more_however_long_texts_are(target: Target) -> None:
     assert kv.max_len == 4 + 2 * 64 + 10
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_block_sees_the_same_features_in_training_as_in_drafting(
-    target: Target, drive: Any, capture_batch: Any, causal: bool
-) -> None:
-    """Within a window of eight positions, and within one that is longer than the text."""
-    ids, anchors, found = text(LONG), (3, 20, LONG - 6), {}
-    for window in (8, 500, None):
-        options = {"num_heads": 3, "layers": 2, "taps": (0, 2), "causal": causal}
-        drafter = make_heads(target, "dflash", window=window, **options)
-        for matrix in (p for p in drafter.module.net.parameters() if p.dim() == 2):
-            matrix.mul_(12.0)
-        batch = capture_batch(target, drafter, packed(ids))
-        states = drafter.unroll(batch, torch.tensor([anchors]))
-        trained = [state_BSD[0] @ drafter.head_weights()[0].T for state_BSD in states]
-        for at in anchors:
-            known = ids[: at + 2]
-            served_TK = drive(target, drafter).chain_logits([*known, 0, 0], len(known))
-            for logits_SK, served_K in zip(trained, served_TK, strict=True):
-                torch.testing.assert_close(logits_SK[at], served_K, rtol=1e-4, atol=1e-4)
-        found[window] = torch.stack([each[list(anchors)] for each in trained])
-    assert torch.equal(found[500], found[None])
-    assert torch.allclose(found[8][:, 0], found[None][:, 0], atol=1e-5)
-    assert not torch.allclose(found[8][:, 2], found[None][:, 2], atol=1e-2)
-
-
 def test_a_trained_drafter_is_served_with_another_window(target: Target, drive: Any) -> None:
     """As `drafter.options` says; nothing else of it may change, nor the drafter that was given."""
     trained, ids = make(target), text(LONG)

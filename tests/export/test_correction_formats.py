@@ -514,6 +514,7 @@ REFUSED: list[tuple[str, dict[str, Any], Change, str]] = [
         saying(layer_types=["sliding_attention", "full_attention"]),
         r"some layers.*have a window",
     ),
+    ("dflash2", {**MASK, "window": 6}, saying(use_swa=True, swa_window_size=7), r"forced upon all"),
 ]
 
 
@@ -565,12 +566,46 @@ def test_the_published_dflash2_has_fewer_keys(target: Target, publish: Any, tmp_
 def test_a_window_that_sglang_would_take_for_causal_is_read_and_said(
     target: Target, publish: Any, tmp_path: Path
 ) -> None:
-    change: Change = lambda config, tensors: config.pop("is_causal")  # noqa: E731
+    """A window that is forced upon all layers is the same, where they have it anyway."""
+
+    def change(config: Config, tensors: Tensors) -> None:
+        del config["is_causal"]
+        config["dflash_config"].update(use_swa=True, swa_window_size=6)
+
     _, folder = publish(FLAT, change, family="dflash2", num_heads=3, mask_id=9, window=6)
     report = taken(folder, target, tmp_path / "package")
     assert [note.split(",")[0] for note in report.notes] == ["the block is not causal"]
     found: Any = load_drafter(tmp_path / "package", target)
     assert (found.options.window, found.options.causal) == (6, False)
+
+
+@pytest.mark.parametrize(
+    ("to", "family"),
+    [
+        (SPEC, "dflash"), (SPEC, "dspark"), (SPEC, "dflash2"), (SPEC, "eagle3"), (FLAT, "dflash"),
+        (FLAT, "domino"), (FLAT, "lilicorr"), (XPRESS, "xpress"), ("gguf", "dspark"),
+        ("openvino", "dflash"), ("angelslim", "dfly"), ("angelslim", "dflare"),
+    ],
+)  # fmt: skip
+def test_a_window_that_keeps_the_first_tokens_is_written_for_no_engine(
+    to: str, family: str, target: Target, tmp_path: Path
+) -> None:
+    """None of the layouts has a word for them: the folder would be one without."""
+    own = {} if family == "eagle3" else {**MASK, "num_heads": 3}
+    said = "no published layout says.*window: 6, sink: 2.*--to specctl"
+    with pytest.raises(IncompatibleError, match=said):
+        exported(shaken(family, target, window=6, sink=2, **own), target, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["dflash2", "eagle3"])
+def test_a_package_keeps_its_window_and_sinks(family: str, target: Target, tmp_path: Path) -> None:
+    drafter = shaken(family, target, window=7, sink=2)
+    exported(drafter, target, tmp_path / "out", "specctl")
+    found: Any = load_drafter(tmp_path / "out", target)
+    assert same_tensors(found, drafter)
+    assert found.options == drafter.options
+    assert (found.options.window, found.options.sink) == (7, 2)
 
 
 @pytest.mark.parametrize(

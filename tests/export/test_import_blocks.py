@@ -212,6 +212,11 @@ def no_mask(config: Config, tensors: Tensors) -> None:
         part.pop("mask_token_id", None)
 
 
+def sink_logits(config: Config, tensors: Tensors) -> None:
+    """As in MiMo-V2's blocks, without the key that says so."""
+    tensors["layers.0.self_attn.attention_sink_bias"] = torch.zeros(4)
+
+
 def other_row(config: Config, tensors: Tensors) -> None:
     tensors["embed_tokens.weight"][7] += 1
 
@@ -280,8 +285,10 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (FLAT, "domino", inner(projector_type="dflash"), r"projector_type: dflash"),
     (FLAT, "domino", saying(emb_dim=7), r"emb_dim: 7, and 64 in dflash_config"),
     (FLAT, "domino", without("prefix_gru.weight_hh_l0"), r"no memory.weight_hh"),
-    (FLAT, "dflash", inner(attention_sink_bias=True), r"attention_sink_bias: True"),
-    (FLAT, "dflash", inner(use_swa=True), r"use_swa: True"),
+    (FLAT, "dflash", inner(attention_sink_bias=True), r"learned logit.*attention_sink_bias: True"),
+    (FLAT, "dflash", saying(add_swa_attention_sink_bias=True), r"learned logit.*add_swa_attention"),
+    (FLAT, "dflash", sink_logits, r"net.layers.0.self_attn.attention_sink_bias.*none such"),
+    (FLAT, "dflash", inner(use_swa=True), r"use_swa with layer_types.*full_attention"),
     (FLAT, "dflash", inner(attention_value_scale=0.5), r"attention_value_scale: 0.5"),
     (FLAT, "dflash", inner(output_multiplier=0.5), r"output_multiplier: 0.5"),
     (FLAT, "dflash", inner(final_logit_softcapping=30.0), r"final_logit_softcapping: 30.0"),

@@ -334,12 +334,6 @@ def test_a_tap_that_no_engine_hands_out_is_refused(target: Target, tmp_path: Pat
     assert not (tmp_path / "o").exists()
 
 
-def test_sinks_of_a_window_are_refused(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(IncompatibleError, match="sink: 2"):
-        exported(shaken("eagle3", target, window=6, sink=2), target, tmp_path / "o", "speculators")
-    assert not (tmp_path / "o").exists()
-
-
 def test_without_a_spare_token_a_masked_place_cannot_be_written(
     plain_target: Target, tmp_path: Path
 ) -> None:

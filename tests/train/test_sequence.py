@@ -150,7 +150,7 @@ SHARING: dict[str, dict[str, Any]] = {
     "chimera": ALL,
     "clover": {},
     "coral": {"ttt_steps": 3, "noise": 0.0, "head_groups": 3, "head_top": 1},
-    "dflash": {**ALL, "layers": 2, "d_pace": 0.25, "window": 8},
+    "dflash": {**ALL, "layers": 2, "d_pace": 0.25, "window": 8, "sink": 2},
     "dflare": {**ALL, "layers": 2},
     "dflash2": {**ALL, "layers": 2, "rank": 4},
     "dfly": {**ALL, "layers": 2, "inner": 8},

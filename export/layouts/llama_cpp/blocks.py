@@ -95,7 +95,7 @@ def write(source: ExportSource, path: Path) -> None:
         writer.add_uint32(f"{ARCH}.block_size", drafter.num_slots)
         writer.add_bool(f"{ARCH}.attention.causal", drafter.is_causal)
         if drafter.window is not None:
-            writer.add_uint32(f"{ARCH}.attention.sliding_window", drafter.window)
+            writer.add_uint32(f"{ARCH}.attention.sliding_window", drafter.window.size)
             pattern = [True] * len(net.layers)
             writer.add_array(f"{ARCH}.attention.sliding_window_pattern", pattern)
         if isinstance(drafter, DFlash2):

@@ -32,7 +32,8 @@ def refuse(source: ExportSource) -> None:
     if drafter.is_causal or drafter.window is not None:
         raise IncompatibleError(
             f"{ENGINE} computes blocks whose slots see each other and the whole text",
-            found=f"causal: {str(drafter.is_causal).lower()}, window: {drafter.window or 'null'}",
+            found=f"causal: {str(drafter.is_causal).lower()}, "
+            f"window: {drafter.options.window or 'null'}",
             expected="causal: false, window: null",
             do="--to speculators (vLLM), --to sglang or --to gguf",
         )

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.errors import IncompatibleError
 from specctl.drafters.eagle3 import Eagle3
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.routed import PREFIX
@@ -28,6 +27,7 @@ from specctl.export.layouts.engines import (
     dimensions,
     draft_length,
     hidden_state_ids,
+    refuse_sink,
     rope_fields,
     vocab_tensors,
 )
@@ -72,13 +72,7 @@ def write(source: ExportSource) -> SpeculatorsFolder:
 
 def window_keys(window: AttentionWindow) -> dict[str, Any]:
     """`sliding_window` counts the row itself in vLLM and speculators, as in ours."""
-    if window.sink:
-        raise IncompatibleError(
-            "vLLM's windows keep no first rows",
-            found=f"sink: {window.sink}",
-            expected="sink: 0",
-            do="train with --set drafter.options.sink=0",
-        )
+    refuse_sink(window)
     return {"layer_types": ["sliding_attention"], "sliding_window": window.size}
 
 
