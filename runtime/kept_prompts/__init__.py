@@ -3,8 +3,9 @@
 A model beside the target (`--mix`) reads the prompt first and says what of it matters (Draft-based
 Approximate Inference, arXiv 2506.08373). `specpc`: the target reads only the tokens that the
 model's attention found important. `speckv`: the target reads all, and of each head keeps the keys
-and values that an answer drafted by the model looks at. A prompt with no more tokens than are kept
-is read as ever, and its answer is the target's own. Drafting changes nothing of either.
+and values that an answer drafted by the model looks at. `speckvpc` does one behind the other. A
+prompt with no more tokens than are kept is read as ever, and its answer is the target's own.
+Drafting changes nothing of either.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from dataclasses import replace
 from specctl.core.drafter import Drafter
 from specctl.runtime.kept_prompts.base import KeptPrompts, Writing
 from specctl.runtime.kept_prompts.spec_kv import SpecKV
+from specctl.runtime.kept_prompts.spec_kv_pc import SpecKVPC
 from specctl.runtime.kept_prompts.spec_pc import SpecPC
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.target.target import Target
 
-KINDS: Mapping[str, type[KeptPrompts]] = {"specpc": SpecPC, "speckv": SpecKV}
+KINDS: Mapping[str, type[KeptPrompts]] = {
+    "specpc": SpecPC,
+    "speckv": SpecKV,
+    "speckvpc": SpecKVPC,
+}
 
 __all__ = ["KINDS", "KeptPrompts", "make_kept_prompts"]
 

@@ -1,5 +1,5 @@
 """SpecKV: of a prompt's keys and values the target keeps those that a drafted answer looks at
-(arXiv 2506.08373, section 4.1, algorithm 1).
+(arXiv 2506.08373).
 
 The draft model writes `lookahead` tokens greedily. The target reads the prompt and them. In each
 layer, the score of a key is the largest attention weight that one of the last `WINDOW` tokens of
@@ -82,7 +82,7 @@ class SpecKV(KeptPrompts):
         check_shows(target.lm)
         if drafter is not None and (drafter.needs().taps or drafter.needs().borrow):
             raise IncompatibleError(
-                "speckv drops keys and states of the prompt that this drafter reads",
+                f"{self.mixture.law} drops keys and states of the prompt that this drafter reads",
                 where="--mix",
                 found=f"family {drafter.family}",
                 expected="a drafter that reads tokens alone, e.g. prompt-lookup or small-lm",
@@ -100,15 +100,12 @@ class SpecKV(KeptPrompts):
             for r, n in zip(requests, wanted, strict=True)
         ]
         self.engine.open(min(max(sizes, default=1), self.lm.spec.max_positions))
-        done = []
-        for index, request in enumerate(requests):
-            done.append(self._answer(index, request, on_round))
-        return done
+        return [self._answer(index, one, on_round) for index, one in enumerate(requests)]
 
     def lookahead(self, request: Request) -> int:
         """How many tokens are drafted behind a prompt, to see what they look at."""
         left = self.lm.spec.max_positions - len(request.tokens)
-        return min(int(self.mixture.numbers[1]), request.sampling.max_new_tokens, max(0, left - 1))
+        return min(int(self.mixture.numbers[-1]), request.sampling.max_new_tokens, max(0, left - 1))
 
     def _answer(self, index: int, request: Request, on_round: OnNew | None) -> Completion:
         given = self.kept(index, request)
@@ -151,7 +148,7 @@ class SpecKV(KeptPrompts):
     def _compress(self, request: Request) -> None:
         """Read the prompt and what is drafted behind it, and leave the kept entries in the slot."""
         kv, lm = self.engine.reader.kv, self.lm.lm
-        tokens, num_prompt = [*request.tokens, *self._drafted(request)], len(request.tokens)
+        tokens, num_prompt = [*request.tokens, *self.drafted(request)], len(request.tokens)
         first = num_prompt - 1 - WINDOW
         for layer, weight_HTL in read_and_watch(
             lm, kv, tokens, len(tokens) - first, range(lm.spec.num_layers)
@@ -162,8 +159,8 @@ class SpecKV(KeptPrompts):
                 at_JCE = at_JC[:, :, None].expand(-1, -1, store_JLE.shape[-1])
                 store_JLE[:, : self.keep] = store_JLE.gather(1, at_JCE)
 
-    def _drafted(self, request: Request) -> tuple[int, ...]:
-        """What the draft model writes behind the prompt; of an end of text nothing is read."""
+    def drafted(self, request: Request) -> tuple[int, ...]:
+        """What the draft model writes behind the prompt."""
         if (length := self.lookahead(request)) == 0:
             return ()
         sampling = Sampling(max_new_tokens=length)

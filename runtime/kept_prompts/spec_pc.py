@@ -1,5 +1,4 @@
-"""SpecPC: the target reads the part of a prompt that a draft model attends to (arXiv 2506.08373,
-section 4.2, algorithm 2).
+"""SpecPC: the target reads the part of a prompt that a draft model attends to (arXiv 2506.08373).
 
 The draft reads the whole prompt. A token's score is the largest attention weight that one of the
 last `WINDOW` tokens gives it, in any head of any layer from `FIRST_LAYER` on; the weights of these
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.core.language_model import LanguageModel
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.kept_prompts.attention import check_shows, read_and_watch
@@ -48,23 +48,28 @@ class SpecPC(KeptPrompts):
         """The tokens that the target reads of a prompt."""
         began, found = time.perf_counter(), tokens
         if len(tokens) > self.keep:
-            found = tuple(tokens[at] for at in kept_places(self.scores(tokens), self.keep))
+            score_L = scores(self.beside.lm, tokens, self.mixture.numbers[1])
+            found = tuple(tokens[at] for at in kept_places(score_L, self.keep))
         self.choosing_seconds += time.perf_counter() - began
         self.counts.count(len(tokens), len(found))
         return found
 
-    @torch.inference_mode()
-    def scores(self, tokens: Sequence[int]) -> Tensor:
-        """[L] of every token of a prompt."""
-        lm = self.beside.lm
-        read = max(1, round(self.mixture.numbers[1] * lm.spec.num_layers))
-        layers = range(min(FIRST_LAYER, read // 2), read)
-        kv, window = lm.new_kv(1, len(tokens)), min(WINDOW, len(tokens))
-        ramp_T1 = torch.linspace(0, 1, window, device=lm.device)[:, None]
-        best_L = torch.zeros(len(tokens), device=lm.device)
-        for _, weight_HTL in read_and_watch(lm, kv, tokens, window, layers):
-            best_L = torch.maximum(best_L, (weight_HTL * ramp_T1).amax((0, 1)))
-        return best_L
+
+@torch.inference_mode()
+def scores(
+    lm: LanguageModel, tokens: Sequence[int], depth: float, drafted: Sequence[int] = ()
+) -> Tensor:
+    """[L] of every token of a prompt, by its last tokens and those `drafted` behind it, which count
+    in full."""
+    read = max(1, round(depth * lm.spec.num_layers))
+    layers = range(min(FIRST_LAYER, read // 2), read)
+    window, length = min(WINDOW, len(tokens)), len(tokens) + len(drafted)
+    ramp_T = torch.cat([torch.linspace(0, 1, window), torch.ones(len(drafted))])
+    ramp_T1, best_L = ramp_T.to(lm.device)[:, None], torch.zeros(length, device=lm.device)
+    watched = read_and_watch(lm, lm.new_kv(1, length), [*tokens, *drafted], len(ramp_T), layers)
+    for _, weight_HTL in watched:
+        best_L = torch.maximum(best_L, (weight_HTL * ramp_T1).amax((0, 1)))
+    return best_L[: len(tokens)]
 
 
 def kept_places(score_L: Tensor, keep: int) -> list[int]:

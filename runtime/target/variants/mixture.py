@@ -19,8 +19,8 @@ and a small model as functions of their logits):
 `entropy` and `reward` are no law of the next token: the models write in turns, which is approximate
 (runtime/turns). A third model may judge the second one's steps: `reward:0.7=MODEL,JUDGE`.
 
-With `specpc` and `speckv` the model beside the target reads a long prompt first and says what of it
-the target keeps, which is approximate, too (runtime/kept_prompts).
+With `specpc`, `speckv` and `speckvpc` the model beside the target reads a long prompt first, and
+says what of it the target keeps, which is approximate, too (runtime/kept_prompts).
 
 Letters: T fed tokens, V target vocabulary; axes before them are of any kind.
 """
@@ -180,6 +180,19 @@ KEPT: Mapping[str, MixingLaw] = {
             (LONGEST_PROMPT,),
             counts=(0, 1),
         ),
+        MixingLaw(
+            "speckvpc",
+            "of a long prompt the important tokens, and of these the keys looked at (SpecKV-PC)",
+            _DRAFT_BASED,
+            None,
+            (
+                ("keep", 512, 64, LONGEST_PROMPT),
+                ("prompt", 2048, 128, LONGEST_PROMPT),
+                ("lookahead", 64, 0, LONGEST_PROMPT),
+            ),
+            (LONGEST_PROMPT, LONGEST_PROMPT),
+            counts=(0, 1, 2),
+        ),
     )
 }
 _KNOWN = {**LAWS, **TURNS, **KEPT}
@@ -226,7 +239,7 @@ class Mixture:
         """What answers one prompt at a time; None where several rows go on together."""
         if self.is_in_turns:
             return "models that write in turns serve"
-        return "speckv keeps keys of" if self.law == "speckv" else None
+        return f"{self.law} keeps keys of" if self.law in ("speckv", "speckvpc") else None
 
     def warning(self, target: str) -> str:
         """What a user should know of everything that this mixture writes."""
@@ -240,8 +253,8 @@ class Mixture:
             )
         if self.keeps_part:
             return (
-                f"{self.law_text} is approximate: of prompts with more than {self.numbers[0]:,.0f} "
-                f"tokens {target} keeps what {self.model} chooses"
+                f"{self.law_text} is approximate: of longer prompts {target} keeps what "
+                f"{self.model} chooses"
             )
         return (
             f"answers are those of {self.law_text} over {target} and {self.model}, not of {target} "

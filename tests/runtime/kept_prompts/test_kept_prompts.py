@@ -89,17 +89,14 @@ def test_specpc_scores_are_the_largest_weights_of_the_last_tokens(
 ) -> None:
     """Of upper layers alone; the weights of older tokens count less."""
     prompt = prompt_of(150)
-    whole = kept("specpc:128", *targets)
-    chooser = make_kept_prompts(whole, None, None, "auto")
-    assert isinstance(chooser, spec_pc.SpecPC)
     ramp_T1 = torch.linspace(0, 1, 64)[:, None]
     layers = attentions(models[1], prompt)[LAYERS // 2 :]
     wanted_L = torch.stack([(one[:, -64:] * ramp_T1).amax((0, 1)) for one in layers]).amax(0)
-    torch.testing.assert_close(chooser.scores(prompt), wanted_L, rtol=1e-4, atol=1e-6)
-    lower = make_kept_prompts(kept("specpc:128:0.5", *targets), None, None, "auto")
-    assert isinstance(lower, spec_pc.SpecPC)
+    found_L = spec_pc.scores(targets[1].lm, prompt, 1.0)
+    torch.testing.assert_close(found_L, wanted_L, rtol=1e-4, atol=1e-6)
     first_L = (attentions(models[1], prompt)[0][:, -64:] * ramp_T1).amax((0, 1))
-    torch.testing.assert_close(lower.scores(prompt), first_L, rtol=1e-4, atol=1e-6)
+    found_L = spec_pc.scores(targets[1].lm, prompt, 0.5)
+    torch.testing.assert_close(found_L, first_L, rtol=1e-4, atol=1e-6)
 
 
 def places(score: Sequence[float], keep: int) -> list[int]:
@@ -220,6 +217,24 @@ def test_speckv_decodes_with_the_kept_keys_at_the_places_of_the_whole_prompt(
     ]  # fmt: skip
 
 
+def test_speckvpc_keeps_keys_of_the_kept_tokens(
+    models: tuple[Any, Any], targets: tuple[Target, Target]
+) -> None:
+    """What is drafted behind the whole prompt chooses both."""
+    prompt = prompt_of(170, 7)
+    made = generate(kept("speckvpc:64:128:9", *targets), [prompt, prompt[:50]], sampling=GREEDY)
+    drafted = tokens(generate(targets[1], [prompt], sampling=Sampling(max_new_tokens=9)))[0]
+    ramp_T1 = torch.cat([torch.linspace(0, 1, 64), torch.ones(9)])[:, None]
+    layers = attentions(models[1], [*prompt, *drafted])[LAYERS // 2 :]
+    every_L = torch.stack([(one[:, -73:] * ramp_T1).amax((0, 1)) for one in layers]).amax(0)
+    short = [prompt[at] for at in places(every_L[:-9].tolist(), 128)]
+    seen, new = kept_of(models[0], short, drafted, 64), tokens(made)
+    assert new[0] == logits_of(models[0], short, new[0], seen)[:-1].argmax(-1).tolist()
+    assert new[1:] == tokens(generate(targets[0], [prompt[:50]], sampling=GREEDY))
+    assert made.stats.kept is not None
+    assert made.stats.kept.to_json() == {"prompt_tokens": 220, "kept_tokens": 115}
+
+
 def test_each_head_keeps_its_own_keys(models: tuple[Any, Any]) -> None:
     seen = kept_of(models[0], prompt_of(150, 4), [], 64)
     assert seen[0][0] != seen[0][1]
@@ -237,7 +252,7 @@ def test_the_context_counts_dropped_positions(models: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("word", ["specpc:1e6", "specpc:190", "speckv:1e6", "speckv:189"])
+@pytest.mark.parametrize("word", ["specpc:190", "speckv:189", "speckvpc:1e6:190"])
 def test_a_prompt_that_fits_is_answered_as_by_the_target_alone(
     targets: tuple[Target, Target], sampling: Sampling, word: str
 ) -> None:
@@ -267,6 +282,13 @@ def test_what_cannot_keep_a_part_is_refused(targets: tuple[Target, Target]) -> N
     long = prompt_of(256)
     with pytest.raises(SpecctlError, match="chooses what is kept"):
         generate(whole, [long], sampling=GREEDY)
-    for word in ("specpc:100", "specpc:200.5", "speckv:64:1.5", "specpc=a,b", "specpc:200:0"):
+    for word in (
+        "specpc:100",
+        "specpc:200.5",
+        "speckv:64:1.5",
+        "specpc=a,b",
+        "specpc:200:0",
+        "speckvpc:64:64",
+    ):
         with pytest.raises(RecipeError):
             parse(word if "=" in word else f"{word}=m")
