@@ -1,8 +1,9 @@
 """What is won and lost where the target keeps a part of long prompts (`--mix specpc` and `speckv`).
 
 Prompts are made as by `long_context.py`. Of every word: processor seconds to the first token,
-milliseconds a token behind it, and the loss of plain decoding's answer (nats a token) behind what
-is kept, over its loss behind the whole prompt; means +- standard errors over prompts. With
+milliseconds a token behind it, and along plain decoding's answer its loss (nats a token) behind
+what is kept over that behind the whole prompt, and the mean total variation between what is said
+behind either; means +- standard errors over prompts. With
 `--needles` so many other prompts, of `--needle-texts` texts, hide a number in a sentence, and are
 counted where the answer says it. `newest:KEEP` keeps the first 64 tokens and the newest ones. A
 line stands as soon as a prompt is measured; the table of all comes last.
@@ -27,8 +28,10 @@ import torch
 from long_context import ORDER, prompts
 
 from specctl import load_target
-from specctl.core.language_model import Feed
+from specctl.core.kv_cache import SlotKV
+from specctl.core.language_model import Feed, LanguageModel
 from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.prefill import prefill
 from specctl.runtime.engine.request import Request, Row
 from specctl.runtime.kept_prompts import KeptPrompts, make_kept_prompts
 from specctl.runtime.kept_prompts.spec_kv import SpecKV
@@ -37,7 +40,6 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants.mixed import in_turns
 from specctl.runtime.target.variants.mixture import parse
-from specctl.runtime.turns.reward import Judge
 
 BEGINNING = 64
 NEEDLE = "The secret number of the harbour is {}. Remember it."
@@ -78,24 +80,34 @@ def answered(
     return text, marks[0] - began, (marks[-1] - marks[0]) / max(1, len(marks) - 1)
 
 
-def loss(engine: KeptPrompts, judge: Judge, prompt: Sequence[int], text: Sequence[int]) -> float:
-    """Nats a token of that answer behind what the target keeps of the prompt."""
-    if not isinstance(engine, SpecKV):
-        assert isinstance(engine, SpecPC)
-        return -math.log(judge.score(engine.shortened(tuple(prompt)), text))
-    request = Request(tuple(prompt), Sampling(max_new_tokens=len(text)))
-    engine.engine.open(len(prompt) + len(text) + 8)
-    kept = engine.kept(0, request).tokens
-    kv, lm, at = engine.engine.reader.kv, engine.lm, len(kept) - 1
-    fed, start_B = [kept[-1], *text[:-1]], torch.tensor([at])
+def law(lm: LanguageModel, kv: SlotKV, root: int, text: Sequence[int], at: int) -> torch.Tensor:
+    """[T, V] log-probabilities at every token of that text, behind a root that stands there."""
+    fed, start_B = [root, *text[:-1]], torch.tensor([at])
     kv.begin((0,), torch.tensor([0]), start_B, len(fed), at + len(fed), at)
     masks = lm.chain_masks(start_B, len(fed), at + len(fed))
     position_BT = torch.arange(at, at + len(fed))[None]
     with torch.inference_mode():
         out = lm.run(Feed(torch.tensor([fed]), position_BT, masks), kv)
     assert out.logits_BTV is not None
-    logp_TV = out.logits_BTV[0].float().log_softmax(-1)
-    return -float(logp_TV.gather(1, torch.tensor(text)[:, None]).mean())
+    return out.logits_BTV[0].float().log_softmax(-1)
+
+
+def law_behind(
+    target: Target, engine: Engine | KeptPrompts, prompt: Sequence[int], text: Sequence[int]
+) -> torch.Tensor:
+    """The same behind what the target keeps of a prompt."""
+    tokens = tuple(prompt)
+    if isinstance(engine, SpecKV):
+        engine.engine.open(len(prompt) + len(text) + 8)
+        request = Request(tokens, Sampling(max_new_tokens=len(text)))
+        tokens = engine.kept(0, request).tokens
+        return law(engine.lm, engine.engine.reader.kv, tokens[-1], text, len(tokens) - 1)
+    if isinstance(engine, SpecPC):
+        tokens = engine.shortened(tokens)
+    kv = target.new_kv(1, len(tokens) + len(text))
+    with torch.inference_mode():
+        prefill(target, kv, Row.of(0, 0, Request(tokens)))
+    return law(target.lm, kv, tokens[-1], text, len(tokens) - 1)
 
 
 def needles(target: Target, path: Path, texts: int, count: int) -> list[tuple[list[int], str]]:
@@ -139,35 +151,37 @@ def main() -> None:
     beside = target if words.beside is None else load_target(words.beside)
     given = prompts(target, words.prompts, "summarization", words.texts, words.count)
     hidden = needles(target, words.prompts, words.needle_texts, words.needles)
-    judge = Judge(target)
-    judge.open(max(map(len, given), default=1) + words.tokens)
     names = ["plain", *words.words]
     engines = {name: writer(name, target, beside) for name in names}
-    first, each, lost = ({name: list[float]() for name in names} for _ in range(3))
+    first, each, lost, apart = ({name: list[float]() for name in names} for _ in range(4))
     said = {name: list[bool]() for name in names}
     for prompt in given:
-        answer, own = (), 0.0
+        answer, own_TV = (), torch.empty(0)
         for name, engine in engines.items():
             text, seconds, step = answered(engine, prompt, words.tokens)
-            if isinstance(engine, Engine):
-                answer, own = text, -math.log(judge.score(prompt, text))
-                lost[name].append(own)
-            else:
-                lost[name].append(loss(engine, judge, prompt, answer) - own)
+            answer = text if name == "plain" else answer
+            law_TV = law_behind(target, engine, prompt, answer)
+            own_TV = law_TV if name == "plain" else own_TV
+            at_T1 = torch.tensor(answer)[:, None]
+            before = 0.0 if name == "plain" else float(own_TV.gather(1, at_T1).mean())
+            lost[name].append(before - float(law_TV.gather(1, at_T1).mean()))
+            apart[name].append(float((law_TV.exp() - own_TV.exp()).abs().sum(-1).mean() / 2))
             first[name].append(seconds)
             each[name].append(1000 * step)
             figures = f"{seconds:.2f} s, {1000 * step:.1f} ms, loss {lost[name][-1]:.3f}"
+            figures += f", distance {apart[name][-1]:.3f}"
             print(f"{len(prompt)} tokens, {name}: {figures}", file=sys.stderr, flush=True)
     for prompt, number in hidden:
         for name, engine in engines.items():
             text = target.decode(answered(engine, prompt, 24)[0])
             said[name].append(number in text)
             print(f"{len(prompt)} tokens, {name}: {number} {text!r}", file=sys.stderr, flush=True)
-    print("| word | s to the first token | ms a token | loss of plain's answer | needles |")
-    print("|---|---|---|---|---|")
+    titles = "s to the first token | ms a token | loss of plain's answer | distance | needles"
+    print(f"| word | {titles} |\n|---|---|---|---|---|---|")
     for name in names:
         found = f"{sum(said[name])} of {len(said[name])}"
-        cells = cell(first[name], 1), cell(each[name], 1), cell(lost[name], 3)
+        cells = [cell(first[name], 1), cell(each[name], 1), cell(lost[name], 3)]
+        cells.append(cell(apart[name], 3))
         print(f"| `{name}` | {' | '.join(cells)} | {found} |", flush=True)
 
 
