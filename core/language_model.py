@@ -360,7 +360,7 @@ class LanguageModel(ABC):
         the keys of its cache are: what attends to them, after division by sqrt(E)."""
         raise IncompatibleError(
             f"what {type(self.module).__name__} attends to is not shown",
-            expected="a Llama, Mistral, Qwen2 or Qwen3 on one device",
+            expected="attention without a soft cap, sinks or latent keys",
             do="leave out --mix",
         )
 

@@ -99,6 +99,18 @@ def test_specpc_scores_are_the_largest_weights_of_the_last_tokens(
     torch.testing.assert_close(found_L, first_L, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("model_type", ["gpt_neox", "phi", "granite", "qwen3"])
+def test_attention_is_seen_in_other_architectures(model_type: str) -> None:
+    """Rotated in part, scaled otherwise, with norms of queries."""
+    more = {"attention_multiplier": 0.2} if model_type == "granite" else {}
+    model = build_model(model_type, LAYERS, vocab=VOCAB, seed=3, **more)
+    prompt = prompt_of(90)
+    wanted_L = attentions(model, prompt)[1][:, -64:]
+    wanted_L = (wanted_L * torch.linspace(0, 1, 64)[:, None]).amax((0, 1))
+    found_L = spec_pc.scores(Target.from_model(model).lm, prompt, 1.0)
+    torch.testing.assert_close(found_L, wanted_L, rtol=1e-3, atol=1e-5)
+
+
 def places(score: Sequence[float], keep: int) -> list[int]:
     """The kept places by the paper's words: every step of its own, on lists."""
     length = len(score)
@@ -269,7 +281,7 @@ def test_what_cannot_keep_a_part_is_refused(targets: tuple[Target, Target]) -> N
     with pytest.raises(IncompatibleError, match="kept in part"):  # before anything is read
         AnsweringChoice("no-such-model", mix="speckv=tiny")._mix()
     windowed = Target.from_model(build_model("mistral", 1, vocab=VOCAB))
-    other = Target.from_model(build_model("gpt_neox", 1, vocab=VOCAB))
+    other = Target.from_model(build_model("gemma2", 1, vocab=VOCAB))
     for word, target, beside in (
         ("specpc", targets[0], windowed), ("speckv", windowed, targets[0]),
         ("specpc", targets[0], other), ("speckv", other, targets[0]),
