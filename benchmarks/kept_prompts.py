@@ -59,8 +59,8 @@ def writer(word: str, target: Target, beside: Target) -> Engine | KeptPrompts:
     """What answers by that word."""
     if word == "plain":
         return Engine(target)
-    law = word.replace("newest", "specpc")
-    found = make_kept_prompts(in_turns(target, [beside], parse(f"{law}=m")), None, None, "auto")
+    named = word.replace("newest", "specpc")
+    found = make_kept_prompts(in_turns(target, [beside], parse(f"{named}=m")), None, None, "auto")
     if word.startswith("newest"):
         found.__class__ = Newest
     return found
