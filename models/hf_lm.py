@@ -109,7 +109,8 @@ def _attention(
     if heads is not None:
         query = heads.queries(query)
     if (shown := _QUERIES.get()) is not None and softcap is None and sink_H is None:
-        shown[int(module.layer_idx)] = query * (scale * query.shape[-1] ** 0.5)
+        layer: Any = module.layer_idx
+        shown[layer] = query * (scale * query.shape[-1] ** 0.5)
     if softcap is None and sink_H is None:
         out = attend(query, key, value, attention_mask, scale)
     else:

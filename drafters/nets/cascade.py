@@ -29,7 +29,7 @@ from specctl.drafters.nets.selector import BestTokens, spread
 
 
 @dataclass(frozen=True, slots=True)
-class Cascade:
+class CascadedBlock:
     """What the inner correction shares; draft rows [X, P, C] of the candidates, and how good the
     best continuation behind each is; rows of the draft vocabulary."""
 
@@ -48,11 +48,11 @@ class CascadedCorrection(Correction):
         assert inner.first_order, "a chain whose scores depend on more than the newest token"
         self.inner, self.candidates, self.ids_K = inner, candidates, ids_K
 
-    def start(self, block: FilledBlock) -> tuple[Cascade, Tensor]:
+    def start(self, block: FilledBlock) -> tuple[CascadedBlock, Tensor]:
         shared, carry_X1Y = self.inner.start(block)
         rows_XPC = BestTokens.of(wide(block.base), self.candidates).rows
         after_XPC = self._after(shared, carry_X1Y, rows_XPC)
-        return Cascade(shared, rows_XPC, after_XPC, block.base.shape[-1]), carry_X1Y
+        return CascadedBlock(shared, rows_XPC, after_XPC, block.base.shape[-1]), carry_X1Y
 
     def _after(self, shared: Any, carry_X1Y: Tensor, rows_XPC: Tensor) -> Tensor:
         """[X, P, C]: the best log-probability of all slots behind each candidate."""
@@ -80,14 +80,16 @@ class CascadedCorrection(Correction):
         rows_XMC = rows_XPC[:, 1:].repeat_interleave(C, dim=1)
         return logp_XMK.gather(-1, rows_XMC).view(X, P - 1, C, C)
 
-    def read(self, shared: Cascade, depth_XM: Tensor, carry_XMY: Tensor, ids_XM: Tensor) -> Tensor:
+    def read(
+        self, shared: CascadedBlock, depth_XM: Tensor, carry_XMY: Tensor, ids_XM: Tensor
+    ) -> Tensor:
         return self.inner.read(shared.inner, depth_XM, carry_XMY, ids_XM)
 
-    def scores(self, shared: Cascade, depth_XM: Tensor, carry_XMY: Tensor) -> Tensor:
+    def scores(self, shared: CascadedBlock, depth_XM: Tensor, carry_XMY: Tensor) -> Tensor:
         logits_XMK = self.inner.scores(shared.inner, depth_XM, carry_XMY)
         rows_XMC = at_depth(shared.rows_XPC, depth_XM)
         logp_XMC = wide(logits_XMK).log_softmax(-1).gather(-1, rows_XMC)
         return spread(logp_XMC + at_depth(shared.after_XPC, depth_XM), rows_XMC, shared.num_rows)
 
-    def shown(self, shared: Cascade, depth_XM: Tensor, carry_XMY: Tensor) -> Tensor | None:
+    def shown(self, shared: CascadedBlock, depth_XM: Tensor, carry_XMY: Tensor) -> Tensor | None:
         return self.inner.shown(shared.inner, depth_XM, carry_XMY)

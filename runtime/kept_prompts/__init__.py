@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specctl.core.drafter import Drafter
-from specctl.runtime.kept_prompts.base import KeptPrompts, Writing
+from specctl.runtime.kept_prompts.base import Answering, KeptPrompts
 from specctl.runtime.kept_prompts.spec_kv import SpecKV
 from specctl.runtime.kept_prompts.spec_kv_pc import SpecKVPC
 from specctl.runtime.kept_prompts.spec_pc import SpecPC
@@ -51,5 +51,5 @@ def make_kept_prompts(
         beside=(),
     )
     beside = replace(target.beside[0], eos_ids=target.eos_ids, ends=target.ends)
-    writing = Writing(own, drafter, policy, rule, num_slots, chooser)
+    writing = Answering(own, drafter, policy, rule, num_slots, chooser)
     return KINDS[mixture.law](writing, beside, mixture)

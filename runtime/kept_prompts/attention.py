@@ -7,6 +7,7 @@ tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -60,7 +61,7 @@ def weights_of(query_HTE: Tensor, key_JLE: Tensor) -> Tensor:
     H, T, E = query_HTE.shape
     J, L, _ = key_JLE.shape
     scores_JTL = query_HTE.reshape(J, H // J * T, E).float() @ key_JLE.float().transpose(1, 2)
-    scores_HTL = scores_JTL.view(H, T, L) * E**-0.5
+    scores_HTL = scores_JTL.view(H, T, L) / math.sqrt(E)
     is_behind_TL = torch.ones(T, L, dtype=torch.bool, device=key_JLE.device).triu(L - T + 1)
     return scores_HTL.masked_fill(is_behind_TL, -torch.inf).softmax(-1)
 

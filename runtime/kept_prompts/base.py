@@ -20,7 +20,7 @@ OnNew = Callable[[Row, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class Answering:
     """The target and how it writes its answers."""
 
     target: Target
@@ -42,7 +42,7 @@ class KeptPrompts(ABC):
 
     engine: Engine
 
-    def __init__(self, writing: Writing, beside: Target, mixture: Mixture) -> None:
+    def __init__(self, writing: Answering, beside: Target, mixture: Mixture) -> None:
         self.beside, self.mixture, self.counts = beside, mixture, KeptCounts()
         self.keep = int(mixture.numbers[0])
         self.choosing_seconds = 0.0
@@ -50,7 +50,7 @@ class KeptPrompts(ABC):
         self.policy = self.engine.policy
 
     @abstractmethod
-    def open_engine(self, writing: Writing) -> Engine:
+    def open_engine(self, writing: Answering) -> Engine:
         """The target's engine; refuses what cannot be used here."""
 
     @abstractmethod

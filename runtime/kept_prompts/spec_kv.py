@@ -30,7 +30,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request, Row
 from specctl.runtime.engine.scheduler import CachedPrefix
 from specctl.runtime.kept_prompts.attention import check_shows, read_and_watch
-from specctl.runtime.kept_prompts.base import KeptPrompts, OnNew, Writing
+from specctl.runtime.kept_prompts.base import Answering, KeptPrompts, OnNew
 from specctl.runtime.sampling.sampling import Sampling
 
 WINDOW, SMOOTHED = 32, 7  # as the paper's configurations
@@ -77,7 +77,7 @@ class SpecKV(KeptPrompts):
 
     lm: ShiftedLM
 
-    def open_engine(self, writing: Writing) -> Engine:
+    def open_engine(self, writing: Answering) -> Engine:
         target, drafter = writing.target, writing.drafter
         check_shows(target.lm)
         if drafter is not None and (drafter.needs().taps or drafter.needs().borrow):

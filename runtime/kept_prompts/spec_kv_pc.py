@@ -13,7 +13,7 @@ from dataclasses import replace
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.kept_prompts.attention import check_shows
-from specctl.runtime.kept_prompts.base import Writing
+from specctl.runtime.kept_prompts.base import Answering
 from specctl.runtime.kept_prompts.spec_kv import SpecKV
 from specctl.runtime.kept_prompts.spec_pc import kept_places, scores
 
@@ -23,7 +23,7 @@ class SpecKVPC(SpecKV):
 
     _ahead: tuple[int, ...] | None = None
 
-    def open_engine(self, writing: Writing) -> Engine:
+    def open_engine(self, writing: Answering) -> Engine:
         check_shows(self.beside.lm)
         return super().open_engine(writing)
 

@@ -26,7 +26,7 @@ from specctl.core.language_model import LanguageModel
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.kept_prompts.attention import check_shows, read_and_watch
-from specctl.runtime.kept_prompts.base import KeptPrompts, OnNew, Writing
+from specctl.runtime.kept_prompts.base import Answering, KeptPrompts, OnNew
 
 WINDOW, FIRST_LAYER, SMOOTHED, AROUND = 64, 8, 64, 64  # as the paper's configurations
 
@@ -34,7 +34,7 @@ WINDOW, FIRST_LAYER, SMOOTHED, AROUND = 64, 8, 64, 64  # as the paper's configur
 class SpecPC(KeptPrompts):
     """Prompts are shortened one by one, and answered as any others."""
 
-    def open_engine(self, writing: Writing) -> Engine:
+    def open_engine(self, writing: Answering) -> Engine:
         check_shows(self.beside.lm)
         return writing.engine(writing.target, writing.num_slots)
 
