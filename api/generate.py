@@ -116,8 +116,8 @@ def generate(
         draft.announce(reporter)
     if draft.parallel and batch > 1:
         reporter.warn("--batch is ignored: drafting in parallel serves one prompt at a time")
-    if model.beside and batch > 1:
-        reporter.warn("--batch is ignored: models that write in turns serve one prompt at a time")
+    if batch > 1 and model.mixture is not None and (why := model.mixture.one_by_one):
+        reporter.warn(f"--batch is ignored: {why} one prompt at a time")
     encoded = encode_prompts(model, prompts, chat)
     ids = [prompt.ids for prompt in encoded]
     costs = draft.costs(model, ids, min(batch, len(ids)), sampled=sampling.temperature > 0)

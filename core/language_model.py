@@ -3,8 +3,8 @@
 Both the target and an independent small-LM drafter are a LanguageModel. Two implementations:
 `fast_llama.FastLlama` (Llama-shaped architectures, our own forward, fast) and `hf_lm.HfLM` (any
 transformers causal LM; the reference of the first).
-Letters: B rows, D hidden width, K draft vocabulary, L positions, M new nodes, N nodes, S sequence,
-T fed tokens, V target vocabulary, X any axes.
+Letters: B rows, D hidden width, E head width, H query heads, K draft vocabulary, L positions, M new
+nodes, N nodes, S sequence, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
@@ -353,6 +353,15 @@ class LanguageModel(ABC):
             f"{type(self).__name__} does not lend its layers",
             expected="a target as it was published",
             do="choose a drafter with weights of its own",
+        )
+
+    def queries(self, state: Mapping[int, Tensor], position_BT: Tensor) -> dict[int, Tensor]:
+        """Queries [B, H, T, E] of each layer whose incoming residual [B, T, D] is given, rotated as
+        the keys of its cache are: what attends to them, after division by sqrt(E)."""
+        raise IncompatibleError(
+            f"what {type(self.module).__name__} attends to is not shown",
+            expected="attention without a soft cap, sinks or latent keys",
+            do="leave out --mix",
         )
 
     @torch.no_grad()

@@ -328,6 +328,13 @@ class FastLlama(LanguageModel):
             found[index] = (key, value)
         return found
 
+    def queries(self, state: Mapping[int, Tensor], position_BT: Tensor) -> dict[int, Tensor]:
+        found = {}
+        for index, x in state.items():
+            rope = self.module.rotary.of(position_BT, x.dtype)
+            found[index] = self._query_key_value(x, self.module.widened_layer(index), rope)[0]
+        return found
+
     @torch.no_grad()
     def write_kv(self, state: Mapping[int, Tensor], position_BT: Tensor, kv: SlotKV) -> None:
         """As every forward; in few bits by the compiled step, which attends for nothing."""

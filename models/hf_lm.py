@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from inspect import signature
 from typing import Any, ClassVar
@@ -45,6 +46,7 @@ from specctl.models.spread import is_parallel, is_spread, layer_devices, whole_w
 from specctl.models.torch_threads import forward_threads, may_choose
 
 ATTENTION = "specctl"
+_QUERIES: ContextVar[dict[int, Tensor] | None] = ContextVar("_QUERIES", default=None)  # by layer
 EXPANDS = "slower rounds, of the same answers: keys and values are expanded in the latent attention"
 
 
@@ -106,6 +108,9 @@ def _attention(
     heads = heads_at_hand(module)
     if heads is not None:
         query = heads.queries(query)
+    if (shown := _QUERIES.get()) is not None and softcap is None and sink_H is None:
+        layer: Any = module.layer_idx
+        shown[layer] = query * (scale * query.shape[-1] ** 0.5)
     if softcap is None and sink_H is None:
         out = attend(query, key, value, attention_mask, scale)
     else:
@@ -411,6 +416,19 @@ class HfLM(LanguageModel):
         with self._parts().only(SubLayers(tuple(state), ()), state):
             found = self._cached(torch.zeros_like(position_BT), position_BT, masks)
         return {layer: found[layer] for layer in state}
+
+    def queries(self, state: Mapping[int, Tensor], position_BT: Tensor) -> dict[int, Tensor]:
+        self.check_showing(tuple(state))
+        shown = dict[int, Tensor]()
+        held = _QUERIES.set(shown)
+        try:
+            self.key_value(state, position_BT)
+        finally:
+            _QUERIES.reset(held)
+        widths = {layer: query.shape[-1] for layer, query in shown.items()}
+        if any(widths.get(layer) != self.kv_layers[layer].key_width for layer in state):
+            return super().queries(state, position_BT)  # another kernel, or keys are latents
+        return {layer: shown[layer] for layer in state}
 
     def _cached(
         self, ids_BT: Tensor, position_BT: Tensor, masks: Masks

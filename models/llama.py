@@ -273,6 +273,16 @@ class LlamaModel(nn.Module):
             packs.weights = self._collect(is_fused=self._has_room())
         return packs.weights
 
+    def widened_layer(self, index: int) -> LayerWeights:
+        """What the attention of one layer reads of its input: the parameters, or what is packed in
+        full. An error where they are kept in few bits alone (`Released`)."""
+        layer, own = self.model.layers[index], self.packs.packed
+        found = self._collect_layer(layer, lambda parts: parts, lambda weight: weight, False)
+        if own is not None:
+            names = ("query", "key", "value")
+            found.qkv = tuple(own.layers[index][name].widened() for name in names)
+        return found
+
     def in_int4(self, group: int) -> Weights:
         """What a forward reads with the layers' matrices in 4 bits. The LM head stays as it is."""
 

@@ -13,6 +13,7 @@ from specctl.drafters import family
 from specctl.recipes.serve import check_in_parallel
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request, Row
+from specctl.runtime.kept_prompts import KeptPrompts, make_kept_prompts
 from specctl.runtime.measure.stats import Stats, add_counts, repetition_rate
 from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
@@ -26,6 +27,7 @@ from specctl.runtime.turns import Turns, make_turns
 from specctl.runtime.verify.choice import verification_of
 
 OnTokens = Callable[[int, tuple[int, ...]], None]
+Writer = Engine | Pearl | Turns | KeptPrompts
 OnRound = Callable[[int, tuple[int, ...], int], None]  # prompt, new ids, how many were drafted
 
 
@@ -96,7 +98,8 @@ def generate(
 
     Lossless for every drafter of a lossless family: greedy output is token-identical in float32,
     sampled output follows the target's distribution. `parallel`: the drafter goes on while the
-    target verifies (PEARL), one prompt at a time, as models that write in turns do. Raises
+    target verifies (PEARL), one prompt at a time, as models that write in turns do. Where a model
+    beside the target chooses what is kept of prompts, this holds behind what is kept. Raises
     SpecctlError for an empty or too long prompt and for a rule that is illegal with the policy.
     """
     sampling = sampling if sampling is not None else Sampling()
@@ -107,15 +110,18 @@ def generate(
         for i, prompt in enumerate(prompts)
     ]
     slots = max(1, min(batch, len(requests)))
-    engine: Engine | Pearl | Turns
-    if target.beside:
+    engine: Writer
+    if target.mixture is not None and target.beside:
         if parallel:
             raise one_of_two(
-                "models that write in turns do not draft beside the target",
+                f"{target.mixture.law} does not go with drafting beside the target",
                 f"--mix {target.mixture} and serve.parallel",
                 "leave out serve.parallel",
             )
-        engine = make_turns(target, drafter, policy, rule, chooser)
+        if target.mixture.keeps_part:
+            engine = make_kept_prompts(target, drafter, policy, rule, slots, chooser)
+        else:
+            engine = make_turns(target, drafter, policy, rule, chooser)
     elif parallel and drafter is not None:
         check_in_parallel(parallel, rule)
         engine = Pearl(target, drafter, policy)
@@ -159,7 +165,7 @@ def mark_of(
 
 def summarize(
     completions: Sequence[Completion],
-    engine: Engine | Pearl | Turns,
+    engine: Writer,
     seconds: float,
     verification: str,
 ) -> Stats:
@@ -180,6 +186,7 @@ def summarize(
         repetition_rate=repetition_rate([c.tokens for c in completions]),
         controller=engine.policy.to_json() if isinstance(engine.policy, Switch) else None,
         turns=engine.counts if isinstance(engine, Turns) else None,
+        kept=engine.counts if isinstance(engine, KeptPrompts) else None,
     )
 
 

@@ -220,21 +220,22 @@ class AnsweringChoice(TargetChoice):
             "--mix",
             metavar="LAW=MODEL",
             help="Answer by a law of two models, not by the target's own: contrast:0.5:0.1=MODEL, "
-            "average, product or switch; entropy or reward: in turns (docs/verification.md).",
+            "average, product or switch; entropy or reward: in turns; specpc or speckv: behind a "
+            "part of the prompt (docs/verification.md).",
         ),
     ] = None
 
     def _mix(self) -> str | None:
         from specctl.runtime.target.variants.mixture import alone, parse
 
-        if self.mix is not None and (mixture := parse(self.mix)).is_in_turns:
+        if self.mix is not None and (mixture := parse(self.mix)).is_approximate:
             raise alone(mixture)
         return self.mix
 
 
 @dataclass(frozen=True, slots=True)
 class WritingChoice(AnsweringChoice):
-    """The same of commands where models may write in turns."""
+    """The same of commands where models may write in turns, and prompts be kept in part."""
 
     def _mix(self) -> str | None:
         return self.mix

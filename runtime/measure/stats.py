@@ -87,6 +87,29 @@ class TurnCounts:
         }
 
 
+@dataclass(slots=True)
+class KeptCounts:
+    """Tokens of prompts, and how many of them the target kept (runtime/kept_prompts). One writer:
+    the loop."""
+
+    tokens: int = 0
+    kept: int = 0
+
+    def count(self, tokens: int, kept: int) -> None:
+        """A prompt."""
+        self.tokens += tokens
+        self.kept += kept
+
+    def __str__(self) -> str:
+        return f"{self.kept:,} of {counted(self.tokens, 'token')} of the prompts kept"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"prompt_tokens": self.tokens, "kept_tokens": self.kept}
+
+
+PARTS = ("controller", "turns", "kept")  # of a run's figures, with figures of their own
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Stats(Tabled):
     """Counters and times of a whole run; the derived figures are properties."""
@@ -105,6 +128,7 @@ class Stats(Tabled):
     repetition_rate: float
     controller: Mapping[str, Any] | None = None  # what each arm of a switch did
     turns: TurnCounts | None = None  # of a text that two models wrote in turns
+    kept: KeptCounts | None = None  # of prompts of which the target kept a part
 
     @property
     def tau(self) -> float:
@@ -145,6 +169,7 @@ class Stats(Tabled):
             f"{self.tokens_per_second:.1f} tokens/s | drafting {self.draft_share:.0%} of the time "
             f"| repetition {self.repetition_rate:.2f} | verification {self.verification}",
             *(() if self.turns is None else (str(self.turns),)),
+            *(() if self.kept is None else (str(self.kept),)),
         )
 
     def __str__(self) -> str:
@@ -152,7 +177,7 @@ class Stats(Tabled):
 
     def table(self) -> Table:
         """The figures by name."""
-        figures = {k: v for k, v in self.to_json().items() if k not in ("controller", "turns")}
+        figures = {k: v for k, v in self.to_json().items() if k not in PARTS}
         shares = " ".join(counted_shares(self.accepted_at, self.tested_at)) or "-"
         rows = [(k, shares if k == "accepted_per_position" else v) for k, v in figures.items()]
         return Table(("figure", "value"), rows)
@@ -174,6 +199,7 @@ class Stats(Tabled):
             "verification": self.verification,
             **({} if self.controller is None else {"controller": dict(self.controller)}),
             **({} if self.turns is None else {"turns": self.turns.to_json()}),
+            **({} if self.kept is None else {"kept": self.kept.to_json()}),
         }
 
 

@@ -63,12 +63,12 @@ def verification_of(
     rule: str, drafter: Drafter | None, policy: Policy, sampled: bool, target: Target
 ) -> Mapping[str, str]:
     """Class and rule of what an engine with this configuration emits. Of a mixture the class names
-    the law that it holds for; what models write in turns is approximate, whatever drafts, and names
-    what makes the target's turns approximate as well."""
+    the law that it holds for; what models write in turns, or behind a part of the prompt, is
+    approximate, whatever drafts, and names what makes the target's words approximate as well."""
     relaxed = None if drafter is None else relaxation(rule)
     is_lossless = drafter is None or (drafter.lossless and relaxed is None)
     lossless = "lossless" if is_lossless else "approximate"
-    if target.mixture is not None and target.mixture.is_in_turns and is_lossless:
+    if target.mixture is not None and target.mixture.is_approximate and is_lossless:
         return {"class": "approximate", "rule": target.mixture.law_text}
     if target.mixture is not None:
         lossless += f" of {target.mixture.law_text}"

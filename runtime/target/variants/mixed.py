@@ -54,7 +54,7 @@ def load_mixed(
         if model not in loaded:
             loaded[model] = load_target(model, **how)
     beside = [loaded[model] for model in mixture.models]
-    if mixture.is_in_turns:
+    if mixture.is_approximate:
         return in_turns(own, beside, mixture)
     return mixed(own, beside[0], mixture)
 
@@ -84,13 +84,14 @@ def mixed(target: Target, beside: Target, mixture: Mixture) -> Target:
 
 
 def in_turns(target: Target, beside: Sequence[Target], mixture: Mixture) -> Target:
-    """The target with the models that write beside it, and judge. Raises IncompatibleError where
-    their ids differ, or a cache cannot be gone on with from any place."""
+    """The target with the models that write beside it, judge, or choose what it keeps of a prompt.
+    Raises IncompatibleError where their ids differ, or a cache cannot be gone on with from any
+    place."""
     for one in (target, *beside):
         _check_same_tokens(target, one)
         if one.lm.state_bytes or not one.can_run:
             raise IncompatibleError(
-                "models that write in turns are of attention alone",
+                f"{mixture.law} needs models of attention alone",
                 where="--mix",
                 found=f"{one.name}, with recurrent states or not to be run here",
                 expected="models that keep keys and values",

@@ -19,6 +19,9 @@ and a small model as functions of their logits):
 `entropy` and `reward` are no law of the next token: the models write in turns, which is approximate
 (runtime/turns). A third model may judge the second one's steps: `reward:0.7=MODEL,JUDGE`.
 
+With `specpc`, `speckv` and `speckvpc` the model beside the target reads a long prompt first, and
+says what of it the target keeps, which is approximate, too (runtime/kept_prompts).
+
 Letters: T fed tokens, V target vocabulary; axes before them are of any kind.
 """
 
@@ -39,9 +42,9 @@ NEVER = -1e6  # log q from which a token is never said: divided by less, scores 
 @dataclass(frozen=True, slots=True)
 class MixingLaw:
     """A law of mixtures. `scores(log p, log q, numbers)`: log-scores, [..., T, V] as both are; None
-    where the models write in turns. `numbers`: name, default, least and largest value of each;
-    `exact`: the first of them with which the text is the target's own; `most`: models that it can
-    name."""
+    where it is none of the next token. `numbers`: name, default, least and largest value of each,
+    of which those at `counts` are numbers of tokens; `exact`: the first of them with which the text
+    is the target's own; `most`: models that it can name."""
 
     name: str
     summary: str
@@ -50,6 +53,7 @@ class MixingLaw:
     numbers: tuple[tuple[str, float, float, float], ...]
     exact: tuple[float, ...]
     most: int = 1
+    counts: tuple[int, ...] = ()
 
 
 def contrasted(log_p_TV: Tensor, log_q_TV: Tensor, numbers: tuple[float, ...]) -> Tensor:
@@ -139,6 +143,7 @@ TURNS: Mapping[str, MixingLaw] = {
                 ("dwell", 10, 1, LONGEST_TURN),
             ),
             (-1.0,),
+            counts=(1, 2),
         ),
         MixingLaw(
             "reward",
@@ -148,10 +153,49 @@ TURNS: Mapping[str, MixingLaw] = {
             (("delta", 0.7, -1.0, 2.0), ("longest", 128, 1, LONGEST_TURN)),
             (2.0,),
             most=2,
+            counts=(1,),
         ),
     )
 }
-_KNOWN = {**LAWS, **TURNS}
+LONGEST_PROMPT = 1e6  # tokens
+_DRAFT_BASED = "https://arxiv.org/abs/2506.08373"
+KEPT: Mapping[str, MixingLaw] = {
+    law.name: law
+    for law in (
+        MixingLaw(
+            "specpc",
+            "of a long prompt the tokens that the other's attention finds important (SpecPC)",
+            _DRAFT_BASED,
+            None,
+            (("keep", 1024, 128, LONGEST_PROMPT), ("depth", 1.0, 0.01, 1.0)),
+            (LONGEST_PROMPT,),
+            counts=(0,),
+        ),
+        MixingLaw(
+            "speckv",
+            "of a long prompt the keys and values that an answer drafted by the other looks at",
+            _DRAFT_BASED,
+            None,
+            (("keep", 512, 64, LONGEST_PROMPT), ("lookahead", 64, 0, LONGEST_PROMPT)),
+            (LONGEST_PROMPT,),
+            counts=(0, 1),
+        ),
+        MixingLaw(
+            "speckvpc",
+            "of a long prompt the important tokens, and of these the keys looked at (SpecKV-PC)",
+            _DRAFT_BASED,
+            None,
+            (
+                ("keep", 512, 64, LONGEST_PROMPT),
+                ("prompt", 2048, 128, LONGEST_PROMPT),
+                ("lookahead", 64, 0, LONGEST_PROMPT),
+            ),
+            (LONGEST_PROMPT, LONGEST_PROMPT),
+            counts=(0, 1, 2),
+        ),
+    )
+}
+_KNOWN = {**LAWS, **TURNS, **KEPT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +224,23 @@ class Mixture:
         """Whether the models write in turns, which is approximate."""
         return self.law in TURNS
 
+    @property
+    def keeps_part(self) -> bool:
+        """Whether the target keeps a part of long prompts, which is approximate."""
+        return self.law in KEPT
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether it is no law of the next token, against which drafts could be verified."""
+        return self.is_in_turns or self.keeps_part
+
+    @property
+    def one_by_one(self) -> str | None:
+        """What answers one prompt at a time; None where several rows go on together."""
+        if self.is_in_turns:
+            return "models that write in turns serve"
+        return f"{self.law} keeps keys of" if self.law in ("speckv", "speckvpc") else None
+
     def warning(self, target: str) -> str:
         """What a user should know of everything that this mixture writes."""
         exact = _KNOWN[self.law].exact
@@ -189,6 +250,11 @@ class Mixture:
             return (
                 f"{self.law_text} is approximate: {target} and {self.models[0]} write answers in "
                 f"turns, which are not those of {target} alone"
+            )
+        if self.keeps_part:
+            return (
+                f"{self.law_text} is approximate: of longer prompts {target} keeps what "
+                f"{self.model} chooses"
             )
         return (
             f"answers are those of {self.law_text} over {target} and {self.model}, not of {target} "
@@ -215,7 +281,7 @@ def parse(word: str) -> Mixture:
             do="write --mix contrast:0.5:0.1=MODEL",
         )
     known = _KNOWN[name].numbers
-    if name in TURNS:
+    if name not in LAWS:
         _check_models(name, model)
     try:
         numbers = [float(number) for number in given]
@@ -225,8 +291,8 @@ def parse(word: str) -> Mixture:
         bounds = zip(numbers, known, strict=True)
         if not all(least <= number <= most for number, (_, _, least, most) in bounds):
             raise ValueError
-        if not all(number.is_integer() for number in numbers[1:] if name in TURNS):
-            raise ValueError  # counts of tokens
+        if not all(numbers[at].is_integer() for at in _KNOWN[name].counts):
+            raise ValueError
     except ValueError as error:
         expected = (f"{each} ({least:g} to {most:g})" for each, _, least, most in known)
         raise RecipeError(
@@ -242,21 +308,23 @@ def parse(word: str) -> Mixture:
 def _check_models(law: str, models: str) -> None:
     """Refuse more models than the law has, and names that are empty."""
     names = models.split(",")
-    if all(names) and len(names) <= TURNS[law].most:
+    most = _KNOWN[law].most
+    if all(names) and len(names) <= most:
         return
     raise RecipeError(
         f"{law} has another number of models",
         where="--mix",
         found=ascii(models)[:120],
-        expected="MODEL" if TURNS[law].most == 1 else "MODEL, or MODEL,JUDGE",
+        expected="MODEL" if most == 1 else "MODEL, or MODEL,JUDGE",
         do=f"write --mix {law}=MODEL",
     )
 
 
 def alone(mixture: Mixture) -> IncompatibleError:
-    """The error of whatever decodes with one model where two should write in turns."""
+    """The error of whatever decodes with one model where another should write, too, or choose."""
+    what = "prompts that are kept in part" if mixture.keeps_part else "models that write in turns"
     return IncompatibleError(
-        "models that write in turns cannot be used here",
+        f"{what} cannot be used here",
         where="--mix",
         found=mixture.law_text,
         expected="specctl generate or bench, or a law of " + ", ".join(LAWS),
