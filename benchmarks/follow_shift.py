@@ -8,7 +8,7 @@ error, and the difference paired over prompts. The prompts of the measurement sa
 none of them is in the traffic. Everything goes through the commands and routes of users.
 
 With --features the server also keeps hidden states (traffic.features): the time of the training
-steps is told with them and, once more on the same rows, with states that are computed again.
+steps is printed with them and, once more on the same rows, with states that are computed again.
 
 With another target the first drafter is a run that exists (--start), and the kinds are two files
 of prompts, one JSON object with `messages` a line: those that it knows, then those that come.

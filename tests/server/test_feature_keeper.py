@@ -73,7 +73,7 @@ def check_own(target: Target, kept: RowFeatures, layers: tuple[int, ...], most: 
         torch.testing.assert_close(states[layer].float(), expected_LD, rtol=most, atol=most)
 
 
-def asks() -> list[GenerateRequest]:
+def requests() -> list[GenerateRequest]:
     """Greedy and sampled rows of unlike lengths, of which two begin with what one has read."""
     made = [
         GenerateRequest(
@@ -119,15 +119,15 @@ def test_what_is_kept_is_what_training_would_compute(
     limits = limits if chunk is None else replace(limits, prefill_chunk=chunk)
     made = None if policy is None else make_policy(policy)
     service = Service(target, drafter, made, limits=limits, keeps_features=True)
-    tickets = asyncio.run(answered(service, asks()))
+    tickets = asyncio.run(answered(service, requests()))
     service.stop()
     assert service.counters.reused_tokens >= 70
     assert service.counters.accepted > 0 or name == "eagle3"  # fresh weights
     kept = [ticket.features for ticket in tickets]
     assert [each is None for each in kept] == [i == 3 for i in range(len(tickets))]
-    for ticket, each in zip(tickets, kept, strict=True):
+    for given, each in zip(requests(), kept, strict=True):
         if each is not None:
-            assert each.tokens[: len(ticket.ask.tokens)] == list(ticket.ask.tokens)
+            assert each.tokens[: len(given.tokens)] == list(given.tokens)
             check_own(target, each, layers, 1.01 * ROUNDED)
 
 
@@ -136,8 +136,8 @@ def test_a_step_in_eight_bits_keeps_what_it_computed(tiny_target: Target) -> Non
     eight = load_target("tiny", dtype="int8")
     drafter = make_heads(eight, "eagle3")
     service = Service(eight, drafter, limits=Limits(max_len=256), keeps_features=True)
-    ask = GenerateRequest(tuple(range(10, 40)), Sampling(0.0, max_new_tokens=20))
-    tickets = asyncio.run(answered(service, [replace(ask, keeps_features=True)]))
+    request = GenerateRequest(tuple(range(10, 40)), Sampling(0.0, max_new_tokens=20))
+    tickets = asyncio.run(answered(service, [replace(request, keeps_features=True)]))
     service.stop()
     kept, layers = tickets[0].features, layers_kept(drafter)
     check_own(eight, kept, layers, 1.01 * ROUNDED)  # read by that step without a cache
@@ -149,7 +149,7 @@ def test_a_step_in_eight_bits_keeps_what_it_computed(tiny_target: Target) -> Non
 
 def test_nothing_is_kept_unless_the_server_keeps_it(target: Target) -> None:
     service = Service(target, drafter_for(target, "eagle3"), limits=Limits(max_len=256))
-    tickets = asyncio.run(answered(service, asks()[:2]))
+    tickets = asyncio.run(answered(service, requests()[:2]))
     service.stop()
     assert [ticket.features for ticket in tickets] == [None, None]
 
@@ -163,14 +163,14 @@ def test_another_drafter_has_features_of_its_own_layers_and_one_without_has_none
     service = Service(
         target, first, limits=Limits(max_len=256), keeps_features=True, say=said.append
     )
-    ask = asks()[1]
+    request = requests()[1]
 
     async def run() -> list[RowFeatures | None]:
-        found = [(await answered(service, [ask]))[0].features]
+        found = [(await answered(service, [request]))[0].features]
         for drafter in (second, PromptLookup(PromptLookupOptions(), target.spec)):
             drafting = Drafting(drafter, make_policy({"policy": "direct", "length": 3}), None, "x")
             await service.exchange(lambda drafting=drafting: drafting, 20.0)
-            ticket = await service.submit(ask)
+            ticket = await service.submit(request)
             assert [piece async for piece in ticket]
             found.append(ticket.features)
         return found
@@ -191,13 +191,13 @@ def test_over_http_they_are_kept_of_those_whose_texts_are(target: Target, tmp_pa
     drafter = drafter_for(target, "eagle3")
     service = Service(target, drafter, limits=Limits(max_len=256), keeps_features=True)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    asked = {"max_tokens": 9, "temperature": 0}
+    common = {"max_tokens": 9, "temperature": 0}
     with running(service, recorder=keeper) as server:
         import httpx
 
         def send(**body: Any) -> httpx.Response:
             route = "chat/completions" if "messages" in body else "completions"
-            return httpx.post(f"{server.url}/v1/{route}", json={**asked, **body}, timeout=60)
+            return httpx.post(f"{server.url}/v1/{route}", json={**common, **body}, timeout=60)
 
         talk = [{"role": "user", "content": "keep me"}]
         text = send(prompt="keep me, too").json()["choices"][0]["text"]
