@@ -7,6 +7,9 @@ held-out prompts of both kinds, greedy, before and after: the mean of the prompt
 error, and the difference paired over prompts. The prompts of the measurement say store: false, and
 none of them is in the traffic. Everything goes through the commands and routes of users.
 
+With --features the server also keeps hidden states (traffic.features): the time of the training
+steps is printed with them and, once more on the same rows, with states that are computed again.
+
 With another target the first drafter is a run that exists (--start), and the kinds are two files
 of prompts, one JSON object with `messages` a line: those that it knows, then those that come.
 
@@ -65,10 +68,14 @@ KEYS = {"SPECCTL_ADMIN_KEYS": KEY}
 
 
 @contextmanager
-def server(target: str, package: Path, traffic: Path, folder: Path, length: int) -> Iterator[str]:
+def server(
+    target: str, package: Path, traffic: Path, folder: Path, length: int, features: bool
+) -> Iterator[str]:
     """The address of a server that drafts with a package and keeps its traffic."""
     words = ["serve", "--target", target, package, "--port", "0", "--jsonl", "--max-len", length,
-             "--batching", "fixed", "--keep-traffic", traffic, "--set", "limits.keep_traffic=0.01",
+             "--batching", "fixed", "--keep-traffic", traffic,
+             "--set", f"limits.keep_traffic={1.0 if features else 0.01}",
+             "--set", f"traffic.features={str(features).lower()}",
              "--set", f"access.drafter_folder={folder}"]  # fmt: skip
     process = subprocess.Popen(
         [*COMMAND, *map(str, words)], stdout=subprocess.PIPE, text=True, env=os.environ | KEYS
@@ -116,6 +123,11 @@ def start(out: Path, prompts: Sequence[dict[str, Any]], recipe: str, steps: int)
     return out / "first"
 
 
+def stepping(out: Path) -> float:
+    """Seconds that the steps of a run took, without what it measured before and between them."""
+    return float(json.loads((out / "finished.json").read_text())["seconds"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("runs/follow-shift"))
@@ -129,6 +141,7 @@ def main() -> None:
     parser.add_argument("--traffic", type=int, default=100, help="prompts of the second kind")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--max-len", type=int, default=512)
+    parser.add_argument("--features", action="store_true", help="keep hidden states, too")
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -137,15 +150,21 @@ def main() -> None:
     first, second = kinds
     began = given.start or start(out, kinds[first][given.count :], given.recipe, given.steps)
     package, traffic = began / "package", out / "traffic"
-    with server(given.target, package, traffic, out, given.max_len) as url:
+    with server(given.target, package, traffic, out, given.max_len, given.features) as url:
         before = measured(url, kinds, given.count, given.new_tokens)
         for prompt in kinds[second][given.count : given.count + given.traffic]:
             answered(url, prompt, given.new_tokens, True)
-        run("train-draft", "--follow", traffic, "--init", began, "--swap", url,
-            "--out", out / "second", "--steps", given.follow_steps,
-            "--set", f"train.tau_every={given.follow_steps // 2}")  # fmt: skip
+        words = ["train-draft", "--follow", traffic, "--init", began]
+        words += ["--steps", given.follow_steps]
+        words += ["--set", f"train.tau_every={given.follow_steps // 2}"]
+        run(*words, "--swap", url, "--out", out / "second")
+        if given.features:
+            run(*words, "--out", out / "again", "--set", "data.kept_features=null")
         after = measured(url, kinds, given.count, given.new_tokens)
     result: dict[str, Any] = {"before": before, "after": after}
+    if given.features:
+        result["seconds"] = {"kept": stepping(out / "second"), "again": stepping(out / "again")}
+        print(f"seconds of {given.follow_steps} steps:", json.dumps(result["seconds"]))
     (out / "result.json").write_text(json.dumps(result) + "\n")
     print("| prompts | tau before | tau after | difference |")
     print("|---|---|---|---|")

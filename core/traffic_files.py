@@ -20,17 +20,21 @@ _WRITER = ".target.json"  # hidden: whoever reads the folder as data skips it
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The target that wrote the answers: its name, and the fingerprint of its weights."""
+    """The target that wrote the answers: its name, and the fingerprints of its weights and of its
+    tokenizer."""
 
     name: str
     fingerprint: str
+    tokenizer: str | None = None
 
 
 def writer_of(folder: Path) -> Writer | None:
     """None where a server of before did not say it, or where it cannot be read."""
     try:
         found = json.loads((folder / _WRITER).read_text(encoding="utf-8"))
-        return Writer(str(found["name"]), str(found["fingerprint"]))
+        tokenizer = found.get("tokenizer")
+        known = None if tokenizer is None else str(tokenizer)
+        return Writer(str(found["name"]), str(found["fingerprint"]), known)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

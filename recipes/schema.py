@@ -165,6 +165,12 @@ class DataPart(Section):
         description="target_source endpoint: URL[,URL] of servers that write hidden states; files: "
         "the folder of such files",
     )
+    kept_features: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder of the hidden states that specctl serve has kept (traffic.features); "
+        "the target reads the texts that it holds none of",
+    )
     features: Literal["online", "offline"] = Field(
         default="online",
         description="offline: the target reads the rows once, its features are kept on disk",
@@ -217,6 +223,16 @@ class DataPart(Section):
             )
         if self.on_policy > 0:
             raise ValueError("text that the drafter writes is scored by a target in this process")
+        return self
+
+    @model_validator(mode="after")
+    def _kept_features_are_read(self) -> Self:
+        is_read = self.features == "online" and self.target_source == "inprocess"
+        if self.kept_features is not None and (not is_read or self.on_policy > 0):
+            raise ValueError(
+                "kept_features goes with features online and target_source inprocess, and with "
+                "text that the drafter does not write (on_policy 0)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -45,7 +45,12 @@ from specctl.server.replies.sse import (
 from specctl.server.replies.tokens import TokenTexts
 from specctl.server.requests.body import BodyReader, StrictRoute
 from specctl.server.requests.chat_template import ChatStyle
-from specctl.server.requests.generate_request import DEFAULTS, GeneratePlan, RequestReader
+from specctl.server.requests.generate_request import (
+    DEFAULTS,
+    GeneratePlan,
+    RequestReader,
+    may_be_kept,
+)
 from specctl.server.requests.messages_fields import CountRequest, MessagesRequest
 from specctl.server.requests.protocol import ChatRequest, CompletionRequest
 from specctl.server.requests.responses_fields import ResponsesRequest
@@ -149,18 +154,16 @@ class Front:
         request.state.log.update(used, tau=round(tokens / max(rounds, 1), 3))
         if self.recorder is None or any(choice.reason is None for choice in answer.choices):
             return
-        if body.store is False:
+        if not may_be_kept(body):
             return
-        if isinstance(body, ChatRequest) and body.has_tools:
-            return  # training knows no tools
         for choice in answer.choices:
             text = "".join(choice.text)
             if isinstance(body, ChatRequest):
                 turns = [{"role": m.role, "content": m.text} for m in body.messages]
-                self.recorder.put(chat_record(turns, text))
+                self.recorder.put(chat_record(turns, text), choice.ticket.features)
             else:
                 prompt = self.service.target.decode(choice.ticket.ask.tokens)
-                self.recorder.put(text_record(prompt, text))
+                self.recorder.put(text_record(prompt, text), choice.ticket.features)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:

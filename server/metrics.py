@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from specctl.server.engine_thread.contract import Finished, Serving
+from specctl.server.feature_keeper import FeatureKeeper
 from specctl.server.record import Recorder
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -118,6 +119,10 @@ class Scrape:
         if self.recorder is not None:
             yield _count("recorded", "Requests recorded", self.recorder.written)
             yield _count("record_dropped", "Requests not recorded", self.recorder.dropped)
+        if isinstance(self.recorder, FeatureKeeper):
+            kept, dropped = self.recorder.features_kept, self.recorder.features_dropped
+            yield _count("features_kept", "Answers whose features were kept", kept)
+            yield _count("features_dropped", "Answers whose features were not kept", dropped)
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:

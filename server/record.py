@@ -14,10 +14,15 @@ import os
 import queue
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specctl.core.errors import FileError
 from specctl.server.logs import log
+
+if TYPE_CHECKING:
+    from specctl.runtime.engine.row_features import RowFeatures
+
+Waiting = tuple[bytes, "RowFeatures | None"]  # a line, and the states of its tokens
 
 MAX_BYTES = 256 << 20  # then the file becomes NAME.1.jsonl, in the place of an older one
 WAITING = 1024  # lines; more than the disk can take are dropped
@@ -29,22 +34,23 @@ class Recorder:
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path, self.max_bytes = path, max_bytes
         self.written = self.dropped = 0
-        self._lines: queue.Queue[bytes | None] = queue.Queue(WAITING)
+        self._lines: queue.Queue[Waiting | None] = queue.Queue(WAITING)
         self._file = self._open()
         self._thread = threading.Thread(target=self._write_all, name="specctl-record", daemon=True)
         self._thread.start()
 
-    def put(self, record: dict[str, Any]) -> None:
-        """Have a record written. Returns at once and never raises. One that is larger than a whole
-        file may be is dropped."""
+    def put(self, record: dict[str, Any], features: RowFeatures | None = None) -> None:
+        """Have a record written, and what the target computed for it, where that is kept. Returns
+        at once and never raises. One that is larger than a whole file may be is dropped."""
         line = json.dumps(record).encode() + b"\n"
-        if len(line) > self.max_bytes:
-            self.dropped += 1
-            return
         try:
-            self._lines.put_nowait(line)
+            if len(line) <= self.max_bytes:
+                self._lines.put_nowait((line, features))
+                return
         except queue.Full:
-            self.dropped += 1
+            pass
+        self.dropped += 1
+        self._let_go(features)
 
     def close(self) -> None:
         """Write what waits, and end. Any number of times."""
@@ -70,16 +76,25 @@ class Recorder:
         return file
 
     def _write_all(self) -> None:
-        while (line := self._lines.get()) is not None:
+        while (waiting := self._lines.get()) is not None:
+            line, features = waiting
             try:
                 if os.fstat(self._file).st_size + len(line) > self.max_bytes:
                     self._rotate()
                 self._append(line)
                 self.written += 1
+                self._keep(line, features)
             except (OSError, FileError) as error:
                 self.dropped += 1
                 if self.dropped == 1:
                     log("record_failed", logging.WARNING, error=str(error))
+            self._let_go(features)
+
+    def _keep(self, line: bytes, features: RowFeatures | None) -> None:
+        """The line is written: whoever keeps features writes them, too."""
+
+    def _let_go(self, features: RowFeatures | None) -> None:
+        """They wait no more."""
 
     def _append(self, line: bytes) -> None:
         """The whole line or nothing of it: the next one must not be glued to its beginning."""

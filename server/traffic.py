@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from specctl.core.errors import FileError, IncompatibleError
+from specctl.core.kept_features import feature_files
 from specctl.core.traffic_files import (
     Writer,
     has_records,
@@ -77,13 +78,17 @@ class TrafficKeeper(Recorder):
         for path in segments(self.folder):
             if not path.stat().st_size:
                 path.unlink()
-        found = segments(self.folder)
+        found = [*self._kept_beside(), *segments(self.folder)]
         total = sum(path.stat().st_size for path in found)
         for path in found:
             if total + self.max_bytes <= self.limit:
                 return
             total -= path.stat().st_size
             path.unlink()
+
+    def _kept_beside(self) -> list[Path]:
+        """Features that an earlier server has kept: they count, and go before texts."""
+        return feature_files(self.folder)
 
     def _append(self, line: bytes) -> None:
         super()._append(line)

@@ -18,15 +18,16 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import Compile
+from specctl.cli.options.keeping import begin_traffic, check_features, recorder_for
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GenerationConfig, check_choice, followed, tell
 from specctl.cli.options.serving import AccessFlags, LimitFlags
 from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice, loading
-from specctl.core.errors import SpecctlError, one_of_two, unknown
+from specctl.core.errors import SpecctlError, unknown
 from specctl.core.installed import pip_install
 from specctl.core.plugins import declared
-from specctl.core.traffic_files import Writer, has_records
+from specctl.core.traffic_files import has_records
 from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from specctl.server.drafter_route import Shelf
     from specctl.server.engine_thread.exchange import Drafting
     from specctl.server.engine_thread.service import Service
-    from specctl.server.record import Recorder
     from specctl.server.requests.limits import Limits
 
 RULE = "target-only"  # seeded answers do not depend on who else is served
@@ -87,6 +87,14 @@ def serve(
             min=0.001,
         ),
     ] = None,
+    keep_features: Annotated[
+        bool,
+        Setting(
+            "traffic.features",
+            "With --keep-traffic: keep the target's hidden states of these texts, too, which tell "
+            "of a text what it says; train-draft --follow then need not compute them.",
+        ),
+    ] = False,
     tool_parser: Annotated[
         str,
         Setting(
@@ -147,18 +155,20 @@ def serve(
     target = target.or_own(draft.draft)
     socket = bind(access.host, access.port)
     url, called = url_of(socket), name or target.name
-    recorder = _recorder(record, keep_traffic, keep_traffic_limit)
+    recorder = recorder_for(record, keep_traffic, keep_traffic_limit, keep_features)
     level = logging.WARNING if console.quiet else logging.INFO
     send_logs(console.stderr, level, as_json=not console.stderr.isatty())
     _tell(console, loading(target))
     wanted = draft.wanted(draft.draft, may_be_parallel=False)
     model = target.load(console, compiled, wanted=wanted)
-    _begin_traffic(recorder, model)
+    begin_traffic(recorder, model)
     defaults = _defaults(console, model, generation_config)
     loaded = draft.load(model)
     loaded.announce(console)
+    if keep_features:
+        check_features(model, loaded.drafter, loaded.name)
     loaded = replace(loaded, name=_name_in(access.drafter_folder, loaded.name))
-    service, verification = _service(console, model, loaded, batching, limits)
+    service, verification = _service(console, model, loaded, batching, limits, keep_features)
     del loaded  # an exchange frees its weights
     from specctl.server.app import create_app
     from specctl.server.requests.chat_template import ChatStyle
@@ -199,35 +209,6 @@ def serve(
     result = {"url": url, "model": called, "was_cut": code != 0, **_totals(service)}
     console.done(result, next=nexts, ok=code == 0)
     raise typer.Exit(code)
-
-
-def _recorder(record: Path | None, folder: Path | None, limit: float | None) -> Recorder | None:
-    """Where prompts and answers go; nowhere unless one of the two is named."""
-    from specctl.server.record import Recorder
-    from specctl.server.traffic import TrafficKeeper
-
-    if record is not None and folder is not None:
-        found = f"--record {record} and --keep-traffic {folder}"
-        raise one_of_two("traffic is kept in one place", found, "leave out one of the two")
-    if limit is not None and folder is None:
-        raise SpecctlError(
-            "limits.keep_traffic bounds a folder that was not named",
-            where="the command line",
-            found=f"limits.keep_traffic={limit:g}",
-            expected="--keep-traffic DIR",
-            do="add --keep-traffic DIR, or leave it out",
-        )
-    if folder is not None:
-        return TrafficKeeper(folder, int((limit or 1.0) * (1 << 30)))
-    return Recorder(record) if record is not None else None
-
-
-def _begin_traffic(recorder: Recorder | None, target: Target) -> None:
-    """Where traffic is kept, note whose it is."""
-    from specctl.server.traffic import TrafficKeeper
-
-    if isinstance(recorder, TrafficKeeper):
-        recorder.begin(Writer(target.name, target.fingerprint))
 
 
 def _learning_line(folder: Path, draft: str, target: TargetChoice) -> str:
@@ -280,7 +261,12 @@ def _check_extra() -> None:
 
 
 def _service(
-    console: Console, target: Target, draft: LoadedDraft, batching: str, limits: Limits
+    console: Console,
+    target: Target,
+    draft: LoadedDraft,
+    batching: str,
+    limits: Limits,
+    keeps_features: bool = False,
 ) -> tuple[Service, str]:
     """The service, and what kind of verification its answers have."""
     from specctl.runtime.verify.choice import verification_of
@@ -308,6 +294,7 @@ def _service(
         say=say,
         why_off="no drafter was given" if draft.drafter is None else None,
         drafter_name=draft.name if draft.drafter is not None else None,
+        keeps_features=keeps_features,
     )
     mark = verification_of(rule, draft.drafter, service.policy, True, target)
     return service, str(mark["class"])

@@ -14,11 +14,17 @@ from urllib.parse import urlsplit
 from specctl.cli.app.console import Console
 from specctl.cli.app.launch import is_launched
 from specctl.cli.commands.adapt import drafter_fields, target_fields, tau_at_start
+from specctl.cli.options.followed_features import (
+    drop_features,
+    features_beside,
+    features_said,
+    keep_features,
+    write_private,
+)
 from specctl.cli.options.names import check_package
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.training import run_training
 from specctl.core.errors import FileError, IncompatibleError, ResourceError, SpecctlError
-from specctl.core.files import write_bytes
 from specctl.core.traffic_files import newest_lines, writer_of
 from specctl.recipes.published import path_named
 
@@ -57,15 +63,23 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
     given = {**drafter_fields(source), **VERIFIED}
     if run.target is None:
         given |= target_fields(source)
+    is_new = not out.exists() and not is_launched()
     kept = _newest(folder, out)
     flags = {item.name: getattr(run, item.name) for item in fields(run)}
     flags |= {"recipe": RECIPE, "data": [str(kept)], "init": None}
+    if is_new:
+        is_whole = _Following(**flags, given=given).load().data.train_on_prompt
+        if "target" not in (run.allow or ()):  # else another target's, learned as this one's
+            keep_features(folder, out, kept, is_whole)
+    if features_beside(out).is_dir():
+        given["data.kept_features"] = str(features_beside(out))
 
     def about(result: TrainResult) -> dict[str, Any]:
         before, after = tau_at_start(result.out), result.tau
         is_apart = _is_held_out(result.out)
         rose = before is not None and after is not None and after > before
         found = {"tau_before": before, "tau_after": after, "is_better": rose and is_apart}
+        found |= features_said(out, kept)
         if not is_apart:
             console.warn("too little traffic to hold some out: tau is of other text, no gain on it")
         elif before is not None and after is not None:
@@ -84,6 +98,7 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
     finally:
         if not out.exists() and not is_launched():  # a plan, or a run that was refused
             kept.unlink(missing_ok=True)
+            drop_features(out)
 
 
 def _is_held_out(out: Path) -> bool:
@@ -164,11 +179,7 @@ def _newest(folder: Path, out: Path) -> Path:
             expected="some hundred answers",
             do="let the server answer requests that do not say store: false",
         )
-    before = os.umask(0o077)
-    try:
-        write_bytes(kept, b"".join(lines))
-    finally:
-        os.umask(before)
+    write_private(kept, b"".join(lines))
     return kept
 
 

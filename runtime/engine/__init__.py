@@ -20,5 +20,6 @@ To understand EAGLE-3 with a dynamic tree and sampling, read, in this order:
 
 The rest wraps these parts or stands beside them: lazy_drafter (rows that draft nothing cost
 nothing), guard (a drafter that fails costs drafts, never an answer), early_pruning (a target that
-drops nodes half-way through its layers), prefill (prompts in chunks), request (the values).
+drops nodes half-way through its layers), prefill (prompts in chunks), row_features (states that
+are kept for training), request (the values).
 """

@@ -30,6 +30,7 @@ from specctl.runtime.engine.reflection import reflection_of
 from specctl.runtime.engine.request import Completion, Emission, Request, Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.engine.round_drafter import PolicyDrafter, RoundDrafter
+from specctl.runtime.engine.row_features import add_features
 from specctl.runtime.engine.scheduler import RoundPlanner, Scheduler
 from specctl.runtime.engine.target_reader import TargetReader, shares_kv
 from specctl.runtime.policies.base import Learner, Policy, fresh
@@ -54,6 +55,7 @@ class Engine:
     With a `prefill_chunk` no round reads more than so many prompt tokens of joining rows.
     `wrap_drafter` is put around what drafts, such as a `Guard`. `assumed_seconds` is given to those
     who learn from rounds for what each took, so that two runs draft alike (None: what it took).
+    `features`: layers whose states are kept of rows that allow it (`Row.features`).
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         prefill_chunk: int | None = None,
         wrap_drafter: Callable[[RoundDrafter], RoundDrafter] | None = None,
         assumed_seconds: RoundSeconds | None = None,
+        features: tuple[int, ...] = (),
     ) -> None:
         if target.mixture is not None and target.beside:
             raise alone(target.mixture)
@@ -85,7 +88,8 @@ class Engine:
             needs, self._shares_kv = drafter.needs(), shares_kv(drafter, self.policy)
             self.needs = needs.without_copy() if self._shares_kv else needs
         reflection = reflection_of(target, self._relaxed)
-        self.reader = TargetReader(target, self.policy, self.needs.taps, drafter, reflection)
+        taps = self.needs.taps
+        self.reader = TargetReader(target, self.policy, taps, drafter, reflection, features)
         self._read_again = 0  # positions behind the drafts
         if reflection is not None:
             self._read_again = self.policy.nodes + len(reflection.prompt)
@@ -201,6 +205,8 @@ class Engine:
         took = planned + drafting - waited, verified - started - drafting
         spent = RoundSeconds(*took, 0.0, waited, is_free=round.roots is not None)
         outcome = outcome_of(round, tree, verdict, out, done, self.drafting.needed())
+        if self.reader.features:
+            add_features([row.features for row in round.rows], outcome)
         self._learn(outcome, out.logits_BTV, spent, verified)
         return self.scheduler.retire(done)
 

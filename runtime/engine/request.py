@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specctl.core.errors import SpecctlError
 from specctl.core.slot_state import StateSnapshot
+from specctl.runtime.engine.row_features import RowFeatures
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.sampling.sampling import Sampling
 
@@ -21,7 +22,8 @@ class Request:
     and the k best. `drafts`: False decodes it plainly, whoever drafts for others. `tenant`: whose
     it is, where drafters remember answers (a name that nobody else can guess); None: its answer is
     not remembered. `written`: so many of the last tokens were generated before: the text goes on
-    from there, with its own limits, penalties, stops, grammar and random numbers."""
+    from there, with its own limits, penalties, stops, grammar and random numbers. `keeps_features`:
+    the target's states at its tokens may be kept for training, where the engine keeps any."""
 
     tokens: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
@@ -30,6 +32,7 @@ class Request:
     drafts: bool = True
     tenant: str | None = None
     written: int = 0
+    keeps_features: bool = False
 
 
 def check_fits(request: Request, context: int) -> None:
@@ -61,7 +64,8 @@ class Row:
 
     Invariant between rounds: kept_len == len(tokens) - 1; the last token has no cache entry yet.
     `reused_len` positions of the prompt were in the cache already; `prompt_taps` are kept where a
-    later request may reuse them, `prompt_states` beside them where layers are recurrent.
+    later request may reuse them, `prompt_states` beside them where layers are recurrent;
+    `features` where they are kept for training.
     """
 
     index: int
@@ -75,6 +79,7 @@ class Row:
     reused_len: int = 0
     prompt_taps: Mapping[int, Tensor] = field(default_factory=dict)
     prompt_states: StateSnapshot | None = None
+    features: RowFeatures | None = None
 
     @classmethod
     def of(cls, index: int, slot: int, request: Request) -> Row:

@@ -26,6 +26,7 @@ from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read, roots_o
 from specctl.runtime.engine.request import Emission, Request, Row, check_fits
 from specctl.runtime.engine.round import Round, RoundPlan, noise_of, view_of
 from specctl.runtime.engine.round_drafter import RoundDrafter
+from specctl.runtime.engine.row_features import features_of
 from specctl.runtime.engine.target_reader import TargetReader
 from specctl.runtime.policies.base import Policy, Resting
 from specctl.runtime.policies.length import LengthChooser
@@ -274,6 +275,8 @@ class Scheduler:
         self.prefilling = [progress for progress in self.prefilling if progress not in done]
         for progress in done:
             row, taps = progress.row, progress.prompt_taps()
+            if self.reader.features and row.request.keeps_features:
+                row.features = features_of(row.tokens, row.prompt_len, taps, self.reader.features)
             if row.request.conversation is not None:
                 row.prompt_taps = taps
                 if isinstance(self.reader.kv, StateKV):

@@ -33,7 +33,8 @@ def shares_kv(drafter: Drafter, policy: Policy) -> bool:
 
 class TargetReader:
     """Reads what a round drafted and keeps what it accepted; with the `taps` that the drafter wants
-    of every position. With a `reflection` it reads chains twice. One writer of the cache."""
+    of every position, and those of the `features` that are kept for training. With a `reflection`
+    it reads chains twice. One writer of the cache."""
 
     def __init__(
         self,
@@ -42,8 +43,10 @@ class TargetReader:
         taps: tuple[int, ...],
         drafter: Drafter | None = None,
         reflection: Reflection | None = None,
+        features: tuple[int, ...] = (),
     ) -> None:
-        self.target, self.taps, self.device = target, taps, target.device
+        self.target, self.features, self.device = target, features, target.device
+        self.taps = tuple(sorted({*taps, *features})) if features else taps
         changing = reflection or pruning_of(target.lm, policy, drafter)
         self._unpadded = Unpadded.of(target.lm)
         self._changed: TreeForward | None = None if changing is None else changing.forward

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from specctl.core.errors import ResourceError, SpecctlError
 from specctl.runtime.engine.request import TokenLogprob
+from specctl.runtime.engine.row_features import RowFeatures
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
@@ -26,7 +27,8 @@ class GenerateRequest:
     what was read of them before. `logprobs`: None for none, k for the drawn token and the k best.
     `shown`: control tokens that are spelled in the text. `drafts`: False decodes it plainly.
     `keeps_stop`: the text ends with what ended it, a stop string or a token, not in front of it.
-    `tenant`: who may be drafted for from this answer (`Request.tenant`).
+    `tenant`: who may be drafted for from this answer (`Request.tenant`). `keeps_features`: the
+    target's states may be kept for training.
     """
 
     tokens: tuple[int, ...]
@@ -37,6 +39,7 @@ class GenerateRequest:
     drafts: bool = True
     keeps_stop: bool = False
     tenant: str | None = None
+    keeps_features: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +100,14 @@ class Ticket:
     """One ask on its way: `async for piece in ticket`. Belongs to the event loop that submitted it.
 
     Iterating ends after the piece with a `finish_reason`, or after `cancel`; it raises Busy where
-    the ask waited too long (then there was no piece). `stats` is there when it has finished;
-    `since`: when it was made, in seconds of the monotonic clock.
+    the ask waited too long (then there was no piece). `stats` is there when it has finished, and
+    `features` where they are kept; `since`: when it was made, in seconds of the monotonic clock.
     """
 
     def __init__(self, ask: GenerateRequest, on_cancel: Callable[[Ticket], None]) -> None:
         self.ask, self.stats, self.since = ask, RowStats(), time.monotonic()
         self.failure: SpecctlError | None = None
+        self.features: RowFeatures | None = None
         self.loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece | SpecctlError | None] = asyncio.Queue()
         self._on_cancel, self._is_over = on_cancel, False

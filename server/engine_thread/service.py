@@ -26,6 +26,7 @@ from specctl.runtime.batching.base import Batching
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.request import Request, TokenLogprob
+from specctl.runtime.engine.row_features import DTYPE, layers_kept
 from specctl.runtime.engine.target_reader import shares_kv
 from specctl.runtime.generate import default_policy
 from specctl.runtime.policies.base import Policy
@@ -68,11 +69,15 @@ class Capacity:
 
 
 def room_for(
-    target: Target, policy: Policy, limits: Limits, drafter: Drafter | None = None
+    target: Target,
+    policy: Policy,
+    limits: Limits,
+    drafter: Drafter | None = None,
+    keeps_features: bool = False,
 ) -> Capacity:
     """At most `max_batch` slots, as many as the memory holds: the target's cache and what the
-    drafter keeps of a row, beside what it keeps for all of them. ResourceError names both where
-    not even one fits."""
+    drafter keeps of a row, with the features that are kept for training, beside what it keeps for
+    all of them. ResourceError names both where not even one fits."""
     spec = target.spec
     context = min(spec.max_positions, limits.max_len or USUAL)
     length = context + policy.nodes + 2
@@ -84,6 +89,7 @@ def room_for(
     if drafter is not None:
         try:
             kept = drafter_bytes(target, drafter, policy, length)
+            kept += features_bytes(drafter, length) if keeps_features else 0
         except Exception as error:  # the engine goes on without a drafter that cannot be opened
             LOG.warning("the drafter's memory was not measured: %s", place_of(error))
     memory = limits.memory
@@ -119,6 +125,11 @@ def drafter_bytes(target: Target, drafter: Drafter, policy: Policy, length: int)
         needs, space = needs.without_copy(), replace(space, target_kv=nothing)
     taps = len(needs.taps) * target.spec.hidden_size * target.dtype.itemsize
     return drafter.slot_bytes(space) + taps * length
+
+
+def features_bytes(drafter: Drafter, length: int) -> int:
+    """What one row of `length` positions takes for features that are kept for training."""
+    return len(layers_kept(drafter)) * drafter.spec.hidden_size * DTYPE.itemsize * length
 
 
 def _free(error: BaseException | None) -> None:
@@ -161,7 +172,8 @@ class Service:
     Rule "target-only" makes a seeded answer a function of the ask alone: not of the drafter, of the
     draft lengths or of who else is served. `batching` decides the draft length of every row. `say`
     is told what whoever runs the server should know; `why_off` says why there is no drafter,
-    `drafter_name` what users know it by (None: its family).
+    `drafter_name` what users know it by (None: its family). `keeps_features`: of requests that
+    allow it, tickets have the states that the drafter learns from (`Ticket.features`).
     """
 
     def __init__(
@@ -176,8 +188,9 @@ class Service:
         say: Callable[[str], None] = LOG.warning,
         why_off: str | None = None,
         drafter_name: str | None = None,
+        keeps_features: bool = False,
     ) -> None:
-        self.target, self.rule = target, rule
+        self.target, self.rule, self.keeps_features = target, rule, keeps_features
         given = policy if policy is not None else default_policy(drafter)
         if drafter is not None and drafter_name is None:
             drafter_name = drafter.family
@@ -186,7 +199,7 @@ class Service:
         check_rule(rule, drafter, given)
         self.counters = Counters()
         self.on_finish: list[Callable[[Finished], None]] = []
-        self.room: Capacity = room_for(target, given, self.limits, drafter)
+        self.room: Capacity = room_for(target, given, self.limits, drafter, keeps_features)
         self.failure: str | None = None
         self._say, self._why_off = say, why_off
         self._own: Target | None = None  # the engine thread's
@@ -257,6 +270,7 @@ class Service:
             batching=drafting.batching if has_drafter else None,
             prefill_chunk=self.limits.prefill_chunk,
             wrap_drafter=guard.wrap,
+            features=layers_kept(drafting.drafter) if self.keeps_features else (),
         )
 
     # -- another drafter ------------------------------------------------------------------------
@@ -312,6 +326,8 @@ class Service:
             return
         self.drafting, self.room, self._why_off = wanted, room, None
         self.counters.exchanges += 1
+        if self.keeps_features and not layers_kept(wanted.drafter):
+            self._say(f"no features are kept while {wanted.name} drafts: it learns from none")
         order.settle(wanted)
 
     def _room_with(self, wanted: Drafting) -> Capacity:
@@ -320,7 +336,7 @@ class Service:
         if memory is None and (free := available_bytes(self.target.device)) is not None:
             memory = free // 2 + now.slots * now.slot_bytes + now.shared_bytes
         limits = replace(self.limits, memory=memory, max_batch=now.slots, max_len=now.context)
-        room = room_for(self.target, wanted.policy, limits, wanted.drafter)
+        room = room_for(self.target, wanted.policy, limits, wanted.drafter, self.keeps_features)
         if room.slots < now.slots:
             raise ResourceError(
                 "the new drafter leaves room for fewer rows",

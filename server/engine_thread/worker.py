@@ -50,7 +50,13 @@ class ServerJob:
     def request(self) -> Request:
         given = self.ticket.ask
         shown = given.logprobs, given.drafts, given.tenant
-        return Request(given.tokens, given.sampling, given.conversation, *shown)
+        return Request(
+            given.tokens,
+            given.sampling,
+            given.conversation,
+            *shown,
+            keeps_features=given.keeps_features,
+        )
 
     def seat(self, row: Row) -> None:
         """It has got a slot."""
@@ -311,7 +317,7 @@ class Worker:
         """The ask is over: its ticket gets the last it will get, everybody is told."""
         del self.jobs[job.index], self._index_of[job.ticket]
         if job.row is not None:
-            job.ticket.stats = job.row.stats
+            job.ticket.stats, job.ticket.features = job.row.stats, job.row.features
         self._post(job.ticket, last)
         self.counters.requests[outcome] = self.counters.requests.get(outcome, 0) + 1
         finished = job.finished(outcome)

@@ -42,6 +42,13 @@ SEEDS = 1 << 63
 DEFAULTS = Sampling(temperature=1.0)  # as OpenAI's API has it
 
 
+def may_be_kept(body: ChatRequest | CompletionRequest) -> bool:
+    """Whether its text may be kept for training, which knows no tools, and what the target computes
+    for it."""
+    has_tools = isinstance(body, ChatRequest) and body.has_tools
+    return body.store is not False and not has_tools
+
+
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """What the target reads: token ids of every prompt; whether a template has opened the thoughts
@@ -127,6 +134,7 @@ class RequestReader:
                         body.draft is not False,
                         bool(body.include_stop_str_in_output),
                         tenant,
+                        may_be_kept(body),
                     )
                 )
         ignored: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from specctl.cli.options.following import (
     NEWEST,
@@ -21,7 +23,9 @@ from specctl.cli.options.following import (
 )
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError
+from specctl.core.kept_features import AnswerFeatures
 from specctl.core.traffic_files import Writer, note_writer, segment_path
+from specctl.runtime.target.target import Target
 from specctl.train.pretrain.data import train_tokenizer
 
 
@@ -168,6 +172,18 @@ def test_the_newest_traffic_is_copied_once_for_a_run(tmp_path: Path) -> None:
     assert _newest(tmp_path, out).read_bytes() == b"".join(lines[5:])
 
 
+def keep_features(target: Target, folder: Path, number: int, line: bytes) -> None:
+    """As a server keeps them whose target is read for its last state."""
+    ids = target.encode(json.loads(line)["text"])
+    place_1S = torch.arange(len(ids))[None]
+    masks, last = target.lm.document_masks(torch.zeros_like(place_1S)), target.spec.num_layers
+    with torch.no_grad():
+        out = target.lm.dense(torch.tensor([ids]), place_1S, masks, (last,), logits=False)
+    states = {last: out.taps[last][0, :-1].bfloat16()}
+    writer = Writer("target", target.fingerprint, target.tokenizer_fingerprint)
+    AnswerFeatures(writer, tuple(ids), 3, states).write(folder, number, line)
+
+
 def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     run: Any, admin: Any, tmp_path: Path, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +213,8 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     assert made.code == 0, made.err
     url, handler = admin
     monkeypatch.setenv("SPECCTL_ADMIN_KEYS", "the-key")
+    for number, line in enumerate(lines[:40]):
+        keep_features(Target.from_model(model, tokenizer), folder, number, line.encode())
     out = tmp_path / "second"
     ran = run("train-draft", "--follow", folder, "--init", tmp_path / "first", "--out", out,
               "--swap", url, "--json", *small)  # fmt: skip
@@ -204,6 +222,10 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     result = ran.json["result"]
     assert result["is_better"] == (result["tau_after"] > result["tau_before"])
     assert result["swapped"] == result["is_better"] == bool(handler.sent)
+    assert (result["records"], result["records_with_features"]) == (60, 40)
+    said = re.search(r"the server kept those of (\d+) of (\d+) texts", ran.err)
+    assert said is not None
+    assert 0 < int(said[1]) < int(said[2])
     few = tmp_path / "few"
     few.mkdir()
     segment_path(few, 1).write_text(lines[0])
@@ -216,5 +238,9 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
                   tmp_path / "third", "--dry-run", *small)  # fmt: skip
     assert planned.code == 0, planned.err
     assert not (tmp_path / "third.traffic.jsonl").exists()
+    assert not (tmp_path / "third.features").exists()
+    assert (tmp_path / "second.features").stat().st_mode & 0o077 == 0
     assert (out / "package" / "manifest.json").is_file()
-    assert (tmp_path / "second.traffic.jsonl").read_text() == "".join(lines)
+    records = [json.loads(x) for x in (tmp_path / "second.traffic.jsonl").open()]
+    assert all("input_ids" in record for record in records[:40])
+    assert records[40:] == [{"text": text} for text in texts[40:]]

@@ -313,6 +313,30 @@ def test_loss_falls_and_only_trainable_tensors_move(
 
 
 @pytest.mark.parametrize("name", TRAINED)
+def test_no_loss_reads_the_state_behind_the_end_of_a_document(
+    target: Target, make_batch: Any, name: str
+) -> None:
+    """A server keeps none of it: the last token of an answer was never fed."""
+    drafter = new_drafter(target, name)
+    batch = make_batch(target, drafter)
+    after_BS = batch.document_BS.roll(-1, 1)
+    after_BS[:, -1] = -1
+    is_last_BS = (batch.document_BS >= 0) & (after_BS != batch.document_BS)
+    teacher = batch.teacher_BSV
+    cut = replace(
+        batch,
+        taps={k: v.masked_fill(is_last_BS[..., None], 0.0) for k, v in batch.taps.items()},
+        teacher_BSV=None if teacher is None else teacher.masked_fill(is_last_BS[..., None], 0.0),
+    )
+    found = []
+    for each in (batch, cut):
+        torch.manual_seed(3)
+        found.append(drafter.loss(each).sum)
+    assert is_last_BS.sum() == 2 * len(batch.ids_BS)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_borrowed_pieces_are_not_among_the_stored_tensors(target: Target, name: str) -> None:
     drafter = new_drafter(target, name)
     borrowed = target.borrowed()

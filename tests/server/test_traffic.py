@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.cli.commands.serve import _recorder
+from specctl.cli.options.keeping import recorder_for
 from specctl.core.errors import FileError, IncompatibleError, SpecctlError
 from specctl.core.traffic_files import Writer, newest_lines, segments, writer_of
 from specctl.server.traffic import SEGMENTS, TrafficKeeper
@@ -64,11 +64,11 @@ def test_requests_that_opt_out_are_not_kept_and_others_are_for_the_owner(tmp_pat
 
 
 def test_nothing_is_kept_unless_a_place_is_named(tmp_path: Path) -> None:
-    assert _recorder(None, None, None) is None
+    assert recorder_for(None, None, None) is None
     with pytest.raises(SpecctlError, match="one place"):
-        _recorder(tmp_path / "a", tmp_path / "b", None)
+        recorder_for(tmp_path / "a", tmp_path / "b", None)
     with pytest.raises(SpecctlError, match="not named"):
-        _recorder(None, None, 1.0)
+        recorder_for(None, None, 1.0)
     assert not list(tmp_path.iterdir())
 
 

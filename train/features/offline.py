@@ -29,6 +29,7 @@ from specctl.train.distributed.ranks import Ranks
 from specctl.train.features.capture import to_device
 from specctl.train.features.kept import Form, decode, encode, read_target, with_features
 from specctl.train.features.remote_shards import ObjectStore, RemoteShards, is_url
+from specctl.train.features.served_features import ServedFeatures
 from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
 from specctl.train.features.target_source import TargetSource, target_source
 from specctl.train.step_threads import StepThreads
@@ -141,6 +142,10 @@ def feature_source(
     """Features, the way that the recipe says; `rows` are those of a batch, over all processes, and
     as many of the rows are read at a time."""
     source = target_source(part, target, reporter)
+    if part.kept_features is not None and (needs.taps or needs.teacher):
+        served = ServedFeatures(target, Path(part.kept_features), needs)
+        served.say(data, reporter)
+        source = served
     if part.features == "online":
         return Features(lambda rows: source.read(data.batch(rows), needs))
     if not needs.taps and not needs.teacher:
