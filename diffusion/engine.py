@@ -1,0 +1,163 @@
+"""denoise(): one prompt, continued by a masked diffusion model, block by block.
+
+The plain schedule is deterministic for a seed: what a pass keeps follows from the canvas. Every
+other way of keeping tokens or of computing passes is approximate and says so, but for `ahead`
+(FreeDave), which gives the text of the plain schedule in fewer passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specctl.core.errors import SpecctlError
+from specctl.diffusion.canvas import Canvas
+from specctl.diffusion.folder import DiffusionTarget
+from specctl.diffusion.free_draft import free_draft
+from specctl.diffusion.passes import Passes
+from specctl.diffusion.reuse.base import Reader, WholeReader
+from specctl.diffusion.reuse.delayed_kv import DelayedReader
+from specctl.diffusion.reuse.window import WindowReader
+from specctl.diffusion.settings import DenoiseSettings
+from specctl.diffusion.unmask.base import BlockStep, Unmask
+from specctl.diffusion.unmask.static import StaticUnmask, counts
+from specctl.diffusion.unmask.threshold import ThresholdUnmask
+
+OnBlock = Callable[[list[int]], None]  # the ids of a block that is complete
+
+
+@dataclass(frozen=True, slots=True)
+class Denoised:
+    """The answer's ids, up to and with an end of text; why it ended (eos or length); `passes` of
+    the model, and the `positions` computed in them."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    passes: int
+    positions: int
+
+
+@torch.inference_mode()
+def denoise(
+    target: DiffusionTarget,
+    prompt: Sequence[int],
+    settings: DenoiseSettings,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    on_block: OnBlock | None = None,
+) -> Denoised:
+    """Continue a prompt. Raises SpecctlError where prompt and answer do not fit in the context."""
+    shape = target.shape
+    check_length(target, len(prompt), max_new_tokens)
+    canvas = Canvas.of(
+        prompt,
+        max_new_tokens,
+        shape.mask_id,
+        shape.vocab_size,
+        seed if temperature > 0 else None,
+    )
+    ends = () if ignore_eos else target.eos_ids
+    passes = Passes(target.model, temperature)
+
+    def ended(now: Canvas, last: int) -> bool:
+        ids = now.ids_L[now.start : last].tolist()
+        if on_block is not None:
+            on_block(_cut(ids, ends)[0])
+        return _cut(ids, ends)[1]
+
+    if settings.ahead:
+        canvas = free_draft(canvas, _plan(canvas, settings), settings.ahead, passes, ended)
+    else:
+        _by_blocks(canvas, settings, make_reader(settings, passes, canvas.length),
+                   make_unmask(settings), ended)  # fmt: skip
+    answer = canvas.ids_L[canvas.start :].tolist()
+    answer = answer[: answer.index(shape.mask_id)] if shape.mask_id in answer else answer
+    ids, is_end = _cut(answer, ends)
+    return Denoised(tuple(ids), "eos" if is_end else "length", passes.count, passes.positions)
+
+
+def _by_blocks(
+    canvas: Canvas,
+    settings: DenoiseSettings,
+    reader: Reader,
+    unmask: Unmask,
+    ended: Callable[[Canvas, int], bool],
+) -> None:
+    """Denoise the canvas in place."""
+    for first, last in _blocks(canvas, settings):
+        schedule = counts(last - first, settings.steps or last - first)
+        step = 0
+        while len(canvas.masked(first, last)):
+            place_Q = canvas.masked(first, canvas.length if unmask.is_beyond else last)
+            guess = reader.guess(canvas, place_Q)
+            count = schedule[min(step, len(schedule) - 1)]
+            keep = unmask.keep(guess, BlockStep(first, last, step, count))
+            canvas.ids_L[guess.place_Q[keep]] = guess.token_Q[keep]
+            step += 1
+        if ended(canvas, last):
+            return
+
+
+def _blocks(canvas: Canvas, settings: DenoiseSettings) -> list[tuple[int, int]]:
+    firsts = range(canvas.start, canvas.length, settings.block)
+    return [(first, min(first + settings.block, canvas.length)) for first in firsts]
+
+
+def _plan(canvas: Canvas, settings: DenoiseSettings) -> list[BlockStep]:
+    """Every step of the plain schedule."""
+    return [
+        BlockStep(first, last, index, count)
+        for first, last in _blocks(canvas, settings)
+        for index, count in enumerate(counts(last - first, settings.steps or last - first))
+    ]
+
+
+def _cut(ids: list[int], ends: Sequence[int]) -> tuple[list[int], bool]:
+    """The ids up to and with the first end of text, and whether there is one."""
+    found = [index for index, token in enumerate(ids) if token in ends]
+    return (ids[: found[0] + 1], True) if found else (ids, False)
+
+
+def make_unmask(settings: DenoiseSettings) -> Unmask:
+    """What the settings name."""
+    way = settings.unmask_way
+    return ThresholdUnmask(*way.numbers) if way.name == "threshold" else StaticUnmask()
+
+
+def make_reader(settings: DenoiseSettings, passes: Passes, length: int) -> Reader:
+    """What the settings name, for a canvas of that many positions."""
+    way = settings.reuse_way
+    numbers = tuple(int(number) for number in way.numbers)
+    if way.name == "dkv":
+        return DelayedReader(passes, length, *numbers)
+    if way.name == "window":
+        return WindowReader(passes, length, *numbers)
+    return WholeReader(passes)
+
+
+def verification_of(settings: DenoiseSettings) -> str:
+    """What results say of the text: plain, lossless (drafted steps were verified), or what it is
+    approximate by."""
+    if settings.ahead:
+        return "lossless"
+    readers = {"dkv": DelayedReader.mark, "window": WindowReader.mark}
+    marks = [make_unmask(settings).mark, readers.get(settings.reuse_way.name)]
+    named = [mark for mark in marks if mark is not None]
+    return f"approximate:{'+'.join(named)}" if named else "plain"
+
+
+def check_length(target: DiffusionTarget, prompt: int, new: int) -> None:
+    """Refuse what the model was not made for; an empty prompt has nothing to attend to."""
+    if prompt == 0 or prompt + new > target.shape.max_positions:
+        raise SpecctlError(
+            "prompt and answer do not fit the canvas of the target",
+            where=target.name,
+            found=f"{prompt:,} tokens of the prompt and {new:,} new ones",
+            expected=f"a prompt of at least one token, {target.shape.max_positions:,} in all",
+            do="give a shorter prompt, or a smaller --max-new-tokens",
+        )
