@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.diffusion.canvas import Canvas
 from specctl.diffusion.folder import DiffusionTarget
 from specctl.diffusion.free_draft import free_draft
@@ -22,6 +24,8 @@ from specctl.diffusion.reuse.delayed_kv import DelayedReader
 from specctl.diffusion.reuse.window import WindowReader
 from specctl.diffusion.settings import DenoiseSettings
 from specctl.diffusion.unmask.base import BlockStep, Unmask
+from specctl.diffusion.unmask.explore import ExploreUnmask
+from specctl.diffusion.unmask.learned import LearnedUnmask, read_filter
 from specctl.diffusion.unmask.static import StaticUnmask, counts
 from specctl.diffusion.unmask.threshold import ThresholdUnmask
 
@@ -39,11 +43,20 @@ class Denoised:
     positions: int
 
 
-@torch.inference_mode()
 def denoise(
+    target: DiffusionTarget, prompt: Sequence[int], settings: DenoiseSettings, **how: Any
+) -> Denoised:
+    """Continue a prompt; `how` is as in `denoise_with`. Raises SpecctlError where prompt and answer
+    do not fit in the context, FileError where a filter is not there."""
+    return denoise_with(target, prompt, settings, make_unmask(settings, target.folder), **how)
+
+
+@torch.inference_mode()
+def denoise_with(
     target: DiffusionTarget,
     prompt: Sequence[int],
     settings: DenoiseSettings,
+    unmask: Unmask,
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -51,7 +64,7 @@ def denoise(
     ignore_eos: bool = False,
     on_block: OnBlock | None = None,
 ) -> Denoised:
-    """Continue a prompt. Raises SpecctlError where prompt and answer do not fit in the context."""
+    """The same with a way of keeping tokens in the place of the settings'."""
     shape = target.shape
     check_length(target, len(prompt), max_new_tokens)
     canvas = Canvas.of(
@@ -74,7 +87,7 @@ def denoise(
         canvas = free_draft(canvas, _plan(canvas, settings), settings.ahead, passes, ended)
     else:
         _by_blocks(canvas, settings, make_reader(settings, passes, canvas.length),
-                   make_unmask(settings), ended)  # fmt: skip
+                   unmask, ended)  # fmt: skip
     answer = canvas.ids_L[canvas.start :].tolist()
     answer = answer[: answer.index(shape.mask_id)] if shape.mask_id in answer else answer
     ids, is_end = _cut(answer, ends)
@@ -123,10 +136,16 @@ def _cut(ids: list[int], ends: Sequence[int]) -> tuple[list[int], bool]:
     return (ids[: found[0] + 1], True) if found else (ids, False)
 
 
-def make_unmask(settings: DenoiseSettings) -> Unmask:
-    """What the settings name."""
+def make_unmask(settings: DenoiseSettings, folder: Path) -> Unmask:
+    """What the settings name; a filter lies in the folder of its model."""
     way = settings.unmask_way
-    return ThresholdUnmask(*way.numbers) if way.name == "threshold" else StaticUnmask()
+    if way.name == "learn2pd":
+        model = read_filter(folder)
+        check_block(settings.block, model.block, folder)
+        return LearnedUnmask(*way.numbers, model)
+    if way.name == "threshold":
+        return ThresholdUnmask(*way.numbers)
+    return ExploreUnmask(*way.numbers) if way.name == "explore" else StaticUnmask()
 
 
 def make_reader(settings: DenoiseSettings, passes: Passes, length: int) -> Reader:
@@ -145,10 +164,24 @@ def verification_of(settings: DenoiseSettings) -> str:
     approximate by."""
     if settings.ahead:
         return "lossless"
-    readers = {"dkv": DelayedReader.mark, "window": WindowReader.mark}
-    marks = [make_unmask(settings).mark, readers.get(settings.reuse_way.name)]
+    kept = {"threshold": ThresholdUnmask, "explore": ExploreUnmask, "learn2pd": LearnedUnmask}
+    read = {"dkv": DelayedReader, "window": WindowReader}
+    ways = [kept.get(settings.unmask_way.name), read.get(settings.reuse_way.name)]
+    marks = [None if way is None else way.mark for way in ways]
     named = [mark for mark in marks if mark is not None]
     return f"approximate:{'+'.join(named)}" if named else "plain"
+
+
+def check_block(block: int, learned: int, folder: Path) -> None:
+    """A filter reads blocks of one length."""
+    if block != learned:
+        raise IncompatibleError(
+            "the filter was trained for blocks of another length",
+            where=str(folder),
+            found=f"diffusion.block {block}",
+            expected=str(learned),
+            do=f"--set diffusion.block={learned}",
+        )
 
 
 def check_length(target: DiffusionTarget, prompt: int, new: int) -> None:

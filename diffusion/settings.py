@@ -1,6 +1,6 @@
 """How a canvas is denoised: settings as words, checked before anything loads. No torch.
 
-unmask   static | threshold:T
+unmask   static | threshold:T | explore:T:N | learn2pd:T
 reuse    none | dkv:REFRESH | window:ACTIVE:BUFFER:REFRESH
 """
 
@@ -17,6 +17,11 @@ Numbers = tuple[float, ...]
 UNMASK: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
     "static": ("", lambda n: n == ()),
     "threshold": (":T (0 to 1)", lambda n: len(n) == 1 and 0 <= n[0] <= 1),
+    "learn2pd": (":T (0 to 1)", lambda n: len(n) == 1 and 0 <= n[0] <= 1),
+    "explore": (
+        ":T:N (0 to 1, and a count)",
+        lambda n: len(n) == 2 and 0 <= n[0] <= 1 and _are_counts((n[1] + 1,)),
+    ),
 }
 REUSE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
     "none": ("", lambda n: n == ()),

@@ -24,7 +24,8 @@ class DenoisingFlags:
         str | None,
         Setting(
             "diffusion.unmask",
-            "Tokens that a pass keeps: static, threshold:T (approximate).",
+            "Tokens that a pass keeps: static, threshold:T, explore:T:N, learn2pd:T (all but static "
+            "approximate).",
             metavar="WAY",
         ),
     ] = None

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError, SpecctlError
+from specctl.diffusion.canvas import Guess
 from specctl.diffusion.engine import Denoised, denoise, verification_of
 from specctl.diffusion.settings import DenoiseSettings
+from specctl.diffusion.unmask.base import BlockStep
+from specctl.diffusion.unmask.explore import ExploreUnmask
+from specctl.diffusion.unmask.threshold import ThresholdUnmask
 from specctl_testing.diffusion import EOS, MASK, tiny_target
 
 LAYOUTS = ("llada", "dream")
@@ -78,6 +82,7 @@ def test_free_drafts_change_nothing_but_the_passes(
     ("name", "exact", "loose"),
     [
         ("unmask", "threshold:1", "threshold:0.05"),
+        ("unmask", "explore:1:0", "explore:0.3:1"),
         ("reuse", "dkv:1", "dkv:16"),
         ("reuse", "window:20:0:1", "window:3:3:8"),
     ],
@@ -108,6 +113,15 @@ def test_a_threshold_keeps_all_that_are_confident_enough() -> None:
     assert passes[2] == 3, "a pass for each block"
 
 
+def test_exploring_keeps_the_least_certain_and_exploits_beyond_the_block() -> None:
+    logits = torch.tensor([[4.0, 0, 0], [1.0, 0, 0], [0.1, 0, 0], [9.0, 0, 0]])
+    guess = Guess(torch.arange(4), logits.argmax(-1), logits)
+    block = BlockStep(first=0, last=3, step=0, count=1)
+    assert ExploreUnmask(1, 1).keep(guess, block).tolist() == [True, False, True, False]
+    assert ExploreUnmask(0.99, 1).keep(guess, block).tolist() == [True, False, False, True]
+    assert ThresholdUnmask(0.4).keep(guess, block).tolist() == [True, True, False, False]
+
+
 def test_a_seed_gives_its_text_and_another_gives_another() -> None:
     texts = [run("llada", PROMPTS[0], PLAIN, temperature=1.0, seed=s).token_ids for s in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
@@ -115,7 +129,7 @@ def test_a_seed_gives_its_text_and_another_gives_another() -> None:
 
 def test_draws_follow_the_model() -> None:
     """One masked token: over seeds its frequencies are the model's probabilities."""
-    target, count = tiny_target("llada"), 600
+    target, count = tiny_target("llada"), 400
     state = target.model(torch.tensor([[*PROMPTS[0], MASK]]))[0, -1]
     p = target.model.logits(state).softmax(-1)
     drawn = [
@@ -123,14 +137,14 @@ def test_draws_follow_the_model() -> None:
         for s in range(count)
     ]
     seen = torch.bincount(torch.tensor(drawn), minlength=len(p)) / count
-    assert float((seen - p).abs().sum()) / 2 < 0.1
+    assert float((seen - p).abs().sum()) / 2 < 0.12
 
 
 def test_an_end_of_text_ends_after_its_block() -> None:
     target = tiny_target("dream")
     ended = 0
-    for seed in range(20):
-        how = {"max_new_tokens": 24, "temperature": 1.5, "seed": seed}
+    for seed in range(12):
+        how = {"max_new_tokens": 24, "temperature": 3.0, "seed": seed}
         whole = denoise(target, PROMPTS[0], PLAIN, ignore_eos=True, **how)
         made = denoise(target, PROMPTS[0], PLAIN, **how)
         if EOS not in whole.token_ids:
@@ -167,6 +181,7 @@ def test_results_say_what_they_are(settings: dict[str, Any], verification: str) 
         {"unmask": "threshold"},
         {"unmask": "threshold:2"},
         {"unmask": "best:1"},
+        {"unmask": "explore:0.9:-1"},
         {"reuse": "dkv:0"},
         {"reuse": "window:1:2"},
         {"steps": 4, "unmask": "threshold:0.9"},

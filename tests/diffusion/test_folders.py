@@ -14,7 +14,7 @@ import specctl
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
 from specctl.diffusion.folder import load_diffusion, read_model, read_tokenizer
 from specctl.diffusion.shape import shape_from
-from specctl_testing.diffusion import tiny_folder, tiny_shape
+from specctl_testing.diffusion import tiny_folder
 
 # Of LLaDA-8B and Dream-7B.
 LLADA_NAMES = {
@@ -123,7 +123,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     made = tiny_folder(tmp_path / "made")
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    with pytest.raises(IntegrityError, match="intermediate|gate_proj"):
+    with pytest.raises(IntegrityError, match="not those that"):
         read_model(made)
     (made / "tokenizer.json").unlink()
     with pytest.raises(SpecctlError, match="no tokenizer"):

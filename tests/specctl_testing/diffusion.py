@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ def tiny_masked(layout: str, seed: int = 0, **sizes: int) -> MaskedLM:
     return model.double().eval().requires_grad_(False)
 
 
+@cache
 def tiny_target(layout: str = "dream", seed: int = 0) -> DiffusionTarget:
     return DiffusionTarget("tiny-random", tiny_masked(layout, seed), None, (EOS,), Path())
 
