@@ -144,23 +144,23 @@ def shape_from(config: Mapping[str, Any], where: str) -> DiffusionShape:
     something else than what is computed here."""
     layout = diffusion_kind(config)
     assert layout is not None, f"{config.get('model_type')!r} is no masked diffusion model"
-    column, told = KINDS.index(layout), dict(config)
+    column, given = KINDS.index(layout), dict(config)
     for key, allowed in _FIXED[layout].items():
-        if key in told and told[key] not in allowed:
-            raise _refused(key, told[key], allowed[0], where)
+        if key in given and given[key] not in allowed:
+            raise _refused(key, given[key], allowed[0], where)
     if layout == LLADA:
-        told.setdefault("embedding_size", None)
-        told["embedding_size"] = told["embedding_size"] or told.get("vocab_size")
-    if told.get(_KEYS["num_kv_heads"][column]) is None:
-        told[_KEYS["num_kv_heads"][column]] = told.get(_KEYS["num_heads"][column])
+        given.setdefault("embedding_size", None)
+        given["embedding_size"] = given["embedding_size"] or given.get("vocab_size")
+    if given.get(_KEYS["num_kv_heads"][column]) is None:
+        given[_KEYS["num_kv_heads"][column]] = given.get(_KEYS["num_heads"][column])
     values: dict[str, Any] = {}
     for name, keys in _KEYS.items():
-        value = told.get(keys[column])
+        value = given.get(keys[column])
         if value is not None:
             values[name] = value
         elif name not in ("norm_eps", "rope_theta", "tied"):
             raise _refused(keys[column], "nothing", "a number", where)
-    has_bias = layout == DREAM or bool(told.get("include_qkv_bias"))
+    has_bias = layout == DREAM or bool(given.get("include_qkv_bias"))
     shape = DiffusionShape(layout, attention_bias=has_bias, **values)
     if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
         heads = f"{shape.num_heads} and {shape.num_kv_heads}"
