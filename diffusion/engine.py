@@ -29,6 +29,13 @@ from specctl.diffusion.unmask.learned import LearnedUnmask, read_filter
 from specctl.diffusion.unmask.static import StaticUnmask, counts
 from specctl.diffusion.unmask.threshold import ThresholdUnmask
 
+MARKS = {
+    "threshold": ThresholdUnmask.mark,
+    "explore": ExploreUnmask.mark,
+    "learn2pd": LearnedUnmask.mark,
+    "dkv": DelayedReader.mark,
+    "window": WindowReader.mark,
+}
 OnBlock = Callable[[list[int]], None]  # the ids of a block that is complete
 
 
@@ -142,7 +149,7 @@ def make_unmask(settings: DenoiseSettings, folder: Path) -> Unmask:
     if way.name == "learn2pd":
         model = read_filter(folder)
         check_block(settings.block, model.block, folder)
-        return LearnedUnmask(*way.numbers, model)
+        return LearnedUnmask(way.numbers[0], model)
     if way.name == "threshold":
         return ThresholdUnmask(*way.numbers)
     return ExploreUnmask(*way.numbers) if way.name == "explore" else StaticUnmask()
@@ -164,11 +171,8 @@ def verification_of(settings: DenoiseSettings) -> str:
     approximate by."""
     if settings.ahead:
         return "lossless"
-    kept = {"threshold": ThresholdUnmask, "explore": ExploreUnmask, "learn2pd": LearnedUnmask}
-    read = {"dkv": DelayedReader, "window": WindowReader}
-    ways = [kept.get(settings.unmask_way.name), read.get(settings.reuse_way.name)]
-    marks = [None if way is None else way.mark for way in ways]
-    named = [mark for mark in marks if mark is not None]
+    ways = settings.unmask_way.name, settings.reuse_way.name
+    named = [str(MARKS[way]) for way in ways if way in MARKS]
     return f"approximate:{'+'.join(named)}" if named else "plain"
 
 

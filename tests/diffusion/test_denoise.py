@@ -15,7 +15,7 @@ from specctl.diffusion.settings import DenoiseSettings
 from specctl.diffusion.unmask.base import BlockStep
 from specctl.diffusion.unmask.explore import ExploreUnmask
 from specctl.diffusion.unmask.threshold import ThresholdUnmask
-from specctl_testing.diffusion import EOS, MASK, tiny_target
+from specctl_testing.diffusion import MASK, tiny_target
 
 LAYOUTS = ("llada", "dream")
 PROMPTS = [[3 + (7 * k + j) % 30 for j in range(2 + k % 5)] for k in range(5)]
@@ -129,7 +129,7 @@ def test_a_seed_gives_its_text_and_another_gives_another() -> None:
 
 def test_draws_follow_the_model() -> None:
     """One masked token: over seeds its frequencies are the model's probabilities."""
-    target, count = tiny_target("llada"), 400
+    target, count = tiny_target("llada"), 300
     state = target.model(torch.tensor([[*PROMPTS[0], MASK]]))[0, -1]
     p = target.model.logits(state).softmax(-1)
     drawn = [
@@ -137,24 +137,18 @@ def test_draws_follow_the_model() -> None:
         for s in range(count)
     ]
     seen = torch.bincount(torch.tensor(drawn), minlength=len(p)) / count
-    assert float((seen - p).abs().sum()) / 2 < 0.12
+    assert float((seen - p).abs().sum()) / 2 < 0.14
 
 
-def test_an_end_of_text_ends_after_its_block() -> None:
-    target = tiny_target("dream")
-    ended = 0
-    for seed in range(12):
-        how = {"max_new_tokens": 24, "temperature": 3.0, "seed": seed}
-        whole = denoise(target, PROMPTS[0], PLAIN, ignore_eos=True, **how)
-        made = denoise(target, PROMPTS[0], PLAIN, **how)
-        if EOS not in whole.token_ids:
-            assert made == whole
-            continue
-        ended += 1
-        at = whole.token_ids.index(EOS)
-        assert made.token_ids == whole.token_ids[: at + 1]
-        assert (made.finish_reason, made.passes) == ("eos", (at // 8 + 1) * 8)
-    assert ended > 1
+@pytest.mark.parametrize("place", [0, 7, 8, 13])
+def test_an_end_of_text_ends_after_its_block(place: int) -> None:
+    target, how = tiny_target("dream"), {"max_new_tokens": 16, "temperature": 2.0, "seed": 3}
+    whole = denoise(target, PROMPTS[0], PLAIN, ignore_eos=True, **how)
+    end = whole.token_ids[place]
+    at = whole.token_ids.index(end)
+    made = denoise(replace(target, eos_ids=(end,)), PROMPTS[0], PLAIN, **how)
+    assert made.token_ids == whole.token_ids[: at + 1]
+    assert (made.finish_reason, made.passes) == ("eos", (at // 8 + 1) * 8)
 
 
 @pytest.mark.parametrize(

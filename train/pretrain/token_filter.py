@@ -146,7 +146,7 @@ def fit_filter(model: TokenFilter, rows: FilterRows, epochs: int, learning_rate:
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     for _ in range(epochs):
         optimizer.zero_grad()
-        filter_loss(model, rows).backward()
+        filter_loss(model, rows).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
