@@ -53,7 +53,7 @@ class Canvas:
 
 
 @dataclass(frozen=True)
-class Guess:
+class CanvasGuess:
     """What a pass predicts of masked positions: the token of each, drawn or the likeliest."""
 
     place_Q: Tensor
@@ -61,7 +61,9 @@ class Guess:
     logits_QV: Tensor
 
     @classmethod
-    def drawn(cls, canvas: Canvas, place_Q: Tensor, logits_QV: Tensor, temperature: float) -> Guess:
+    def drawn(
+        cls, canvas: Canvas, place_Q: Tensor, logits_QV: Tensor, temperature: float
+    ) -> CanvasGuess:
         """The tokens by the canvas's noise at that temperature."""
         if canvas.noise_QV is None or temperature == 0:
             return cls(place_Q, logits_QV.argmax(-1), logits_QV)

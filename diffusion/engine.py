@@ -3,6 +3,7 @@
 The plain schedule is deterministic for a seed: what a pass keeps follows from the canvas. Every
 other way of keeping tokens or of computing passes is approximate and says so, but for `ahead`
 (FreeDave), which gives the text of the plain schedule in fewer passes.
+Letters: L positions, Q picked rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specctl.diffusion.canvas import Canvas
 from specctl.diffusion.folder import DiffusionTarget
 from specctl.diffusion.free_draft import free_draft
 from specctl.diffusion.passes import Passes
-from specctl.diffusion.reuse.base import Reader, WholeReader
+from specctl.diffusion.reuse.base import CanvasReader, WholeReader
 from specctl.diffusion.reuse.delayed_kv import DelayedReader
 from specctl.diffusion.reuse.window import WindowReader
 from specctl.diffusion.settings import DenoiseSettings
@@ -104,7 +105,7 @@ def denoise_with(
 def _by_blocks(
     canvas: Canvas,
     settings: DenoiseSettings,
-    reader: Reader,
+    reader: CanvasReader,
     unmask: Unmask,
     ended: Callable[[Canvas, int], bool],
 ) -> None:
@@ -155,7 +156,7 @@ def make_unmask(settings: DenoiseSettings, folder: Path) -> Unmask:
     return ExploreUnmask(*way.numbers) if way.name == "explore" else StaticUnmask()
 
 
-def make_reader(settings: DenoiseSettings, passes: Passes, length: int) -> Reader:
+def make_reader(settings: DenoiseSettings, passes: Passes, length: int) -> CanvasReader:
     """What the settings name, for a canvas of that many positions."""
     way = settings.reuse_way
     numbers = tuple(int(number) for number in way.numbers)

@@ -7,6 +7,7 @@ next most confident positions. The next pass reads the canvas and all drafts as 
 row gives the true canvas k + 1; where that is the first draft, the second row gives the true canvas
 k + 2, and so on. So every canvas that decoding goes on from was computed as the plain schedule
 computes it: the text is the same, in fewer passes over more rows.
+Letters: L positions, Q picked rows, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specctl.diffusion.canvas import Canvas, Guess
+from specctl.diffusion.canvas import Canvas, CanvasGuess
 from specctl.diffusion.passes import Passes
 from specctl.diffusion.unmask.base import BlockStep
 from specctl.diffusion.unmask.static import StaticUnmask
@@ -49,17 +50,17 @@ def free_draft(
     return canvas
 
 
-def _kept(canvas: Canvas, guess: Guess, step: BlockStep) -> Canvas:
+def _kept(canvas: Canvas, guess: CanvasGuess, step: BlockStep) -> Canvas:
     keep = StaticUnmask().keep(guess, step)
     return canvas.with_tokens(guess.place_Q[keep], guess.token_Q[keep])
 
 
-def _drafted(canvas: Canvas, guess: Guess, steps: Sequence[BlockStep]) -> list[Canvas]:
+def _drafted(canvas: Canvas, guess: CanvasGuess, steps: Sequence[BlockStep]) -> list[Canvas]:
     """The canvases that these steps would lead to if every pass guessed as this one did."""
     drafts = list[Canvas]()
     for step in steps:
         left = (canvas.ids_L[guess.place_Q] == canvas.mask_id).nonzero()[:, 0]
-        rest = Guess(guess.place_Q[left], guess.token_Q[left], guess.logits_QV[left])
+        rest = CanvasGuess(guess.place_Q[left], guess.token_Q[left], guess.logits_QV[left])
         if not rest.within(step.first, step.last).any():
             break
         canvas = _kept(canvas, rest, step)

@@ -1,6 +1,6 @@
 """Passes of the model over a canvas, counted: how often it ran, and over how many positions.
 
-Letters: B rows, L positions, Q picked rows, T fed tokens, V target vocabulary.
+Letters: B rows, D hidden width, L positions, Q picked rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specctl.diffusion.canvas import Canvas, Guess
+from specctl.diffusion.canvas import Canvas, CanvasGuess
 from specctl.diffusion.model import KeptKeys, MaskedLM
 
 
@@ -29,7 +29,7 @@ class Passes:
     def __post_init__(self) -> None:
         self.device = self.model.model.embed_tokens.weight.device
 
-    def guesses(self, canvases: Sequence[Canvas], places: Sequence[Tensor]) -> list[Guess]:
+    def guesses(self, canvases: Sequence[Canvas], places: Sequence[Tensor]) -> list[CanvasGuess]:
         """One pass over canvases of the same length, whole, and what it predicts at these masked
         positions of each."""
         ids_BL = torch.stack([canvas.ids_L for canvas in canvases]).to(self.device)
@@ -38,7 +38,7 @@ class Passes:
         pairs = zip(canvases, places, state_BLD, strict=True)
         return [self._drawn(c, place, state[self._at(place)]) for c, place, state in pairs]
 
-    def part(self, canvas: Canvas, fed_T: Tensor, kept: KeptKeys, place_Q: Tensor) -> Guess:
+    def part(self, canvas: Canvas, fed_T: Tensor, kept: KeptKeys, place_Q: Tensor) -> CanvasGuess:
         """One pass over some positions, ascending, which attend to what is kept, too."""
         ids_BT = canvas.ids_L[fed_T][None].to(self.device)
         state_TD = self.model(ids_BT, fed_T.to(self.device), kept)[0]
@@ -49,9 +49,9 @@ class Passes:
     def _at(self, place_Q: Tensor) -> Tensor:
         return self.model.source(place_Q).to(self.device)
 
-    def _drawn(self, canvas: Canvas, place_Q: Tensor, state_QD: Tensor) -> Guess:
+    def _drawn(self, canvas: Canvas, place_Q: Tensor, state_QD: Tensor) -> CanvasGuess:
         logits_QV = self.model.logits(state_QD).cpu()
-        return Guess.drawn(canvas, place_Q, logits_QV, self.temperature)
+        return CanvasGuess.drawn(canvas, place_Q, logits_QV, self.temperature)
 
     def _counted(self, ids_BT: Tensor) -> None:
         self.count += 1

@@ -38,7 +38,7 @@ def _are_counts(numbers: Numbers) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DenoiseWay:
     """A word such as threshold:0.9: its name and its numbers."""
 
     name: str
@@ -47,7 +47,7 @@ class Way:
     @classmethod
     def of(
         cls, word: str, known: Mapping[str, tuple[str, Callable[[Numbers], bool]]], key: str
-    ) -> Way:
+    ) -> DenoiseWay:
         """The way that a word names; RecipeError for any other."""
         name, *parts = word.split(":")
         try:
@@ -114,9 +114,9 @@ class DenoiseSettings:
             )
 
     @property
-    def unmask_way(self) -> Way:
-        return Way.of(self.unmask, UNMASK, "unmask")
+    def unmask_way(self) -> DenoiseWay:
+        return DenoiseWay.of(self.unmask, UNMASK, "unmask")
 
     @property
-    def reuse_way(self) -> Way:
-        return Way.of(self.reuse, REUSE, "reuse")
+    def reuse_way(self) -> DenoiseWay:
+        return DenoiseWay.of(self.reuse, REUSE, "reuse")

@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.diffusion.canvas import Canvas, Guess
+from specctl.diffusion.canvas import Canvas, CanvasGuess
 from specctl.diffusion.passes import Passes
-from specctl.diffusion.reuse.base import Reader
+from specctl.diffusion.reuse.base import CanvasReader
 from specctl.diffusion.reuse.key_store import KeyStore
 
 
-class DelayedReader(Reader):
+class DelayedReader(CanvasReader):
     """Remembers what was masked when the last pass was made."""
 
     mark = "dkv-cache"
@@ -30,7 +30,7 @@ class DelayedReader(Reader):
         self.store = KeyStore(length, seen_L=torch.arange(length))
         self.was_masked_L = torch.zeros(length, dtype=torch.bool)
 
-    def guess(self, canvas: Canvas, place_Q: Tensor) -> Guess:
+    def guess(self, canvas: Canvas, place_Q: Tensor) -> CanvasGuess:
         is_masked_L = canvas.ids_L == canvas.mask_id
         fed_L = is_masked_L | self.was_masked_L
         if self.made % self.refresh == 0:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.diffusion.canvas import Canvas, Guess
+from specctl.diffusion.canvas import Canvas, CanvasGuess
 from specctl.diffusion.passes import Passes
-from specctl.diffusion.reuse.base import Reader
+from specctl.diffusion.reuse.base import CanvasReader
 from specctl.diffusion.reuse.key_store import KeyStore
 
 
-class WindowReader(Reader):
+class WindowReader(CanvasReader):
     """Holds the window of the phase: the masked positions that were in it when it began."""
 
     mark = "window"
@@ -30,7 +30,7 @@ class WindowReader(Reader):
         self.store, self.made = KeyStore(length), 0
         self.window_T = torch.zeros(0, dtype=torch.long)
 
-    def guess(self, canvas: Canvas, place_Q: Tensor) -> Guess:
+    def guess(self, canvas: Canvas, place_Q: Tensor) -> CanvasGuess:
         masked_T = canvas.masked(0, canvas.length)
         inside_T = masked_T[torch.isin(masked_T, self.window_T)]
         active_T = masked_T[: self.active]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specctl.diffusion.canvas import Guess
+from specctl.diffusion.canvas import CanvasGuess
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Unmask(ABC):
     is_beyond: bool = False
 
     @abstractmethod
-    def keep(self, guess: Guess, step: BlockStep) -> Tensor:
+    def keep(self, guess: CanvasGuess, step: BlockStep) -> Tensor:
         """bool [Q], at least one of the block."""
 
 

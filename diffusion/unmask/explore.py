@@ -7,13 +7,14 @@ highest entropy are kept with its best one: what they settle makes others confid
 pass. Ours: when exploring begins (a pass without a confident token) and that it stays in the block.
 With a threshold of 1 and nothing to explore a pass keeps one token, which is the plain schedule of
 one token a pass.
+Letters: Q picked rows.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from specctl.diffusion.canvas import Guess
+from specctl.diffusion.canvas import CanvasGuess
 from specctl.diffusion.unmask.base import BlockStep, Unmask, best_of
 
 
@@ -26,7 +27,7 @@ class ExploreUnmask(Unmask):
     def __init__(self, threshold: float, explore: float) -> None:
         self.threshold, self.explore = threshold, int(explore)
 
-    def keep(self, guess: Guess, step: BlockStep) -> Tensor:
+    def keep(self, guess: CanvasGuess, step: BlockStep) -> Tensor:
         inside = guess.within(step.first, step.last)
         best = best_of(guess.confidence_Q, inside, 1)
         confident = guess.confidence_Q > self.threshold

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specctl.core.errors import FileError
-from specctl.diffusion.canvas import Guess
+from specctl.diffusion.canvas import CanvasGuess
 from specctl.diffusion.unmask.base import BlockStep, Unmask, best_of
 
 FILTER = "learn2pd.safetensors"
@@ -62,7 +62,7 @@ def read_filter(folder: Path) -> TokenFilter:
     return model.eval().requires_grad_(False)
 
 
-def block_confidences(guess: Guess, first: int, last: int, block: int) -> Tensor:
+def block_confidences(guess: CanvasGuess, first: int, last: int, block: int) -> Tensor:
     """[block]: the confidence of every masked position of [first, last), 1 for all others."""
     confidence_W = torch.ones(block)
     inside = guess.within(first, last)
@@ -78,7 +78,7 @@ class LearnedUnmask(Unmask):
     def __init__(self, threshold: float, model: TokenFilter) -> None:
         self.threshold, self.model = threshold, model
 
-    def keep(self, guess: Guess, step: BlockStep) -> Tensor:
+    def keep(self, guess: CanvasGuess, step: BlockStep) -> Tensor:
         inside = guess.within(step.first, step.last)
         read_W = block_confidences(guess, step.first, step.last, self.model.block)
         final_W = torch.sigmoid(self.model(read_W)) > self.threshold

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError, SpecctlError
-from specctl.diffusion.canvas import Guess
+from specctl.diffusion.canvas import CanvasGuess
 from specctl.diffusion.engine import Denoised, denoise, verification_of
 from specctl.diffusion.settings import DenoiseSettings
 from specctl.diffusion.unmask.base import BlockStep
@@ -115,7 +115,7 @@ def test_a_threshold_keeps_all_that_are_confident_enough() -> None:
 
 def test_exploring_keeps_the_least_certain_and_exploits_beyond_the_block() -> None:
     logits = torch.tensor([[4.0, 0, 0], [1.0, 0, 0], [0.1, 0, 0], [9.0, 0, 0]])
-    guess = Guess(torch.arange(4), logits.argmax(-1), logits)
+    guess = CanvasGuess(torch.arange(4), logits.argmax(-1), logits)
     block = BlockStep(first=0, last=3, step=0, count=1)
     assert ExploreUnmask(1, 1).keep(guess, block).tolist() == [True, False, True, False]
     assert ExploreUnmask(0.99, 1).keep(guess, block).tolist() == [True, False, False, True]

@@ -13,7 +13,7 @@ import yaml
 
 from specctl.cli.main import main
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
-from specctl.diffusion.canvas import Guess
+from specctl.diffusion.canvas import CanvasGuess
 from specctl.diffusion.engine import denoise, verification_of
 from specctl.diffusion.settings import DenoiseSettings
 from specctl.diffusion.unmask.base import BlockStep
@@ -58,7 +58,7 @@ def test_guesses_that_it_takes_for_final_stay(tmp_path: Path) -> None:
         model.outer.bias.copy_(torch.tensor([-5.0, -5.0, 5.0, 5.0]))
     model.save(tmp_path)
     logits = torch.tensor([[3.0, 0], [2.0, 0], [1.0, 0]])
-    guess = Guess(torch.tensor([10, 12, 14]), logits.argmax(-1), logits)
+    guess = CanvasGuess(torch.tensor([10, 12, 14]), logits.argmax(-1), logits)
     step = BlockStep(first=10, last=14, step=0, count=1)
     found = LearnedUnmask(0.9, read_filter(tmp_path)).keep(guess, step)
     assert found.tolist() == [True, True, False], "the best one, and one taken for final"

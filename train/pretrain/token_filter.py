@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, RecipeError
-from specctl.diffusion.canvas import Guess
+from specctl.diffusion.canvas import CanvasGuess
 from specctl.diffusion.engine import denoise_with
 from specctl.diffusion.folder import DiffusionTarget, load_diffusion
 from specctl.diffusion.settings import DenoiseSettings
@@ -99,9 +99,9 @@ class RecordingUnmask(StaticUnmask):
     """The plain schedule, every pass of which is kept."""
 
     def __init__(self) -> None:
-        self.passes: list[tuple[Guess, BlockStep]] = []
+        self.passes: list[tuple[CanvasGuess, BlockStep]] = []
 
-    def keep(self, guess: Guess, step: BlockStep) -> Tensor:
+    def keep(self, guess: CanvasGuess, step: BlockStep) -> Tensor:
         self.passes.append((guess, step))
         return super().keep(guess, step)
 
