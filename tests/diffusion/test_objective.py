@@ -40,9 +40,9 @@ def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary() -> None:
     model = MaskedLM(tiny_shape("llada"))
     with torch.no_grad():
         model.head_weight.zero_()
-        found = [masked_loss(model, IDS, seed) for seed in range(300)]
+        found = [masked_loss(model, IDS, seed) for seed in range(80)]
     mean = sum(float(one.sum) / one.count for one in found) / len(found)
-    assert mean == pytest.approx(math.log(VOCAB - 1), rel=0.03)
+    assert mean == pytest.approx(math.log(VOCAB - 1), rel=0.06)
 
 
 @pytest.mark.parametrize("layout", ["llada", "dream"])
