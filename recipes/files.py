@@ -19,7 +19,12 @@ from specctl.core.bounded_read import MOST, read_text
 from specctl.core.errors import FileError, RecipeError, did_you_mean
 from specctl.recipes.built_in import is_built_in
 
-PRETRAINED = ("tiny-target", "tiny-hybrid")  # recipes of `specctl pretrain`
+PRETRAINED = (
+    "tiny-target",
+    "tiny-hybrid",
+    "tiny-diffusion",
+    "tiny-learn2pd",
+)  # recipes of `specctl pretrain`
 NOT_RECIPES = ("sources", "targets", *PRETRAINED)
 NODE_BYTES = 64  # of a value in memory, about, beside its text
 EXPECTED = "a YAML file, or a name of `specctl recipes ls --all`"

@@ -13,14 +13,16 @@ from specctl.api.targets import target_json
 from specctl.cli.app.console import ACCEPTED, PLAIN_COLOUR, Console, has_colours
 from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.app.settings import Setting
+from specctl.cli.commands.denoised import generate_denoised, is_denoised
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
+from specctl.cli.options.denoising import DenoisingFlags
 from specctl.cli.options.flags import Chat, Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.measuring import chat_words
 from specctl.cli.options.positional import looks_like_package
 from specctl.cli.options.prompts import PromptText, read_prompts, tell_chat
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
-from specctl.cli.options.target_choice import OWN_WRITING, TargetChoice, WritingChoice
+from specctl.cli.options.target_choice import OWN, OWN_WRITING, TargetChoice, WritingChoice
 from specctl.core.errors import SpecctlError
 from specctl.runtime.measure.doubt import doubts
 
@@ -39,6 +41,7 @@ def generate(
     draft: DraftChoice,
     sampling: SamplingFlags,
     grammar: GrammarFlags,
+    denoising: DenoisingFlags,
     target: WritingChoice = OWN_WRITING,
     words: Annotated[
         list[str] | None,
@@ -83,6 +86,13 @@ def generate(
     drafter, prompt = told_apart(words or (), file)
     draft = draft.worded(drafter)
     prompts = read_prompts(prompt, file, limit)
+    if is_denoised(target, OWN, denoising):
+        drafts = draft.draft if draft.draft != NO_DRAFTER else None
+        others = {"draft": drafts, "grammar": grammar.file, "compare": compare, "compile": compiled}
+        others["batch"] = batch > 1
+        flags = sampling, denoising, prompts, chat, stats, others
+        generate_denoised(console, target, *flags)
+        return
     if compare and draft.draft == NO_DRAFTER:
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")

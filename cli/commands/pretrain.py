@@ -19,7 +19,11 @@ def pretrain(
     out: Out,
     recipe: Annotated[
         str,
-        typer.Option("--recipe", "-r", help="tiny-target, tiny-hybrid, or a YAML file like these."),
+        typer.Option(
+            "--recipe",
+            "-r",
+            help="A name in recipes/ such as tiny-target, or a YAML file like these.",
+        ),
     ] = "tiny-target",
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue what OUT holds.")
@@ -28,8 +32,9 @@ def pretrain(
     """Train a small model from nothing on the Python text of this machine.
 
     tiny-target: the embedded target, about an hour and a half on two CPU cores. tiny-hybrid: a
-    smaller model with recurrent layers and the same tokenizer, some minutes on one. The same
-    command continues a stopped run.
+    smaller model with recurrent layers and the same tokenizer, some minutes on one.
+    tiny-diffusion: a masked diffusion model that begins as the embedded target; tiny-learn2pd: the
+    filter that decodes it in parallel. The same command continues a stopped run.
 
     Example:
 
@@ -37,6 +42,23 @@ def pretrain(
     """
     path = recipe_path(recipe)
     check_folder(out)
+    from specctl.train.pretrain.token_filter import filter_recipe, train_filter
+
+    if (of_filter := filter_recipe(path)) is not None:
+        report = train_filter(of_filter, out)
+        console.out(
+            f"{report.path} | held-out loss {report.loss:.3f} nats | at .9: precision "
+            f"{report.precision:.3f}, recall {report.recall:.3f} | {report.passes:,} passes"
+        )
+        following = command_line(
+            "generate", "--target", report.path, "--set", f"diffusion.block={of_filter.block}",
+            "--set", "diffusion.unmask=learn2pd:0.9", "def main(",
+        )  # fmt: skip
+        figures = {
+            name: getattr(report, name) for name in ("loss", "precision", "recall", "passes")
+        }
+        console.done({"path": str(report.path), **figures}, next=[following])
+        return
     from specctl.train.pretrain.run import has_state
     from specctl.train.pretrain.run import pretrain as pretrain_
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from specctl.core.diffusion_kinds import diffusion_kind
 from specctl.core.errors import (
     FileError,
     IncompatibleError,
@@ -69,6 +70,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if is_adapter_alone(folder):
         raise AdapterAlone(folder)
     config = read_object(folder / "config.json")
+    if diffusion_kind(config) is not None:
+        raise IncompatibleError(
+            "this is a masked diffusion model, which no drafter drafts for and no server serves",
+            found=f"model_type {config['model_type']}",
+            expected="a causal language model",
+            do=f'specctl generate --target {folder} "def main(" decodes it (in Python: denoise)',
+            where=str(folder),
+        )
     refuse_named_code(folder)
     _refuse_other_weights(folder, config)
     check_counts(config, str(folder / "config.json"))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specctl.api.bench import bench
+    from specctl.api.denoise import denoise
     from specctl.api.derive import derive_recipe
     from specctl.api.drafting import load_drafter
     from specctl.api.export import export
@@ -40,6 +41,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 _HOMES = {
     "bench": "specctl.api.bench",
     "custom_generate": "specctl.api.in_transformers.drafted",
+    "denoise": "specctl.api.denoise",
     "derive_recipe": "specctl.api.derive",
     "distill": "specctl.api.train",
     "export": "specctl.api.export",
@@ -61,6 +63,7 @@ __all__ = [
     "__version__",
     "bench",
     "custom_generate",
+    "denoise",
     "derive_recipe",
     "distill",
     "export",

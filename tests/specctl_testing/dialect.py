@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "dialect.json"
 ROOMS = (
-    "api", "cli", "core", "drafters", "export", "models", "published", "recipes", "runtime",
-    "server", "train",
+    "api", "cli", "core", "diffusion", "drafters", "export", "models", "published", "recipes",
+    "runtime", "server", "train",
 )  # fmt: skip
 AREAS = {
     "product": (*ROOMS, "README.md", "Makefile"),

@@ -68,14 +68,21 @@ class ReportRecipe(Section):
     export_every_seconds: float
 
 
+class DiffusionRecipe(Section):
+    """How a masked diffusion model is trained. `init`: the causal target as which it begins."""
+
+    init: str | None = None
+
+
 class PretrainRecipe(Section):
     """All that decides a run; `model` is handed to the configuration of its `model_type` (a Llama
-    where it names none) as it is."""
+    where it names none) as it is. `diffusion`: of a masked diffusion model alone."""
 
     model: dict[str, Any]
     data: DataRecipe
     train: TrainRecipe
     report: ReportRecipe
+    diffusion: DiffusionRecipe | None = None
 
 
 def load_pretrain_recipe(path: Path) -> PretrainRecipe:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ from specctl.core.drafter import Drafter, DraftState, Space
 from specctl.core.errors import DivergedError, FileError, RecipeError
 from specctl.core.files import write_json
 from specctl.core.kept_memory import kept_memory
+from specctl.diffusion.model import MaskedLM
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.data.supply import Order, Text
@@ -43,6 +45,14 @@ from specctl.train.loop import Job, TrainProgress, restore, save, train
 from specctl.train.metrics import MetricsLog
 from specctl.train.optim import Gradient
 from specctl.train.pretrain.data import Ids, PretrainData, PretrainRows, end_ids, prepare_data
+from specctl.train.pretrain.masked import (
+    build_masked,
+    check_masked,
+    evaluate_masked,
+    export_masked,
+    is_masked,
+    masked_loss_sum,
+)
 from specctl.train.pretrain.recipe import (
     PretrainRecipe,
     TokenSchedule,
@@ -95,10 +105,14 @@ class Pretrained(Drafter):
 
     family = "pretrain"
     module: nn.Module
+    _loss: Callable[..., Tensor]
 
-    def __init__(self, model: Any, recipe: TrainRecipe) -> None:
-        self.module, self._autocast = model, recipe.autocast
-        is_compiled = recipe.compile
+    def __init__(self, model: Any, recipe: PretrainRecipe) -> None:
+        self.module, self._autocast = model, recipe.train.autocast
+        if is_masked(recipe):  # the number of masked tokens differs from batch to batch
+            self._loss = partial(masked_loss_sum, seed=recipe.data.seed)
+            return
+        is_compiled = recipe.train.compile
         self._loss = torch.compile(loss_sum, dynamic=False) if is_compiled else loss_sum
 
     def open(self, space: Space) -> DraftState:
@@ -135,8 +149,25 @@ def config_from(recipe: PretrainRecipe, **more: Any) -> Any:
     )
 
 
+def check_model(recipe: PretrainRecipe) -> None:
+    """Refuse a recipe whose `model` makes none."""
+    if is_masked(recipe):
+        check_masked(recipe)
+        return
+    if recipe.diffusion is not None:
+        raise RecipeError(
+            "'diffusion' of the pretraining recipe is ignored by a causal model",
+            found=f"model_type {recipe.model.get('model_type', 'llama')}",
+            expected="model_type llada or Dream",
+            do="leave out the section, or see recipes/tiny-diffusion.yaml",
+        )
+    config_from(recipe)
+
+
 def build_model(recipe: PretrainRecipe, tokenizer: Any) -> Any:
     """A fresh model whose output projections are zero: every block starts as an identity."""
+    if is_masked(recipe):
+        return build_masked(recipe)
     config = config_from(
         recipe,
         bos_token_id=tokenizer.bos_token_id,
@@ -158,7 +189,7 @@ def build_optimizers(model: Any, recipe: TrainRecipe) -> Optimizers:
     loop multiplies the schedule's factor."""
     parameters = list(model.parameters())
     tables = [part.weight for part in model.modules() if isinstance(part, nn.Embedding)]
-    head = model.get_output_embeddings()
+    head = None if isinstance(model, MaskedLM) else model.get_output_embeddings()
     is_table = {id(p) for p in [*tables, *([] if head is None else head.parameters())]}
     norms = [p for p in parameters if p.ndim != 2]
     embeddings = [p for p in parameters if p.ndim == 2 and id(p) in is_table]
@@ -189,6 +220,8 @@ def loss_sum(model: Any, rows_BS: Tensor, autocast: bool) -> Tensor:
 @torch.no_grad()
 def evaluate(model: Any, ids: Ids, seq_len: int, max_tokens: int) -> Evaluation:
     """Loss and accuracy in float32 on rows spread evenly at random over `ids`."""
+    if isinstance(model, MaskedLM):
+        return Evaluation(*evaluate_masked(model, ids, seq_len, max_tokens))
     rows = PretrainRows(ids, seq_len, seed=0)
     num_rows = min(rows.num_rows, math.ceil(max_tokens / seq_len))
     loss, hits, count = 0.0, 0, 0
@@ -292,13 +325,17 @@ def config_of(model: Any) -> dict[str, Any]:
 
 
 def export_snapshot(folder: Path, model: Any, tokenizer: Any) -> None:
-    """A folder that AutoModelForCausalLM loads: bf16 weights, config, tokenizer."""
+    """A folder that AutoModelForCausalLM loads (a diffusion model: `load_diffusion`): bf16 weights,
+    config, tokenizer."""
+    if isinstance(model, MaskedLM):
+        export_masked(folder, model, tokenizer)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()
     }
-    partial = folder / "model.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
+    unfinished = folder / "model.partial"
+    save_file(weights, unfinished, metadata={"format": "pt"})
     write_json(folder / "config.json", config_of(model))
     model.generation_config.eos_token_id = end_ids(tokenizer)
     model.generation_config.save_pretrained(folder)
@@ -309,8 +346,8 @@ def export_snapshot(folder: Path, model: Any, tokenizer: Any) -> None:
     portable["tokenizer_class"] = "PreTrainedTokenizerFast"
     portable["additional_special_tokens"] = portable.pop("extra_special_tokens", [])
     write_json(folder / "tokenizer_config.json", portable)
-    partial.chmod(0o644)
-    os.replace(partial, folder / "model.safetensors")
+    unfinished.chmod(0o644)
+    os.replace(unfinished, folder / "model.safetensors")
 
 
 # -- the run --------------------------------------------------------------------------------------
@@ -323,7 +360,7 @@ def pretrain(
     no error: what was trained until then is saved, exported and evaluated."""
     recipe, reporter = load_pretrain_recipe(recipe_path), reporter or SilentReporter()
     plan, report = recipe.train, recipe.report
-    config_from(recipe)  # before the text is read
+    check_model(recipe)  # before the text is read
     torch.set_num_threads(plan.num_threads)
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.yaml").write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
@@ -386,7 +423,7 @@ def _job(
 ) -> Job:
     """What the loop works with, but for what is measured and what else is done between steps."""
     plan, each = recipe.train, recipe.train.tokens_per_step
-    trained = Pretrained(model, plan)
+    trained = Pretrained(model, recipe)
     settings = TrainPart(
         steps=text.schedule.steps,
         rows=plan.micro_batch,

@@ -1,0 +1,108 @@
+"""`specctl generate` with a masked diffusion model as its target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import with_text
+from specctl.cli.options.denoising import DenoisingFlags
+from specctl.cli.options.prompts import PromptText
+from specctl.cli.options.sampling import SamplingFlags
+from specctl.cli.options.target_choice import TargetChoice
+from specctl.core.diffusion_kinds import is_diffusion_folder
+from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.recipes.targets import resolve
+
+ALWAYS = ("name", "device", "dtype", "offline")  # of a target's flags
+TAKEN = ("temperature", "seed", "max_new_tokens", "ignore_eos", "generation_config")
+
+
+def is_denoised(target: TargetChoice, own: str, denoising: DenoisingFlags) -> bool:
+    """Whether the target is a masked diffusion model. Settings of one are refused for any other."""
+    folder = None if target.name == own else resolve(target.name).path
+    if folder is not None and is_diffusion_folder(folder):
+        return True
+    if given := denoising.given():
+        name, value = next(iter(given.items()))
+        raise RecipeError(
+            "settings of diffusion models mean nothing for this target",
+            where=f"diffusion.{name}",
+            found=f"{value!r}, and --target {target.name}",
+            expected="a folder with a masked diffusion model (LLaDA, Dream)",
+            do=f"leave out diffusion.{name}, or give such a folder: docs/diffusion.md",
+        )
+    return False
+
+
+def generate_denoised(
+    console: Console,
+    target: TargetChoice,
+    sampling: SamplingFlags,
+    denoising: DenoisingFlags,
+    prompts: Sequence[PromptText],
+    chat: bool | None,
+    stats: bool,
+    others: dict[str, Any],
+) -> None:
+    """Write the continuations. `others`: flags that such a target does not have, by their names,
+    with what was given."""
+    _refuse(target, sampling, others)
+    seed = sampling.sampling().seed  # checked, and drawn where it is -1
+    from specctl.api.denoise import denoise, load_named
+    from specctl.diffusion.settings import DenoiseSettings
+
+    DenoiseSettings(**denoising.given())  # what cannot be is refused before the target is read
+    model = load_named(target.name, target.device, target.dtype)
+
+    def show(index: int, text: str) -> None:
+        if len(prompts) > 1:
+            line = " ".join(prompts[index].text.split())[:70]
+            console.write(("\n" if index else "") + f"[{index + 1}/{len(prompts)}] {line}\n")
+        console.write(text + "\n")
+
+    made = denoise(
+        model,
+        [list(prompt.messages) or prompt.text for prompt in prompts],
+        chat=chat,
+        on_text=show,
+        temperature=sampling.temperature or 0.0,
+        seed=seed,
+        max_new_tokens=sampling.max_new_tokens,
+        ignore_eos=sampling.ignore_eos,
+        **denoising.given(),
+    )
+    if made.verification.startswith("approximate"):
+        console.warn(f"the text is {made.verification}: not what the plain schedule writes")
+    if stats:
+        for line in made.lines():
+            console.out(line)
+    name = str(Path(target.name))
+    nexts = [with_text("generate", "--target", name, "--set", "diffusion.ahead=4", "--stats")]
+    console.done({**made.to_json(), "target": {"name": name}}, next=nexts)
+
+
+def _refuse(target: TargetChoice, sampling: SamplingFlags, others: dict[str, Any]) -> None:
+    plain = SamplingFlags()
+    given = [f"--{name}" for name, value in others.items() if value]
+    given += [
+        f"sample.{field.name}"
+        for field in fields(plain)
+        if field.name not in TAKEN and getattr(sampling, field.name) != getattr(plain, field.name)
+    ]
+    given += [
+        f"target.{field.name}"
+        for field in fields(target)
+        if field.name not in ALWAYS and getattr(target, field.name) != field.default
+    ]
+    if given:
+        raise IncompatibleError(
+            "a masked diffusion model is decoded without drafter, and by its own settings alone",
+            where="the command line",
+            found=", ".join(given),
+            expected="temperature, seed, number of tokens, and settings diffusion.*",
+            do=f"leave out {given[0]}; to see the settings: specctl generate --help-all",
+        )

@@ -1,0 +1,1 @@
+"""Which guessed tokens of a pass are kept: one file per way."""
