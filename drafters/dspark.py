@@ -35,10 +35,11 @@ from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.divergences import acceptance, distributions
 from specctl.drafters.losses.head_losses import joined
 from specctl.drafters.losses.teacher import wide
-from specctl.drafters.nets.correction import FilledBlock, LowRankBias, at_depth
+from specctl.drafters.nets.cascade import CascadedCorrection
+from specctl.drafters.nets.correction import Correction, FilledBlock, LowRankBias, at_depth
 from specctl.drafters.nets.head_drafter import HeadLearned
-from specctl.drafters.nets.options import ADDED
-from specctl.drafters.option_checks import CountOrZero, OneOf
+from specctl.drafters.nets.options import ADDED, SERVED
+from specctl.drafters.option_checks import CountOrZero, OneOf, Within
 from specctl.drafters.states.corrected_state import CorrectedState
 
 PLAIN, GATED, RNN = "plain", "gated", "rnn"
@@ -47,11 +48,14 @@ PLAIN, GATED, RNN = "plain", "gated", "rnn"
 @dataclass(frozen=True, slots=True)
 class DSparkOptions(DFlashOptions):
     """DFlash's options, the rank of the correction (0 = none), the weight of the confidence head's
-    loss, and what the correction makes of a token (`correction`)."""
+    loss, and what the correction makes of a token (`correction`). `cascade`: of the so many
+    likeliest tokens of each place the likeliest chain is drafted, not the likeliest token behind
+    the one before (`plain` and `gated`)."""
 
     rank: CountOrZero = 32
     confidence_weight: float = 0.1
     correction: Annotated[str, OneOf((PLAIN, GATED, RNN))] = field(default=PLAIN, metadata=ADDED)
+    cascade: Annotated[int, Within(1, 64)] | None = field(default=None, metadata=SERVED)
 
     def __post_init__(self) -> None:
         DFlashOptions.__post_init__(self)
@@ -62,6 +66,14 @@ class DSparkOptions(DFlashOptions):
                 found="rank: 0",
                 expected="1 or more",
                 do="write rank: 32, or correction: plain for a block without a correction",
+            )
+        if self.cascade is not None and self.correction == RNN:
+            raise RecipeError(
+                "a cascade needs a correction that looks one token back",
+                where="drafter.options.cascade",
+                found=f"cascade: {self.cascade}, correction: {RNN}",
+                expected=f"correction: {PLAIN} or {GATED}",
+                do="leave cascade out",
             )
 
 
@@ -192,6 +204,15 @@ class DSpark(LowRankBlocks):
 
 class SparkState(CorrectedState):
     """Estimates the acceptance of the newest node."""
+
+    @property
+    def correction(self) -> Correction:
+        assert isinstance(self.drafter, DSpark)
+        inner, count = self.drafter.correction, self.drafter.options.cascade
+        if count is None:
+            return inner
+        ids_K = None if self.drafter.vocab is None else self.drafter.vocab.ids_K
+        return CascadedCorrection(inner, count, ids_K)
 
     def confidence(self) -> Tensor:
         assert isinstance(self.drafter, DSpark)

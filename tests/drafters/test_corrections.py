@@ -166,6 +166,7 @@ ENUMERATED = [
     for name, how in CASES
     if how.get("fusion", True)
 ]
+ENUMERATED.append(("dspark", {"rank": 8, "cascade": COUNT}))
 SHAPES = [
     ("chain", NodeKind.IID, (-1, 0)),
     ("recursive", NodeKind.WITHOUT_REPLACEMENT, (-1, -1, 0)),
@@ -209,7 +210,7 @@ def test_what_is_drawn_from_its_scores_leaves_the_targets_distribution(
     p, q = tables(small_target, drafter, drive)
     case = Case(name, rule, kind, shape, p, q, SMALL)
     assert enumerate_case(case).error < 1e-12
-    if how.get("candidates"):
+    if how.get("candidates") or how.get("cascade"):
         assert all((row > 0).sum() == COUNT for row in q.values())
         untruncated = {path: 0.9 * row + 0.1 / SMALL for path, row in q.items()}
         assert enumerate_case(case, given_q=untruncated).error > 1e-3

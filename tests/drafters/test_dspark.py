@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
+from specctl.drafters.dspark import DSparkOptions
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import CostTable
@@ -56,6 +60,53 @@ def test_the_correction_is_the_low_rank_product_of_the_token_before(
         )
         expected = net.bias(net.before.weight[4] - net.before.weight[7])
     torch.testing.assert_close(first - second, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [3, 24])
+@torch.no_grad()
+def test_a_cascade_drafts_the_likeliest_chain_of_candidates(
+    target: Any, drafter: Any, drive: Any, count: int
+) -> None:
+    """Against every chain, whose log-probability is the sum along the uncascaded scores."""
+    net, moved = drafter.module, 0
+    cascaded = copy(drafter)
+    cascaded.options = replace(drafter.options, cascade=count)
+    for text in ([5, 17, 3, 8, 21], [1, 2], [7, 7, 9], [20, 3, 11, 4]):
+        rows = [drive(target, drafter).chain_logits([*text, a, a], len(text)) for a in range(24)]
+        behind = [text[-1], 0, 0]
+        base = [rows[0][at] - net.bias(net.before.weight[behind[at]]) for at in range(3)]
+        best = [set(row.topk(count).indices.tolist()) for row in base]
+        logp = [row.log_softmax(-1) for row in rows]
+        chains = {
+            (a, b, c): float(logp[0][0, a] + logp[a][1, b] + logp[b][2, c])
+            for a, b, c in product(*best)
+        }
+        wanted, path = max(chains, key=chains.__getitem__), list[int]()
+        for at in range(3):
+            scores = drive(target, cascaded).chain_logits([*text, *path], len(text))[-1]
+            assert int(scores.isfinite().sum()) == count
+            if at == 0:
+                assert float(scores.max()) == pytest.approx(chains[wanted], abs=1e-4)
+            path.append(int(scores.argmax()))
+        assert tuple(path) == wanted
+        first = int(logp[0][0].argmax())
+        second = int(logp[first][1].argmax())
+        moved += wanted != (first, second, int(logp[second][2].argmax()))
+    assert moved > 0
+
+
+def test_a_cascade_changes_no_text(target: Any, drafter: Any) -> None:
+    cascaded = copy(drafter)
+    cascaded.options = replace(drafter.options, cascade=4)
+    sampling, texts = Sampling(max_new_tokens=40, ignore_eos=True), []
+    for one in (None, cascaded):
+        policy = None if one is None else make_policy({"policy": "chain", "length": 3})
+        done = Engine(target, one, policy).run([Request((3, 1, 4, 1, 5), sampling)])[0]
+        texts.append(done.tokens)
+        assert one is None or done.stats.accepted > 10
+    assert texts[0] == texts[1]
+    with pytest.raises(RecipeError, match="one token back"):
+        DSparkOptions(correction="rnn", cascade=4)
 
 
 @torch.no_grad()
