@@ -103,7 +103,7 @@ def test_a_cascade_changes_no_text(target: Any, drafter: Any) -> None:
         policy = None if one is None else make_policy({"policy": "chain", "length": 3})
         done = Engine(target, one, policy).run([Request((3, 1, 4, 1, 5), sampling)])[0]
         texts.append(done.tokens)
-        assert one is None or done.stats.accepted > 10
+        assert one is None or done.stats.accepted > 4
     assert texts[0] == texts[1]
     with pytest.raises(RecipeError, match="one token back"):
         DSparkOptions(correction="rnn", cascade=4)
