@@ -28,6 +28,7 @@ from specctl.core.traffic_files import Writer
 
 SCHEMA = "specctl.kept-features/1"
 IDS = "ids"
+RECORD_OF_IDS = b'{"input_ids": '  # how the line of `FeatureFile.record` begins
 _NAME = re.compile(r"features-([0-9]{8})-([0-9a-f]{16})-([0-9a-f]{32})\.safetensors")
 _HALF = re.compile(r"\.features-.*\.tmp")
 
