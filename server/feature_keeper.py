@@ -71,22 +71,22 @@ class FeatureKeeper(TrafficKeeper):
                 self._waiting -= features.nbytes
 
     def _keep(self, line: bytes, features: RowFeatures | None) -> None:
-        states = {} if features is None else features.states()
-        if features is None or not states:
+        if features is None or not features.parts:
             return
         ids = tuple(features.tokens)
-        found = AnswerFeatures(self._writer, ids, features.prompt_len, states)
         size = features.nbytes + 8 * len(ids) + HEADER
         try:
             if size > self.room:
                 self.features_dropped += 1
                 return
+            states = features.states()
+            found = AnswerFeatures(self._writer, ids, features.prompt_len, states)
             self._make_room(size)
             number = 1 + max(map(number_of, self._files), default=0)
             path = found.write(self.folder, number, line)
             self._files[path] = path.stat().st_size
             self.features_kept += 1
-        except OSError as error:
+        except Exception as error:  # such as no memory for a copy: the texts go on being kept
             self.features_dropped += 1
             if self.features_dropped == 1:
                 log("features_failed", logging.WARNING, error=str(error))

@@ -290,13 +290,20 @@ def test_a_file_that_is_torn_or_damaged_is_none(tmp_path: Path) -> None:
     assert FeatureFile.open(path) is None
 
 
-def test_a_disk_that_fails_loses_features_and_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("replace_file", OSError(28, "No space left on device")),
+        ("save", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+    ],
+)
+def test_a_disk_or_memory_that_fails_loses_features_and_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ) -> None:
     def fails(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
-    monkeypatch.setattr("specctl.core.kept_features.replace_file", fails)
+    monkeypatch.setattr(f"specctl.core.kept_features.{place}", fails)
     keeper = FeatureKeeper(tmp_path, MIB)
     keeper.begin(Writer("small", "a" * 64))
     for number in range(3):
