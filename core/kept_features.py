@@ -81,6 +81,11 @@ def number_of(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
+def key_of(path: Path) -> str:
+    """Of the text whose features these are."""
+    return path.name.split("-")[2]
+
+
 def sweep_halves(folder: Path) -> None:
     """Remove what a killed server had not finished. Only while no server writes there."""
     for path in [path for path in folder.iterdir() if _HALF.fullmatch(path.name)]:
@@ -139,7 +144,7 @@ def copy_features(source: Path, to: Path, lines: Sequence[bytes]) -> dict[str, F
     them; copied where the file system has no links. By the lines' keys, the newest of each."""
     wanted, found = {text_key(line) for line in lines}, dict[str, FeatureFile]()
     for path in reversed(feature_files(source)):
-        key = path.name.split("-")[2]
+        key = key_of(path)
         if key not in wanted or key in found:
             continue
         to.mkdir(mode=0o700, parents=True, exist_ok=True)

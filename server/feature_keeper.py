@@ -16,10 +16,12 @@ from typing import Any
 from specctl.core.kept_features import (
     AnswerFeatures,
     feature_files,
+    key_of,
     number_of,
     sweep_halves,
+    text_key,
 )
-from specctl.core.traffic_files import Writer
+from specctl.core.traffic_files import Writer, segments
 from specctl.runtime.engine.row_features import RowFeatures
 from specctl.server.logs import log
 from specctl.server.traffic import TrafficKeeper
@@ -41,6 +43,7 @@ class FeatureKeeper(TrafficKeeper):
         super().__init__(folder, limit // TEXT_SHARE)
         sweep_halves(folder)
         self._files = {path: path.stat().st_size for path in feature_files(folder)}
+        self._drop_orphans()
         self._make_room(0)
 
     def begin(self, writer: Writer) -> None:
@@ -50,6 +53,22 @@ class FeatureKeeper(TrafficKeeper):
     def _kept_beside(self) -> list[Path]:
         """None: features have a share of their own."""
         return []
+
+    def _evict(self) -> None:
+        super()._evict()
+        self._drop_orphans()
+
+    def _drop_orphans(self) -> None:
+        """Features outlive no text, evicted here or deleted by hand: they say what it said. Texts
+        may come without features, so that their own share does not see to it."""
+        if not self._files:
+            return
+        here = set[str]()
+        for path in segments(self.folder):
+            here.update(map(text_key, path.read_bytes().splitlines()))
+        for path in [path for path in self._files if key_of(path) not in here]:
+            del self._files[path]
+            path.unlink(missing_ok=True)
 
     def put(self, record: dict[str, Any], features: RowFeatures | None = None) -> None:
         if features is not None and not self._takes(features.nbytes):

@@ -23,7 +23,7 @@ from specctl.core.kept_features import (
     feature_files,
     text_key,
 )
-from specctl.core.traffic_files import Writer, newest_lines
+from specctl.core.traffic_files import Writer, newest_lines, segments
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.models.native.library import no_int8
 from specctl.runtime.engine.row_features import RowFeatures, layers_kept
@@ -272,6 +272,25 @@ def test_texts_and_features_together_stay_below_the_limit_and_the_oldest_go_firs
     recorder_for(None, tmp_path, 0.00001).close()  # type: ignore[union-attr]
     total = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert total <= 10_737  # also of a server that keeps none any more
+
+
+def test_features_go_with_their_text_evicted_or_deleted(tmp_path: Path) -> None:
+    """Texts without features, as of a drafter that learns from none, fill the share of texts."""
+    keeper = FeatureKeeper(tmp_path, 80_000)
+    keeper.begin(Writer("small", "a" * 64))
+    for number in range(3):
+        keeper.put({"text": f"{number}"}, row_features(number))
+    for number in range(200):
+        keeper.put({"text": f"{number:100}"})
+    keeper.put({"text": "last"}, row_features(7))
+    keeper.close()
+    files, lines = feature_files(tmp_path), newest_lines(tmp_path, 1000)
+    assert keeper.features_kept == 4
+    assert [text_key(lines[-1])] == [path.name.split("-")[2] for path in files]
+    for path in segments(tmp_path):
+        path.unlink()
+    FeatureKeeper(tmp_path, 80_000).close()
+    assert not feature_files(tmp_path)
 
 
 def test_a_file_that_is_torn_or_damaged_is_none(tmp_path: Path) -> None:
