@@ -28,6 +28,7 @@ from specctl.core.traffic_files import Writer
 
 SCHEMA = "specctl.kept-features/1"
 IDS = "ids"
+RECORD_OF_IDS = b'{"input_ids": '  # how the line of `FeatureFile.record` begins
 _NAME = re.compile(r"features-([0-9]{8})-([0-9a-f]{16})-([0-9a-f]{32})\.safetensors")
 _HALF = re.compile(r"\.features-.*\.tmp")
 
@@ -78,6 +79,11 @@ def feature_files(folder: Path) -> list[Path]:
 
 def number_of(path: Path) -> int:
     return int(path.name.split("-")[1])
+
+
+def key_of(path: Path) -> str:
+    """Of the text whose features these are."""
+    return path.name.split("-")[2]
 
 
 def sweep_halves(folder: Path) -> None:
@@ -138,7 +144,7 @@ def copy_features(source: Path, to: Path, lines: Sequence[bytes]) -> dict[str, F
     them; copied where the file system has no links. By the lines' keys, the newest of each."""
     wanted, found = {text_key(line) for line in lines}, dict[str, FeatureFile]()
     for path in reversed(feature_files(source)):
-        key = path.name.split("-")[2]
+        key = key_of(path)
         if key not in wanted or key in found:
             continue
         to.mkdir(mode=0o700, parents=True, exist_ok=True)

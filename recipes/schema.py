@@ -225,10 +225,15 @@ class DataPart(Section):
             raise ValueError("text that the drafter writes is scored by a target in this process")
         return self
 
+    @property
+    def reads_kept(self) -> bool:
+        """Whether the hidden states that a server kept can take the place of the target's."""
+        is_here = self.features == "online" and self.target_source == "inprocess"
+        return is_here and self.on_policy == 0
+
     @model_validator(mode="after")
     def _kept_features_are_read(self) -> Self:
-        is_read = self.features == "online" and self.target_source == "inprocess"
-        if self.kept_features is not None and (not is_read or self.on_policy > 0):
+        if self.kept_features is not None and not self.reads_kept:
             raise ValueError(
                 "kept_features goes with features online and target_source inprocess, and with "
                 "text that the drafter does not write (on_policy 0)"

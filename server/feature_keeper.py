@@ -16,10 +16,12 @@ from typing import Any
 from specctl.core.kept_features import (
     AnswerFeatures,
     feature_files,
+    key_of,
     number_of,
     sweep_halves,
+    text_key,
 )
-from specctl.core.traffic_files import Writer
+from specctl.core.traffic_files import Writer, segments
 from specctl.runtime.engine.row_features import RowFeatures
 from specctl.server.logs import log
 from specctl.server.traffic import TrafficKeeper
@@ -41,6 +43,7 @@ class FeatureKeeper(TrafficKeeper):
         super().__init__(folder, limit // TEXT_SHARE)
         sweep_halves(folder)
         self._files = {path: path.stat().st_size for path in feature_files(folder)}
+        self._drop_orphans()
         self._make_room(0)
 
     def begin(self, writer: Writer) -> None:
@@ -50,6 +53,22 @@ class FeatureKeeper(TrafficKeeper):
     def _kept_beside(self) -> list[Path]:
         """None: features have a share of their own."""
         return []
+
+    def _evict(self) -> None:
+        super()._evict()
+        self._drop_orphans()
+
+    def _drop_orphans(self) -> None:
+        """Features outlive no text, evicted here or deleted by hand: they say what it said. Texts
+        may come without features, so that their own share does not see to it."""
+        if not self._files:
+            return
+        here = set[str]()
+        for path in segments(self.folder):
+            here.update(map(text_key, path.read_bytes().splitlines()))
+        for path in [path for path in self._files if key_of(path) not in here]:
+            del self._files[path]
+            path.unlink(missing_ok=True)
 
     def put(self, record: dict[str, Any], features: RowFeatures | None = None) -> None:
         if features is not None and not self._takes(features.nbytes):
@@ -71,22 +90,22 @@ class FeatureKeeper(TrafficKeeper):
                 self._waiting -= features.nbytes
 
     def _keep(self, line: bytes, features: RowFeatures | None) -> None:
-        states = {} if features is None else features.states()
-        if features is None or not states:
+        if features is None or not features.parts:
             return
         ids = tuple(features.tokens)
-        found = AnswerFeatures(self._writer, ids, features.prompt_len, states)
         size = features.nbytes + 8 * len(ids) + HEADER
         try:
             if size > self.room:
                 self.features_dropped += 1
                 return
+            states = features.states()
+            found = AnswerFeatures(self._writer, ids, features.prompt_len, states)
             self._make_room(size)
             number = 1 + max(map(number_of, self._files), default=0)
             path = found.write(self.folder, number, line)
             self._files[path] = path.stat().st_size
             self.features_kept += 1
-        except OSError as error:
+        except Exception as error:  # such as no memory for a copy: the texts go on being kept
             self.features_dropped += 1
             if self.features_dropped == 1:
                 log("features_failed", logging.WARNING, error=str(error))

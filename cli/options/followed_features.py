@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from specctl.core.files import write_bytes
-from specctl.core.kept_features import copy_features, feature_files, text_key
+from specctl.core.kept_features import RECORD_OF_IDS, copy_features, text_key
 
 
 def features_beside(out: Path) -> Path:
@@ -39,9 +39,9 @@ def drop_features(out: Path) -> None:
 
 def features_said(out: Path, kept: Path) -> dict[str, int]:
     """For the result: records that were read, and those whose features were kept."""
-    folder = features_beside(out)
-    count = len(feature_files(folder)) if folder.is_dir() else 0
-    return {"records": len(kept.read_bytes().splitlines()), "records_with_features": count}
+    lines = kept.read_bytes().splitlines()
+    count = sum(line.startswith(RECORD_OF_IDS) for line in lines)
+    return {"records": len(lines), "records_with_features": count}
 
 
 def write_private(path: Path, body: bytes) -> None:

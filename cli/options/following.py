@@ -67,12 +67,6 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
     kept = _newest(folder, out)
     flags = {item.name: getattr(run, item.name) for item in fields(run)}
     flags |= {"recipe": RECIPE, "data": [str(kept)], "init": None}
-    if is_new:
-        is_whole = _Following(**flags, given=given).load().data.train_on_prompt
-        if "target" not in (run.allow or ()):  # else another target's, learned as this one's
-            keep_features(folder, out, kept, is_whole)
-    if features_beside(out).is_dir():
-        given["data.kept_features"] = str(features_beside(out))
 
     def about(result: TrainResult) -> dict[str, Any]:
         before, after = tau_at_start(result.out), result.tau
@@ -94,6 +88,14 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
         return {**found, "swapped": True}
 
     try:
+        if is_new:
+            drop_features(out)  # of another run of that name
+            part = _Following(**flags, given=given).load().data
+            # Another target's, by --allow target, would be learned as this one's.
+            if part.reads_kept and "target" not in (run.allow or ()):
+                keep_features(folder, out, kept, part.train_on_prompt)
+        if features_beside(out).is_dir():
+            given["data.kept_features"] = str(features_beside(out))
         run_training(console, _Following(**flags, given=given), about)
     finally:
         if not out.exists() and not is_launched():  # a plan, or a run that was refused

@@ -23,7 +23,7 @@ from specctl.cli.options.following import (
 )
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError
-from specctl.core.kept_features import AnswerFeatures
+from specctl.core.kept_features import AnswerFeatures, feature_files
 from specctl.core.traffic_files import Writer, note_writer, segment_path
 from specctl.runtime.target.target import Target
 from specctl.train.pretrain.data import train_tokenizer
@@ -215,6 +215,8 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     monkeypatch.setenv("SPECCTL_ADMIN_KEYS", "the-key")
     for number, line in enumerate(lines[:40]):
         keep_features(Target.from_model(model, tokenizer), folder, number, line.encode())
+    torn = feature_files(folder)[-1]
+    torn.write_bytes(torn.read_bytes()[:-1])
     out = tmp_path / "second"
     ran = run("train-draft", "--follow", folder, "--init", tmp_path / "first", "--out", out,
               "--swap", url, "--json", *small)  # fmt: skip
@@ -222,7 +224,7 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     result = ran.json["result"]
     assert result["is_better"] == (result["tau_after"] > result["tau_before"])
     assert result["swapped"] == result["is_better"] == bool(handler.sent)
-    assert (result["records"], result["records_with_features"]) == (60, 40)
+    assert (result["records"], result["records_with_features"]) == (60, 39)
     said = re.search(r"the server kept those of (\d+) of (\d+) texts", ran.err)
     assert said is not None
     assert 0 < int(said[1]) < int(said[2])
@@ -234,13 +236,20 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     assert ran.code == 0, ran.err
     assert "too little traffic" in ran.err
     assert (ran.json["result"]["is_better"], ran.json["result"]["swapped"]) == (False, False)
-    planned = run("train-draft", "--follow", folder, "--init", tmp_path / "first", "--out",
-                  tmp_path / "third", "--dry-run", *small)  # fmt: skip
-    assert planned.code == 0, planned.err
-    assert not (tmp_path / "third.traffic.jsonl").exists()
-    assert not (tmp_path / "third.features").exists()
+    for more, said in (
+        ((), ""),
+        (("data.features=offline",), ""),
+        (("data.nonsense=1",), "nonsense"),
+    ):
+        words = [word for each in more for word in ("--set", each)]
+        planned = run("train-draft", "--follow", folder, "--init", tmp_path / "first", "--out",
+                      tmp_path / "third", "--dry-run", *small, *words)  # fmt: skip
+        assert (planned.code == 0) == (not said), planned.err
+        assert said in planned.err
+        assert not (tmp_path / "third.traffic.jsonl").exists()
+        assert not (tmp_path / "third.features").exists()
     assert (tmp_path / "second.features").stat().st_mode & 0o077 == 0
     assert (out / "package" / "manifest.json").is_file()
     records = [json.loads(x) for x in (tmp_path / "second.traffic.jsonl").open()]
-    assert all("input_ids" in record for record in records[:40])
-    assert records[40:] == [{"text": text} for text in texts[40:]]
+    assert all("input_ids" in record for record in records[:39])
+    assert records[39:] == [{"text": text} for text in texts[39:]]

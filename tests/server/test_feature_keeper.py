@@ -23,7 +23,7 @@ from specctl.core.kept_features import (
     feature_files,
     text_key,
 )
-from specctl.core.traffic_files import Writer, newest_lines
+from specctl.core.traffic_files import Writer, newest_lines, segments
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.models.native.library import no_int8
 from specctl.runtime.engine.row_features import RowFeatures, layers_kept
@@ -274,6 +274,25 @@ def test_texts_and_features_together_stay_below_the_limit_and_the_oldest_go_firs
     assert total <= 10_737  # also of a server that keeps none any more
 
 
+def test_features_go_with_their_text_evicted_or_deleted(tmp_path: Path) -> None:
+    """Texts without features, as of a drafter that learns from none, fill the share of texts."""
+    keeper = FeatureKeeper(tmp_path, 80_000)
+    keeper.begin(Writer("small", "a" * 64))
+    for number in range(3):
+        keeper.put({"text": f"{number}"}, row_features(number))
+    for number in range(200):
+        keeper.put({"text": f"{number:100}"})
+    keeper.put({"text": "last"}, row_features(7))
+    keeper.close()
+    files, lines = feature_files(tmp_path), newest_lines(tmp_path, 1000)
+    assert keeper.features_kept == 4
+    assert [text_key(lines[-1])] == [path.name.split("-")[2] for path in files]
+    for path in segments(tmp_path):
+        path.unlink()
+    FeatureKeeper(tmp_path, 80_000).close()
+    assert not feature_files(tmp_path)
+
+
 def test_a_file_that_is_torn_or_damaged_is_none(tmp_path: Path) -> None:
     states = row_features(1).states()
     answer = AnswerFeatures(Writer("small", "a" * 64), (1,) * 40, 3, states)
@@ -290,13 +309,20 @@ def test_a_file_that_is_torn_or_damaged_is_none(tmp_path: Path) -> None:
     assert FeatureFile.open(path) is None
 
 
-def test_a_disk_that_fails_loses_features_and_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("replace_file", OSError(28, "No space left on device")),
+        ("save", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+    ],
+)
+def test_a_disk_or_memory_that_fails_loses_features_and_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ) -> None:
     def fails(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
-    monkeypatch.setattr("specctl.core.kept_features.replace_file", fails)
+    monkeypatch.setattr(f"specctl.core.kept_features.{place}", fails)
     keeper = FeatureKeeper(tmp_path, MIB)
     keeper.begin(Writer("small", "a" * 64))
     for number in range(3):
