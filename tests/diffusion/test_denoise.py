@@ -103,6 +103,16 @@ def test_each_way_has_an_exact_end_and_costs_less_at_the_other(
     assert cost["less"] < 0.8 * cost["plain"]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", [{"reuse": "window:8:0:1"}, {"reuse": "dkv:1"}, {"ahead": 3}])
+def test_the_token_of_the_mask_in_a_prompt_is_text(layout: str, way: dict[str, Any]) -> None:
+    prompt = [MASK, 5, MASK, 6]
+    plain = run(layout, prompt, PLAIN, max_new_tokens=8)
+    assert run(layout, prompt, replace(PLAIN, **way), max_new_tokens=8).token_ids == plain.token_ids
+    small = run(layout, prompt, replace(PLAIN, reuse="window:1:0:4"), max_new_tokens=8)
+    assert MASK not in small.token_ids
+
+
 def test_a_threshold_keeps_all_that_are_confident_enough() -> None:
     passes = [
         run("dream", PROMPTS[0], replace(PLAIN, unmask=f"threshold:{t}")).passes
