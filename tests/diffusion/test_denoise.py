@@ -204,8 +204,9 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> Non
 
 
 def test_a_text_that_does_not_fit_is_refused() -> None:
-    for prompt, new in (([], 4), ([3] * 100, 40)):
-        with pytest.raises(SpecctlError, match="do not fit"):
+    wrong = (([], 4, "is empty"), ([3] * 100, 40, "do not fit"), ([3, 40], 4, "vocabulary"))
+    for prompt, new, message in (*wrong, ([-1], 4, "vocabulary")):
+        with pytest.raises(SpecctlError, match=message):
             denoise(tiny_target(), prompt, PLAIN, max_new_tokens=new)
     with pytest.raises(RecipeError, match="unmask"):
         DenoiseSettings(unmask="threshold:x")
