@@ -112,6 +112,13 @@ def test_a_llama_without_causal_mask_says_the_same(folder: Path) -> None:
         ({"mask_token_id": None}, "mask_token_id"),
         ({"mask_token_id": 10**6}, "mask_token_id"),
         ({"num_attention_heads": 5}, "heads"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"}}, "rope_parameters"),
+        ({"num_hidden_layers": "28"}, "num_hidden_layers"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"mask_token_id": "<|mask|>"}, "mask_token_id"),
+        ({"model_type": "qwen2"}, "model_type"),
     ],
 )
 def test_what_is_not_computed_here_is_named(change: dict[str, Any], message: str) -> None:
