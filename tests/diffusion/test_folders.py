@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import specctl
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
@@ -135,6 +135,28 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     (made / "tokenizer.json").unlink()
     with pytest.raises(SpecctlError, match="no tokenizer"):
         read_tokenizer(made)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("llada", "model.transformer.blocks.0.attn_norm.bias"),
+        ("llada", "model.transformer.blocks.0.q_proj.bias"),
+        ("dream", "model.layers.0.self_attn.q_norm.weight"),
+    ],
+)
+def test_weights_that_would_be_left_out_are_refused(
+    tmp_path: Path, layout: str, name: str
+) -> None:
+    made = tiny_folder(tmp_path, layout)
+    stored = load_file(made / "model.safetensors")
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(stored | rotary, made / "model.safetensors")
+    read_model(made)
+    save_file(stored | {name: torch.ones(32)}, made / "model.safetensors")
+    with pytest.raises(IncompatibleError, match="not computed here") as found:
+        read_model(made)
+    assert found.value.found == name
 
 
 def test_no_loader_of_causal_targets_takes_it(folder: Path) -> None:
