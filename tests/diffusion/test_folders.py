@@ -186,10 +186,32 @@ def test_generate_dispatches_by_the_config(folder: Path, capsys: Any) -> None:
     assert answer["stats"]["verification"] == "approximate:threshold"
     refusals = {
         ("generate", *words, "--draft", "prompt-lookup"): "without drafter",
+        ("generate", *words, "--length", "4"): "--length 4",
+        ("generate", *words, "--rule", "typical"): "--rule typical",
+        ("generate", *words, "--set", "serve.nodes=8"): "serve.nodes=8",
         ("generate", *words, "--set", "sample.top_k=4"): "sample.top_k",
+        ("generate", *words, "--set", "sample.generation_config=model"): "generation_config",
         ("generate", "--set", "diffusion.steps=4", "import os"): "mean nothing for this target",
         ("bench", "--target", str(folder), "prompt-lookup"): "masked diffusion model",
     }
     for call, message in refusals.items():
         assert main([*call]) != 0
         assert message in capsys.readouterr().err
+    out = folder / "families"
+    assert main(["bench-families", "--target", str(folder), "--out", str(out)]) != 0
+    assert capsys.readouterr().err.count("masked diffusion model") == 1
+    assert not out.exists()
+
+
+def test_a_drawn_seed_is_said_and_show_leads_to_what_runs(folder: Path, capsys: Any) -> None:
+    from specctl.cli.main import main
+
+    words = ["--target", str(folder), "--max-new-tokens", "8", "--temperature", "1", "import os"]
+    words += ["--set", "sample.generation_config=none"]
+    assert main(["generate", *words, "--seed", "-1"]) == 0
+    first = capsys.readouterr()
+    seed = first.err.split("the seed is ")[1].split()[0]
+    assert main(["generate", *words, "--seed", seed]) == 0
+    assert capsys.readouterr().out == first.out
+    assert main(["show", str(folder), "--json"]) == 0
+    assert "--draft" not in json.loads(capsys.readouterr().out)["next"][0]
