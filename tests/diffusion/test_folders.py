@@ -145,9 +145,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         ("dream", "model.layers.0.self_attn.q_norm.weight"),
     ],
 )
-def test_weights_that_would_be_left_out_are_refused(
-    tmp_path: Path, layout: str, name: str
-) -> None:
+def test_weights_that_would_be_left_out_are_refused(tmp_path: Path, layout: str, name: str) -> None:
     made = tiny_folder(tmp_path, layout)
     stored = load_file(made / "model.safetensors")
     rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
