@@ -104,7 +104,7 @@ def denoise(
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     encoded = [_encoded(model, prompt, chat) for prompt in given]
     for _, ids in encoded:
-        engine.check_length(model, len(ids), sampling.max_new_tokens)
+        engine.check_prompt(model, ids, sampling.max_new_tokens)
     outputs, begin, passes, positions = list[Output](), time.perf_counter(), 0, 0
     for index, (text, ids) in enumerate(encoded):
         made = engine.denoise(

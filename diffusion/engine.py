@@ -37,7 +37,6 @@ MARKS = {
     "dkv": DelayedReader.mark,
     "window": WindowReader.mark,
 }
-OnBlock = Callable[[list[int]], None]  # the ids of a block that is complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +69,10 @@ def denoise_with(
     temperature: float = 0.0,
     seed: int = 0,
     ignore_eos: bool = False,
-    on_block: OnBlock | None = None,
 ) -> Denoised:
     """The same with a way of keeping tokens in the place of the settings'."""
     shape = target.shape
-    check_length(target, len(prompt), max_new_tokens)
+    check_prompt(target, prompt, max_new_tokens)
     canvas = Canvas.of(
         prompt,
         max_new_tokens,
@@ -86,10 +84,7 @@ def denoise_with(
     passes = Passes(target.model, temperature)
 
     def ended(now: Canvas, last: int) -> bool:
-        ids = now.ids_L[now.start : last].tolist()
-        if on_block is not None:
-            on_block(_cut(ids, ends)[0])
-        return _cut(ids, ends)[1]
+        return _cut(now.ids_L[now.start : last].tolist(), ends)[1]
 
     if settings.ahead:
         canvas = free_draft(canvas, _plan(canvas, settings), settings.ahead, passes, ended)
@@ -189,13 +184,30 @@ def check_block(block: int, learned: int, folder: Path) -> None:
         )
 
 
-def check_length(target: DiffusionTarget, prompt: int, new: int) -> None:
+def check_prompt(target: DiffusionTarget, prompt: Sequence[int], new: int) -> None:
     """Refuse what the model was not made for; an empty prompt has nothing to attend to."""
-    if prompt == 0 or prompt + new > target.shape.max_positions:
+    shape = target.shape
+    if not prompt:
+        raise SpecctlError(
+            "the prompt is empty",
+            where=target.name,
+            found="no tokens",
+            expected="at least one token",
+            do="give it some text",
+        )
+    if bad := [token for token in prompt if not 0 <= token < shape.vocab_size]:
+        raise SpecctlError(
+            "the prompt has a token outside the target's vocabulary",
+            where=target.name,
+            found=str(bad[0]),
+            expected=f"0 to {shape.vocab_size - 1}",
+            do="encode the prompt with the target's own tokenizer",
+        )
+    if len(prompt) + new > shape.max_positions:
         raise SpecctlError(
             "prompt and answer do not fit the canvas of the target",
             where=target.name,
-            found=f"{prompt:,} tokens of the prompt and {new:,} new ones",
-            expected=f"a prompt of at least one token, {target.shape.max_positions:,} in all",
+            found=f"{len(prompt):,} tokens of the prompt and {new:,} new ones",
+            expected=f"at most {shape.max_positions:,} in all",
             do="give a shorter prompt, or a smaller --max-new-tokens",
         )

@@ -116,6 +116,15 @@ def read_model(folder: Path) -> MaskedLM:
             expected=str(list(wanted[wrong][1])),
             do="fetch the folder again",
         )
+    unknown = sorted(stored.keys() - wanted.keys() - {shape.stored_name("lm_head.weight")})
+    if unknown := [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]:
+        raise IncompatibleError(
+            "the folder has weights that are not computed here",
+            where=str(folder),
+            found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" * (len(unknown) > 3)),
+            expected=f"the parts of a {shape.layout} model, by its config.json",
+            do="take a checkpoint in the layout of LLaDA-8B or Dream-7B",
+        )
     own = {name: stored[there].float() for there, (name, _) in wanted.items()}
     model.load_state_dict(own, assign=True)
     return model

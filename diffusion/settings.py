@@ -34,7 +34,7 @@ REUSE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
 
 
 def _are_counts(numbers: Numbers) -> bool:
-    return all(number >= 1 and number == int(number) for number in numbers)
+    return all(number >= 1 and number.is_integer() for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class DenoiseWay:
         cls, word: str, known: Mapping[str, tuple[str, Callable[[Numbers], bool]]], key: str
     ) -> DenoiseWay:
         """The way that a word names; RecipeError for any other."""
-        name, *parts = word.split(":")
+        name, *parts = str(word).split(":")
         try:
             numbers = tuple(float(part) for part in parts)
         except ValueError:
@@ -58,7 +58,7 @@ class DenoiseWay:
             raise RecipeError(
                 f"{key} of diffusion decoding is not valid",
                 where=f"diffusion.{key}",
-                found=word[:80],
+                found=str(word)[:80],
                 expected=", ".join(name + form for name, (form, _) in known.items()),
                 do=f"leave it out, or give one of these: --set diffusion.{key}=...",
             )
@@ -81,9 +81,9 @@ class DenoiseSettings:
     def __post_init__(self) -> None:
         for name, least in (("block", 1), ("steps", 1), ("ahead", 0)):
             value: Any = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or int(value) != value or value < least
-            ):
+            if value is None and name == "steps":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise RecipeError(
                     f"{name} of diffusion decoding is not valid",
                     where=f"diffusion.{name}",

@@ -8,6 +8,7 @@ predicted at the position before it (`shifted`). Both are Llama-shaped without a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,9 +48,17 @@ _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     DREAM: {
         "hidden_act": ("silu",),
         "rope_scaling": (None,),
+        "rope_parameters": (None,),  # transformers 5 moves theta there
         "use_mrope": (False,),
         "use_sliding_window": (False,),
     },
+}
+# What a field may be, where it is no count.
+_EXPECTED = {
+    "norm_eps": "a number above 0",
+    "rope_theta": "a number above 0",
+    "tied": "true or false",
+    "mask_id": "a token id",
 }
 # LLaDA's names of the parts of a block, by Llama's.
 _LLADA_PARTS = {
@@ -143,7 +152,8 @@ def shape_from(config: Mapping[str, Any], where: str) -> DiffusionShape:
     """The shape that a config.json describes; IncompatibleError names the first key that says
     something else than what is computed here."""
     layout = diffusion_kind(config)
-    assert layout is not None, f"{config.get('model_type')!r} is no masked diffusion model"
+    if layout is None:
+        raise _refused("model_type", config.get("model_type"), "llada or Dream", where)
     column, given = KINDS.index(layout), dict(config)
     for key, allowed in _FIXED[layout].items():
         if key in given and given[key] not in allowed:
@@ -156,10 +166,12 @@ def shape_from(config: Mapping[str, Any], where: str) -> DiffusionShape:
     values: dict[str, Any] = {}
     for name, keys in _KEYS.items():
         value = given.get(keys[column])
-        if value is not None:
-            values[name] = value
-        elif name not in ("norm_eps", "rope_theta", "tied"):
-            raise _refused(keys[column], "nothing", "a number", where)
+        if value is None and name == "tied":
+            continue  # the tensors say it: a head of its own is stored or missing
+        if not _is_of(name, value):
+            found = "nothing" if value is None else repr(value)
+            raise _refused(keys[column], found, _EXPECTED.get(name, "a count"), where)
+        values[name] = value
     has_bias = layout == DREAM or bool(given.get("include_qkv_bias"))
     shape = DiffusionShape(layout, attention_bias=has_bias, **values)
     if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
@@ -168,6 +180,15 @@ def shape_from(config: Mapping[str, Any], where: str) -> DiffusionShape:
     if not 0 <= shape.mask_id < shape.vocab_size:
         raise _refused("mask_token_id", shape.mask_id, f"below {shape.vocab_size:,}", where)
     return shape
+
+
+def _is_of(name: str, value: Any) -> bool:
+    """Whether a config's value may be that field's."""
+    if name == "tied" or isinstance(value, bool):
+        return name == "tied" and isinstance(value, bool)
+    if name in ("norm_eps", "rope_theta"):
+        return isinstance(value, int | float) and 0 < value < math.inf
+    return isinstance(value, int) and value >= (0 if name == "mask_id" else 1)
 
 
 def _refused(key: str, found: Any, expected: Any, where: str) -> IncompatibleError:

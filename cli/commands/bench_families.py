@@ -40,9 +40,12 @@ from specctl.cli.options.measuring import (
 from specctl.cli.options.names import complete_family
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice, loading
+from specctl.core.diffusion_kinds import is_diffusion_folder
 from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
 from specctl.core.printable import counted
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe, with_fields
+from specctl.recipes.targets import resolve
+from specctl.runtime.target.checkpoint_folder import read_settings
 from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
@@ -189,6 +192,9 @@ def compare_families(
     """Train what is not trained yet, measure all of it, report; GateError if a family failed."""
     check_folder(budget.out)
     check_plot(plot)
+    folder = resolve(budget.target.name).path
+    if folder is not None and is_diffusion_folder(folder):
+        read_settings(folder)  # refuses it: once, and not again for every family
     recipes = {name: family_recipe(name, budget) for name in chosen(budget.families)}
     budget.out.mkdir(parents=True, exist_ok=True)
     console.kept = partial(kept_in, budget.out)

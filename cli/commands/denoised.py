@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.denoising import DenoisingFlags
 from specctl.cli.options.prompts import PromptText
-from specctl.cli.options.sampling import SamplingFlags
+from specctl.cli.options.sampling import NONE, SamplingFlags, tell_drawn
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.diffusion_kinds import is_diffusion_folder
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.recipes.targets import resolve
 
 ALWAYS = ("name", "device", "dtype", "offline")  # of a target's flags
-TAKEN = ("temperature", "seed", "max_new_tokens", "ignore_eos", "generation_config")
+TAKEN = ("temperature", "seed", "max_new_tokens", "ignore_eos")
 
 
 def is_denoised(target: TargetChoice, own: str, denoising: DenoisingFlags) -> bool:
@@ -46,12 +45,12 @@ def generate_denoised(
     prompts: Sequence[PromptText],
     chat: bool | None,
     stats: bool,
-    others: dict[str, Any],
+    others: Sequence[str],
 ) -> None:
-    """Write the continuations. `others`: flags that such a target does not have, by their names,
-    with what was given."""
+    """Write the continuations. `others`: what was given of flags that such a target does not
+    have."""
     _refuse(target, sampling, others)
-    seed = sampling.sampling().seed  # checked, and drawn where it is -1
+    used = sampling.sampling()  # checked, and the seed drawn where it is -1
     from specctl.api.denoise import denoise, load_named
     from specctl.diffusion.settings import DenoiseSettings
 
@@ -64,13 +63,14 @@ def generate_denoised(
             console.write(("\n" if index else "") + f"[{index + 1}/{len(prompts)}] {line}\n")
         console.write(text + "\n")
 
+    tell_drawn(console, sampling, used)
     made = denoise(
         model,
         [list(prompt.messages) or prompt.text for prompt in prompts],
         chat=chat,
         on_text=show,
         temperature=sampling.temperature or 0.0,
-        seed=seed,
+        seed=used.seed,
         max_new_tokens=sampling.max_new_tokens,
         ignore_eos=sampling.ignore_eos,
         **denoising.given(),
@@ -85,9 +85,11 @@ def generate_denoised(
     console.done({**made.to_json(), "target": {"name": name}}, next=nexts)
 
 
-def _refuse(target: TargetChoice, sampling: SamplingFlags, others: dict[str, Any]) -> None:
-    plain = SamplingFlags()
-    given = [f"--{name}" for name, value in others.items() if value]
+def _refuse(target: TargetChoice, sampling: SamplingFlags, others: Sequence[str]) -> None:
+    plain = SamplingFlags(generation_config=NONE)  # it has no part in this
+    if sampling.generation_config is None:
+        sampling = replace(sampling, generation_config=NONE)
+    given = list(others)
     given += [
         f"sample.{field.name}"
         for field in fields(plain)

@@ -90,7 +90,9 @@ def generate(
         drafts = draft.draft if draft.draft != NO_DRAFTER else None
         others = {"draft": drafts, "grammar": grammar.file, "compare": compare, "compile": compiled}
         others["batch"] = batch > 1
-        flags = sampling, denoising, prompts, chat, stats, others
+        given = [f"--{name}" for name, value in others.items() if value]
+        given += [" ".join(draft.words())] if draft.words() else []
+        flags = sampling, denoising, prompts, chat, stats, given
         generate_denoised(console, target, *flags)
         return
     if compare and draft.draft == NO_DRAFTER:

@@ -12,6 +12,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.options.flags import Out
+from specctl.core.diffusion_kinds import is_diffusion_folder
 
 
 def pretrain(
@@ -63,9 +64,11 @@ def pretrain(
     from specctl.train.pretrain.run import pretrain as pretrain_
 
     final = pretrain_(path, out, resume=resume and has_state(out), reporter=console)
+    is_masked = is_diffusion_folder(out / "export")
+    loss, accuracy = ("bound", "masked-token") if is_masked else ("loss", "next-token")
     console.out(
-        f"{out / 'export'} | held-out loss {final.loss:.3f} nats | "
-        f"next-token accuracy {final.accuracy:.3f} over {final.tokens:,} tokens | {peak_text()}"
+        f"{out / 'export'} | held-out {loss} {final.loss:.3f} nats | "
+        f"{accuracy} accuracy {final.accuracy:.3f} over {final.tokens:,} tokens | {peak_text()}"
     )
     result = {
         "path": str(out / "export"),
@@ -75,6 +78,8 @@ def pretrain(
         "peak_bytes": peak_memory(),
     }
     following = command_line("train-draft", "--target", out / "export", "--recipe", "distill")
+    if is_masked:  # nothing drafts for it
+        following = command_line("generate", "--target", out / "export", "--stats", "def main(")
     console.done(result, next=[following])
 
 

@@ -15,6 +15,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.commands.shown_ends import end_rows
 from specctl.cli.options.names import complete_target
+from specctl.core.diffusion_kinds import is_diffusion_folder
 from specctl.core.errors import FileError, IntegrityError, did_you_mean, no_folder
 
 if TYPE_CHECKING:
@@ -376,6 +377,8 @@ def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _trying(target: Path) -> str:
+    if is_diffusion_folder(target):  # nothing drafts for it
+        return with_text("generate", "--target", target, "--stats")
     return with_text("generate", "--target", target, "--draft", "prompt-lookup", "--compare")
 
 

@@ -97,8 +97,7 @@ class SamplingFlags:
         """The settings for that target, which may have its own; says what is done with those."""
         used = self.sampling(followed(console, target, self.generation_config))
         tell(console, target, self.generation_config, [used])
-        if self.seed == -1 and not used.greedy:
-            console.say(f"the seed is {used.seed} (--seed {used.seed} gives the same text)")
+        tell_drawn(console, self, used)
         return used
 
     def sampling(self, suggested: Suggested | None = None) -> Sampling:
@@ -130,6 +129,12 @@ def check_choice(choice: str | None) -> None:
     if choice not in (None, MODEL, NONE):
         words, where = (MODEL, NONE), "--set sample.generation_config"
         raise unknown("generation config", choice, words, where)
+
+
+def tell_drawn(console: Console, flags: SamplingFlags, used: Sampling) -> None:
+    """Say which seed was drawn, where one was."""
+    if flags.seed == -1 and not used.greedy:
+        console.say(f"the seed is {used.seed} (--seed {used.seed} gives the same text)")
 
 
 def followed(console: Console, target: Target, choice: str | None) -> Suggested | None:

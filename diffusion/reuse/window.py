@@ -31,7 +31,7 @@ class WindowReader(CanvasReader):
         self.window_T = torch.zeros(0, dtype=torch.long)
 
     def guess(self, canvas: Canvas, place_Q: Tensor) -> CanvasGuess:
-        masked_T = canvas.masked(0, canvas.length)
+        masked_T = canvas.masked(canvas.start, canvas.length)  # a prompt may hold the mask's token
         inside_T = masked_T[torch.isin(masked_T, self.window_T)]
         active_T = masked_T[: self.active]
         is_new = self.made % self.refresh == 0 or not torch.isin(active_T, inside_T).all()
@@ -40,6 +40,7 @@ class WindowReader(CanvasReader):
             self.made = 0
             self.window_T = masked_T[: self.size]
             seen_L = canvas.ids_L != canvas.mask_id
+            seen_L[: canvas.start] = True
             seen_L[self.window_T] = True
             self.store.seen_L = seen_L.nonzero()[:, 0]
             fed_L |= seen_L

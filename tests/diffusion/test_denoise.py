@@ -103,6 +103,16 @@ def test_each_way_has_an_exact_end_and_costs_less_at_the_other(
     assert cost["less"] < 0.8 * cost["plain"]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", [{"reuse": "window:8:0:1"}, {"reuse": "dkv:1"}, {"ahead": 3}])
+def test_the_token_of_the_mask_in_a_prompt_is_text(layout: str, way: dict[str, Any]) -> None:
+    prompt = [MASK, 5, MASK, 6]
+    plain = run(layout, prompt, PLAIN, max_new_tokens=8)
+    assert run(layout, prompt, replace(PLAIN, **way), max_new_tokens=8).token_ids == plain.token_ids
+    small = run(layout, prompt, replace(PLAIN, reuse="window:1:0:4"), max_new_tokens=8)
+    assert MASK not in small.token_ids
+
+
 def test_a_threshold_keeps_all_that_are_confident_enough() -> None:
     passes = [
         run("dream", PROMPTS[0], replace(PLAIN, unmask=f"threshold:{t}")).passes
@@ -178,6 +188,12 @@ def test_results_say_what_they_are(settings: dict[str, Any], verification: str) 
         {"unmask": "explore:0.9:-1"},
         {"reuse": "dkv:0"},
         {"reuse": "window:1:2"},
+        {"reuse": "dkv:inf"},
+        {"unmask": "explore:0.9:inf"},
+        {"unmask": 0.9},
+        {"block": None},
+        {"block": "many"},
+        {"steps": float("inf")},
         {"steps": 4, "unmask": "threshold:0.9"},
         {"ahead": 2, "reuse": "dkv:2"},
     ],
@@ -188,8 +204,9 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> Non
 
 
 def test_a_text_that_does_not_fit_is_refused() -> None:
-    for prompt, new in (([], 4), ([3] * 100, 40)):
-        with pytest.raises(SpecctlError, match="do not fit"):
+    wrong = (([], 4, "is empty"), ([3] * 100, 40, "do not fit"), ([3, 40], 4, "vocabulary"))
+    for prompt, new, message in (*wrong, ([-1], 4, "vocabulary")):
+        with pytest.raises(SpecctlError, match=message):
             denoise(tiny_target(), prompt, PLAIN, max_new_tokens=new)
     with pytest.raises(RecipeError, match="unmask"):
         DenoiseSettings(unmask="threshold:x")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import specctl
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
@@ -112,6 +112,13 @@ def test_a_llama_without_causal_mask_says_the_same(folder: Path) -> None:
         ({"mask_token_id": None}, "mask_token_id"),
         ({"mask_token_id": 10**6}, "mask_token_id"),
         ({"num_attention_heads": 5}, "heads"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"}}, "rope_parameters"),
+        ({"num_hidden_layers": "28"}, "num_hidden_layers"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"mask_token_id": "<|mask|>"}, "mask_token_id"),
+        ({"model_type": "qwen2"}, "model_type"),
     ],
 )
 def test_what_is_not_computed_here_is_named(change: dict[str, Any], message: str) -> None:
@@ -128,6 +135,26 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     (made / "tokenizer.json").unlink()
     with pytest.raises(SpecctlError, match="no tokenizer"):
         read_tokenizer(made)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("llada", "model.transformer.blocks.0.attn_norm.bias"),
+        ("llada", "model.transformer.blocks.0.q_proj.bias"),
+        ("dream", "model.layers.0.self_attn.q_norm.weight"),
+    ],
+)
+def test_weights_that_would_be_left_out_are_refused(tmp_path: Path, layout: str, name: str) -> None:
+    made = tiny_folder(tmp_path, layout)
+    stored = load_file(made / "model.safetensors")
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(stored | rotary, made / "model.safetensors")
+    read_model(made)
+    save_file(stored | {name: torch.ones(32)}, made / "model.safetensors")
+    with pytest.raises(IncompatibleError, match="not computed here") as found:
+        read_model(made)
+    assert found.value.found == name
 
 
 def test_no_loader_of_causal_targets_takes_it(folder: Path) -> None:
@@ -157,10 +184,32 @@ def test_generate_dispatches_by_the_config(folder: Path, capsys: Any) -> None:
     assert answer["stats"]["verification"] == "approximate:threshold"
     refusals = {
         ("generate", *words, "--draft", "prompt-lookup"): "without drafter",
+        ("generate", *words, "--length", "4"): "--length 4",
+        ("generate", *words, "--rule", "typical"): "--rule typical",
+        ("generate", *words, "--set", "serve.nodes=8"): "serve.nodes=8",
         ("generate", *words, "--set", "sample.top_k=4"): "sample.top_k",
+        ("generate", *words, "--set", "sample.generation_config=model"): "generation_config",
         ("generate", "--set", "diffusion.steps=4", "import os"): "mean nothing for this target",
         ("bench", "--target", str(folder), "prompt-lookup"): "masked diffusion model",
     }
     for call, message in refusals.items():
         assert main([*call]) != 0
         assert message in capsys.readouterr().err
+    out = folder / "families"
+    assert main(["bench-families", "--target", str(folder), "--out", str(out)]) != 0
+    assert capsys.readouterr().err.count("masked diffusion model") == 1
+    assert not out.exists()
+
+
+def test_a_drawn_seed_is_said_and_show_leads_to_what_runs(folder: Path, capsys: Any) -> None:
+    from specctl.cli.main import main
+
+    words = ["--target", str(folder), "--max-new-tokens", "8", "--temperature", "1", "import os"]
+    words += ["--set", "sample.generation_config=none"]
+    assert main(["generate", *words, "--seed", "-1"]) == 0
+    first = capsys.readouterr()
+    seed = first.err.split("the seed is ")[1].split()[0]
+    assert main(["generate", *words, "--seed", seed]) == 0
+    assert capsys.readouterr().out == first.out
+    assert main(["show", str(folder), "--json"]) == 0
+    assert "--draft" not in json.loads(capsys.readouterr().out)["next"][0]

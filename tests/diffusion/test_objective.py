@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from specctl.cli.main import main
 from specctl.core.errors import SpecctlError
 from specctl.diffusion.folder import read_model
 from specctl.diffusion.model import MaskedLM
@@ -18,7 +20,7 @@ from specctl.diffusion.objective import masked_loss, masked_rows
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.checkpoint_folder import from_folder
 from specctl.train.pretrain.recipe import PretrainRecipe, load_pretrain_recipe
-from specctl.train.pretrain.run import build_model, check_model, pretrain
+from specctl.train.pretrain.run import build_model, check_model
 from specctl_testing.diffusion import MASK, VOCAB, tiny_shape
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-diffusion.yaml"
@@ -89,7 +91,7 @@ def test_it_begins_as_the_causal_target() -> None:
 
 
 def test_pretraining_writes_a_folder_and_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     texts = ["for name in names:\n    print(name)\n" * 40] * 4
     monkeypatch.setattr("specctl.train.pretrain.data.training_texts", lambda *_: texts)
@@ -103,8 +105,10 @@ def test_pretraining_writes_a_folder_and_learns(
         train={**schedule, "decay_tokens": 5 * 128, "warmup_tokens": 128},
         report={"log_tokens": 128, "eval_every_tokens": 10**6, "final_eval_tokens": 256},
     )
-    final = pretrain(path, tmp_path)
-    assert final.loss < math.log(6208) - 1
+    assert main(["pretrain", "--recipe", str(path), "--out", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["result"]["heldout_loss"] < math.log(6208) - 1
+    assert "specctl generate" in said["next"][0], "no drafter learns from it"
     assert read_model(tmp_path / "export").diffusion.mask_id == 6144
 
 

@@ -94,6 +94,15 @@ def test_the_recipe_trains_one(
     found = json.loads(capsys.readouterr().out)["result"]
     assert found["passes"] == 24
     assert read_filter(out / "export").block == 4
+    (tmp_path / "made").rename(tmp_path / "export")
+    body |= {"target": str(tmp_path / "export")}
+    for out, change, message in (
+        (tmp_path, {}, "holds another model"),
+        (tmp_path / "few", {"prompts": 1}, "too few texts"),
+    ):
+        path.write_text(yaml.safe_dump({"filter": {**body, **change}}))
+        assert main(["pretrain", "--recipe", str(path), "--out", str(out)]) != 0
+        assert message in capsys.readouterr().err
     path.write_text(yaml.safe_dump({"filter": {**body, "epochs": 0}}))
     with pytest.raises(RecipeError, match="epochs"):
         filter_recipe(path)

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, RecipeError
+from specctl.core.model_folder import CONFIG
 from specctl.diffusion.canvas import CanvasGuess
 from specctl.diffusion.engine import denoise_with
 from specctl.diffusion.folder import DiffusionTarget, load_diffusion
 from specctl.diffusion.settings import DenoiseSettings
 from specctl.diffusion.unmask.base import BlockStep
-from specctl.diffusion.unmask.learned import TokenFilter, block_confidences
+from specctl.diffusion.unmask.learned import FILTER, TokenFilter, block_confidences
 from specctl.diffusion.unmask.static import StaticUnmask
 from specctl.recipes.files import parse_yaml
 from specctl.recipes.section import Positive, Section
@@ -150,6 +151,19 @@ def fit_filter(model: TokenFilter, rows: FilterRows, epochs: int, learning_rate:
         optimizer.step()
 
 
+def _check_export(export: Path) -> None:
+    """Refuse a folder that holds a model without a filter: a run of its own, which the copy would
+    overwrite."""
+    if (export / CONFIG).is_file() and not (export / FILTER).is_file():
+        raise FileError(
+            "the output folder holds another model",
+            where=str(export),
+            found=f"{CONFIG}, and no {FILTER}",
+            expected="a new folder, or one that tiny-learn2pd wrote",
+            do="give another folder: --out runs/tiny-learn2pd",
+        )
+
+
 def train_filter(recipe: FilterRecipe, out: Path) -> FilterReport:
     """Decode, fit, and write OUT/export: the model's folder with the filter."""
     folder = Path(recipe.target).expanduser()
@@ -161,9 +175,19 @@ def train_filter(recipe: FilterRecipe, out: Path) -> FilterReport:
             expected="a folder that specctl pretrain --recipe tiny-diffusion wrote",
             do="make it first, or name another folder",
         )
+    _check_export(out / EXPORT)
     target = load_diffusion(folder)
     texts = training_texts(recipe.text_bytes, recipe.seed)[: recipe.prompts]
     prompts = [target.encode(text)[: recipe.prompt_tokens] for text in texts]
+    prompts = [prompt for prompt in prompts if prompt]
+    if len(prompts) < 2:
+        raise RecipeError(
+            "there are too few texts to learn from and to hold out",
+            where="filter.prompts",
+            found=f"{len(prompts)} prompts",
+            expected="at least two",
+            do="raise filter.prompts or filter.text_bytes",
+        )
     held = max(1, int(len(prompts) * HELDOUT_SHARE))
     shape = recipe.block, recipe.new_tokens
     learned, heldout = (
