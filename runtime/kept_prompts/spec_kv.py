@@ -97,7 +97,9 @@ class SpecKV(KeptPrompts):
         self.check_read(requests, max(wanted, default=0))
         reads = [self.num_read(request) for request in requests]
         for request, num_read in zip(requests, reads, strict=True):
-            check_fits(replace(request, tokens=request.tokens[:num_read]), self.lm.spec.max_positions)
+            check_fits(
+                replace(request, tokens=request.tokens[:num_read]), self.lm.spec.max_positions
+            )
         sizes = [
             num_read + max(n, r.sampling.max_new_tokens)
             for r, num_read, n in zip(requests, reads, wanted, strict=True)
