@@ -96,9 +96,10 @@ def generate(
     progress: Progress = None,
     **settings: Any,
 ) -> GenerateResult:
-    """Continue a prompt, or each of several; prompt i uses seed `sampling.seed + i`, or the
-    settings at its place, which differ in seeds and processors alone. A chat model is given a text as a user's turn in its chat template; `chat` says so (True), or that the text
-    goes on as it is (False).
+    """Continue a prompt, or each of several; prompt i uses seed `sampling.seed + i`, or
+    the settings at its place, which differ in seeds and processors alone. A chat model is given a
+    text as a user's turn in its chat template; `chat` says so (True), or that the text goes on as
+    it is (False).
 
     `settings` are fields of Sampling (`temperature=0.8`, `max_new_tokens=64`) and how to draft:
     `policy`, `length`, `nodes`, `rule`, `stop_rule`, `controller`, `parallel`, `adaptive`, and
