@@ -136,7 +136,7 @@ class RoundCost:
             f"{self.rest:.2f}): {self.speedup:.2f}x without the prompts. Limits: "
             f"{self.tau:.2f}x if a round cost one plain token, {self.with_free_drafts:.2f}x if "
             f"drafting were free{whole} (of {self.drafted:.1f} drafted tokens {self.accepted:.2f} "
-            f"are). {self._remedy()}"
+            f"are accepted). {self._remedy()}"
         )
 
     def _remedy(self) -> str:

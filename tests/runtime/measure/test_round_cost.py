@@ -6,14 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.runtime.measure.bench import engine_contender
 from specctl.runtime.measure.round_cost import RoundCost, Spent
 from specctl.runtime.measure.timed import Timed, joined
-from specctl.runtime.policies import make_policy
-from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.target import Target
-from specctl_testing.models import build_model
 
 PLAIN = Spent(100, 100, 0, seconds=12.0, prefill=2.0, drafting=0.0, verifying=9.0)  # .1 s a token
 
@@ -66,17 +60,6 @@ def test_a_tree_has_no_limit_of_all_its_tokens() -> None:
     assert cost.to_json()["speedup_if_all_were_accepted"] is None
     assert "if all were accepted" not in cost.text()
     assert "Acceptance" not in cost.text()
-
-
-@pytest.mark.parametrize("policy", ["chain", "static-tree"])
-def test_a_run_says_whether_it_drafts_trees(policy: str) -> None:
-    target = Target.from_model(build_model())
-    drafter = PromptLookup(PromptLookupOptions(), target.spec)
-    given = make_policy({"policy": policy, "length": 2})
-    run = engine_contender("lookup", target, drafter, given).run
-    found = run([[5, 6, 7, 5, 6]], Sampling(max_new_tokens=4), lambda *_: None).spent
-    assert found is not None
-    assert found.in_chains == (policy == "chain")
 
 
 def test_runs_are_joined_part_by_part_or_not_at_all() -> None:
