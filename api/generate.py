@@ -88,7 +88,7 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     drafter: DrafterLike = None,
     *,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
     batch: int = 1,
     chat: bool | None = None,
     on_tokens: OnTokens | None = None,
@@ -96,9 +96,10 @@ def generate(
     progress: Progress = None,
     **settings: Any,
 ) -> GenerateResult:
-    """Continue a prompt, or each of several; prompt i uses seed `sampling.seed + i`. A chat model
-    is given a text as a user's turn in its chat template; `chat` says so (True), or that the text
-    goes on as it is (False).
+    """Continue a prompt, or each of several; prompt i uses seed `sampling.seed + i`, or
+    the settings at its place, which differ in seeds and processors alone. A chat model is given a
+    text as a user's turn in its chat template; `chat` says so (True), or that the text goes on as
+    it is (False).
 
     `settings` are fields of Sampling (`temperature=0.8`, `max_new_tokens=64`) and how to draft:
     `policy`, `length`, `nodes`, `rule`, `stop_rule`, `controller`, `parallel`, `adaptive`, and
@@ -120,7 +121,8 @@ def generate(
         reporter.warn(f"--batch is ignored: {why} one prompt at a time")
     encoded = encode_prompts(model, prompts, chat)
     ids = [prompt.ids for prompt in encoded]
-    costs = draft.costs(model, ids, min(batch, len(ids)), sampled=sampling.temperature > 0)
+    first, _ = runtime.by_prompt(sampling, len(ids))
+    costs = draft.costs(model, ids, min(batch, len(ids)), sampled=first.temperature > 0)
     chosen = equip(draft.policy, costs)
     made = runtime.generate(
         model,
@@ -151,8 +153,8 @@ def generate(
 
 
 def _split(
-    sampling: Sampling | None, settings: Mapping[str, Any]
-) -> tuple[Sampling, dict[str, Any]]:
+    sampling: Sampling | Sequence[Sampling] | None, settings: Mapping[str, Any]
+) -> tuple[Sampling | Sequence[Sampling], dict[str, Any]]:
     """Settings of sampling, and those of drafting."""
     known = (*SAMPLING, *DRAFTING)
     for name in settings:
@@ -169,7 +171,7 @@ def _split(
         own["stop"] = (stop,)
     elif "stop" in own and (stop is None or isinstance(stop, Collection)):
         own["stop"] = tuple(stop or ())
-    return (
-        replace(sampling or Sampling(), **own),
-        {name: value for name, value in settings.items() if name in DRAFTING},
-    )
+    how = {name: value for name, value in settings.items() if name in DRAFTING}
+    if sampling is None or isinstance(sampling, Sampling):
+        return replace(sampling or Sampling(), **own), how
+    return [replace(one, **own) for one in sampling], how

@@ -9,6 +9,7 @@ from typing import Any
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, one_of_two
+from specctl.core.printable import counted
 from specctl.drafters import family
 from specctl.recipes.serve import check_in_parallel
 from specctl.runtime.engine.engine import Engine
@@ -85,7 +86,7 @@ def generate(
     prompts: Sequence[str | Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
     policy: Policy | None = None,
     rule: str = "auto",
     batch: int = 1,
@@ -94,7 +95,8 @@ def generate(
     on_round: OnRound | None = None,
     parallel: bool = False,
 ) -> Generated:
-    """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`.
+    """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`; settings
+    that are given for each prompt differ in seeds and processors alone.
 
     Lossless for every drafter of a lossless family: greedy output is token-identical in float32,
     sampled output follows the target's distribution. `parallel`: the drafter goes on while the
@@ -102,12 +104,12 @@ def generate(
     beside the target chooses what is kept of prompts, this holds behind what is kept. Raises
     SpecctlError for an empty or too long prompt and for a rule that is illegal with the policy.
     """
-    sampling = sampling if sampling is not None else Sampling()
+    sampling, each = by_prompt(sampling, len(prompts))
     check_greedy(rule, sampling)
     policy = policy if policy is not None else default_policy(drafter)
     requests = [
-        Request(_tokens(target, prompt, i), replace(sampling, seed=sampling.seed + i))
-        for i, prompt in enumerate(prompts)
+        Request(_tokens(target, prompt, i), own)
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True))
     ]
     slots = max(1, min(batch, len(requests)))
     engine: Writer
@@ -146,6 +148,26 @@ def generate(
     outputs = tuple(_output(t, c, decoder) for t, c in zip(texts, completions, strict=True))
     mark = mark_of(rule, drafter, policy, target, sampling, parallel)
     return Generated(outputs, summarize(completions, engine, seconds, mark))
+
+
+def by_prompt(
+    sampling: Sampling | Sequence[Sampling] | None, count: int
+) -> tuple[Sampling, Sequence[Sampling]]:
+    """What holds for all of so many prompts, and the settings of each."""
+    if sampling is None or isinstance(sampling, Sampling):
+        sampling = sampling or Sampling()
+        return sampling, [replace(sampling, seed=sampling.seed + i) for i in range(count)]
+    first = sampling[0] if sampling else Sampling()
+    is_alike = all(replace(first, seed=o.seed, processors=o.processors) == o for o in sampling)
+    if len(sampling) != count or not is_alike:
+        raise SpecctlError(
+            "settings of each prompt may differ in seeds and processors alone",
+            where="sampling",
+            found=f"{len(sampling):,} for {counted(count, 'prompt')}",
+            expected="as many as prompts, otherwise the same",
+            do="give one Sampling, or generate prompt by prompt",
+        )
+    return first, sampling
 
 
 def mark_of(

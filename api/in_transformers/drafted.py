@@ -13,22 +13,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     GenerationMode,
     MaxLengthCriteria,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from specctl.api.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
@@ -44,6 +49,20 @@ from specctl.runtime.target.variants.moving import MovingTarget
 # What transformers adds for its own loop: of use there, and no matter here.
 OF_THE_LOOP = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values",
                "position_ids", "use_cache"}  # fmt: skip
+# What remembers the steps before, or counts on all rows of the batch in every call.
+OF_WHOLE_BATCHES = (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+WARPERS = (  # in the order in which specctl truncates
+    (TemperatureLogitsWarper, "temperature"),
+    (TopKLogitsWarper, "top_k"),
+    (TopPLogitsWarper, "top_p"),
+    (MinPLogitsWarper, "min_p"),
+)
 UNSEEN = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -151,7 +170,10 @@ class CustomGenerate:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         _check_mode(config, criteria)
         prompts = _prompts(input_BT, given)
-        sampling = replace(_sampling(config, processors, input_BT.shape[1]), stop=self.stop)
+        padding = [
+            row[: -len(prompt)] for row, prompt in zip(input_BT.tolist(), prompts, strict=True)
+        ]
+        sampling = replace(_sampling(config, processors, padding, input_BT), stop=self.stop)
         target, draft = self._beside(model)
         streamer = self._streamer
         if streamer is not None and len(prompts) > 1:
@@ -163,7 +185,7 @@ class CustomGenerate:
                 target,
                 prompts,
                 draft,
-                sampling=sampling,
+                sampling=[_behind(sampling, i, ids) for i, ids in enumerate(padding)],
                 batch=len(prompts),
                 on_tokens=None if streamer is None else lambda _, new: _put(streamer, new),
             )
@@ -250,31 +272,46 @@ def _check_positions(position_BT: Tensor | None, is_read_BT: Tensor) -> None:
         raise _refused("position_ids of your own", "those of the text", "leave position_ids out")
 
 
-def _sampling(config: GenerationConfig, processors: Sequence[Any], prompt: int) -> Sampling:
+def _sampling(
+    config: GenerationConfig,
+    processors: Sequence[Any],
+    padding: Sequence[Sequence[int]],
+    input_BT: Tensor,
+) -> Sampling:
     """The settings that the prepared processors stand for. Those before the temperature are called
     as they are, at every drafted token with the text before it."""
+    lengths = [len(ids) for ids in padding]
     ends = config.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or ())
     fields: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
     called: list[Any] = []
+    stage = 0  # how many of the warpers cannot come any more
     for one in processors:
-        if isinstance(one, TemperatureLogitsWarper):
-            fields["temperature"] = float(one.temperature)
-        elif isinstance(one, TopKLogitsWarper):
-            fields["top_k"] = int(one.top_k)
-        elif isinstance(one, TopPLogitsWarper):
-            fields["top_p"] = float(one.top_p)
-        elif isinstance(one, MinPLogitsWarper):
-            fields["min_p"] = float(one.min_p)
-        elif len(fields) > 1:  # it would have to act behind the temperature
-            name = type(one).__name__
+        name = type(one).__name__
+        at = next((i for i, (kind, _) in enumerate(WARPERS) if isinstance(one, kind)), None)
+        if isinstance(one, OF_WHOLE_BATCHES):
+            raise _refused(
+                f"{name}, which keeps count of the steps or rows of a batch",
+                "processors that read the text of a row alone",
+                "leave it out",
+            )
+        if at is None and stage:
             raise _refused(f"{name} behind the temperature", "top_k, top_p, min_p", "leave it out")
-        elif isinstance(one, RepetitionPenaltyLogitsProcessor) and not called:
+        if at is not None:
+            if at < stage:
+                raise _refused(f"{name} twice, or in another order", "each once", "leave it out")
+            stage = at + 1
+            if config.do_sample:  # the likeliest token stays it
+                field = WARPERS[at][1]
+                fields[field] = getattr(one, field)
+        elif (
+            type(one) is RepetitionPenaltyLogitsProcessor and not called and _is_plain(one, lengths)
+        ):
             fields["repetition_penalty"] = float(one.penalty)
         else:
             called.append(one)
     seed = int(torch.randint(DRAWN_SEEDS, ())) if config.do_sample else 0
-    most = int(config.max_length) - prompt
+    most = int(config.max_length) - input_BT.shape[1]
     return Sampling(
         max_new_tokens=most,
         stop_token_ids=tuple(map(int, ends)),
@@ -283,6 +320,40 @@ def _sampling(config: GenerationConfig, processors: Sequence[Any], prompt: int) 
         seed=seed,
         **fields,
     )
+
+
+def _is_plain(penalty: RepetitionPenaltyLogitsProcessor, padding: Sequence[int]) -> bool:
+    """Whether it reads all of a prompt but what pads it."""
+    ignored = penalty.prompt_ignore_length
+    if not isinstance(ignored, Tensor):
+        return ignored is None
+    if ignored.tolist() == list(padding):
+        return True
+    raise _refused(
+        "a repetition penalty that ignores another part of each prompt",
+        "prompt_ignore_length: one number, or None",
+        "leave prompt_ignore_length out",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A processor that is shown texts with what padded their prompt, so that places and lengths are
+    those of the batch."""
+
+    processor: Any
+    padding: tuple[int, ...]
+
+    def __call__(self, ids_NT: Tensor, scores_NV: Tensor) -> Tensor:
+        before_NT = ids_NT.new_tensor(self.padding).expand(len(ids_NT), -1)
+        found: Tensor = self.processor(torch.cat([before_NT, ids_NT], dim=1), scores_NV)
+        return found
+
+
+def _behind(sampling: Sampling, index: int, padding: Sequence[int]) -> Sampling:
+    """The settings of one row, whose processors see what pads it."""
+    shown = tuple(Padded(one, tuple(padding)) for one in sampling.processors)
+    return replace(sampling, seed=sampling.seed + index, processors=shown)
 
 
 def _padding(config: GenerationConfig) -> int:

@@ -27,7 +27,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.runtime.engine.engine import Engine
-from specctl.runtime.engine.request import Completion, Request, Row
+from specctl.runtime.engine.request import Completion, Request, Row, check_fits
 from specctl.runtime.engine.scheduler import CachedPrefix
 from specctl.runtime.kept_prompts.attention import check_shows, read_and_watch
 from specctl.runtime.kept_prompts.base import Answering, KeptPrompts, OnNew
@@ -95,16 +95,25 @@ class SpecKV(KeptPrompts):
     def run(self, requests: Sequence[Request], on_round: OnNew | None = None) -> list[Completion]:
         wanted = [self.lookahead(request) for request in requests]
         self.check_read(requests, max(wanted, default=0))
+        reads = [self.num_read(request) for request in requests]
+        for request, num_read in zip(requests, reads, strict=True):
+            check_fits(
+                replace(request, tokens=request.tokens[:num_read]), self.lm.spec.max_positions
+            )
         sizes = [
-            len(r.tokens) + max(n, r.sampling.max_new_tokens)
-            for r, n in zip(requests, wanted, strict=True)
+            num_read + max(n, r.sampling.max_new_tokens)
+            for r, num_read, n in zip(requests, reads, wanted, strict=True)
         ]
         self.engine.open(min(max(sizes, default=1), self.lm.spec.max_positions))
         return [self._answer(index, one, on_round) for index, one in enumerate(requests)]
 
+    def num_read(self, request: Request) -> int:
+        """How many tokens of a prompt the target reads."""
+        return len(request.tokens)
+
     def lookahead(self, request: Request) -> int:
         """How many tokens are drafted behind a prompt, to see what they look at."""
-        left = self.lm.spec.max_positions - len(request.tokens)
+        left = self.lm.spec.max_positions - self.num_read(request)
         return min(int(self.mixture.numbers[-1]), request.sampling.max_new_tokens, max(0, left - 1))
 
     def _answer(self, index: int, request: Request, on_round: OnNew | None) -> Completion:

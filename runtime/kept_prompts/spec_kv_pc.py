@@ -27,6 +27,9 @@ class SpecKVPC(SpecKV):
         check_shows(self.beside.lm)
         return super().open_engine(writing)
 
+    def num_read(self, request: Request) -> int:
+        return min(len(request.tokens), int(self.mixture.numbers[1]))
+
     def kept(self, index: int, request: Request) -> Request:
         tokens, most, self._ahead = request.tokens, int(self.mixture.numbers[1]), None
         if len(tokens) > most:

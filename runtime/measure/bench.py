@@ -93,7 +93,8 @@ def engine_contender(
             on_round=watch.round,
             parallel=parallel,
         )
-        stats = result.stats
+        stats, grown = result.stats, chosen.policy
+        in_chains = grown.is_chain if grown is not None else default_policy(drafter).is_chain
         return Timed(
             stats.tokens,
             stats.seconds,
@@ -103,7 +104,7 @@ def engine_contender(
             stats.accepted_at,
             stats.tested_at,
             tuple(watch.answers),
-            None if parallel else Spent.of(stats),
+            None if parallel else Spent.of(stats, in_chains),
         )
 
     def mark(sampling: Sampling) -> str:

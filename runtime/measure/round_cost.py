@@ -20,7 +20,8 @@ LITTLE = 0.5  # so few of the drafted tokens accepted: acceptance is what holds 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Rounds, tokens and seconds of one run, by part of the time."""
+    """Rounds, tokens and seconds of one run, by part of the time. `in_chains`: what is drafted can
+    be accepted whole, as of a tree only one path can."""
 
     rounds: int
     tokens: int
@@ -29,9 +30,10 @@ class Spent:
     prefill: float
     drafting: float
     verifying: float
+    in_chains: bool = True
 
     @classmethod
-    def of(cls, stats: Stats) -> Spent:
+    def of(cls, stats: Stats, in_chains: bool = True) -> Spent:
         return cls(
             stats.rounds,
             stats.tokens,
@@ -40,6 +42,7 @@ class Spent:
             stats.prefill_seconds,
             stats.draft_seconds,
             stats.verify_seconds,
+            in_chains,
         )
 
     @classmethod
@@ -52,6 +55,7 @@ class Spent:
             sum(one.prefill for one in parts),
             sum(one.drafting for one in parts),
             sum(one.verifying for one in parts),
+            all(one.in_chains for one in parts),
         )
 
     @property
@@ -70,6 +74,7 @@ class RoundCost:
     verifying: float
     drafting: float
     rest: float
+    in_chains: bool = True
 
     @classmethod
     def of(cls, spent: Spent | None, plain: Spent | None) -> RoundCost | None:
@@ -86,6 +91,7 @@ class RoundCost:
             spent.verifying / each,
             spent.drafting / each,
             spent.rest / each,
+            spent.in_chains,
         )
 
     @property
@@ -107,8 +113,9 @@ class RoundCost:
         return self.tau / (self.verifying + self.rest)
 
     @property
-    def with_all_accepted(self) -> float:
-        return (self.drafted + 1) / self.total
+    def with_all_accepted(self) -> float | None:
+        """None of trees, of which one path at most is accepted."""
+        return (self.drafted + 1) / self.total if self.in_chains else None
 
     @property
     def dearest(self) -> str:
@@ -121,18 +128,20 @@ class RoundCost:
 
     def text(self) -> str:
         """What it costs, its limits, and what holds it back."""
+        limit = self.with_all_accepted
+        whole = "" if limit is None else f", {limit:.2f}x if all were accepted"
         return (
             f"a round brings {self.tau:.2f} tokens and costs {self.total:.2f} plain ones (the "
             f"target's pass {self.verifying:.2f}, drafting {self.drafting:.2f}, the rest "
             f"{self.rest:.2f}): {self.speedup:.2f}x without the prompts. Limits: "
             f"{self.tau:.2f}x if a round cost one plain token, {self.with_free_drafts:.2f}x if "
-            f"drafting were free, {self.with_all_accepted:.2f}x if all {self.drafted:.1f} drafted "
-            f"tokens were accepted ({self.accepted:.2f} are). {self._remedy()}"
+            f"drafting were free{whole} (of {self.drafted:.1f} drafted tokens {self.accepted:.2f} "
+            f"are accepted). {self._remedy()}"
         )
 
     def _remedy(self) -> str:
         dear = self.dearest
-        if self.speedup > 1 and self.accepted >= LITTLE:
+        if self.speedup > 1 and (self.accepted >= LITTLE or not self.in_chains):
             return f"Most of the cost beyond a plain token: {dear}."
         if self.accepted < LITTLE and self.total < 1.5:
             return (
@@ -144,6 +153,7 @@ class RoundCost:
         return "The width of the pass holds it back: fewer tokens (--length, --set serve.nodes)."
 
     def to_json(self) -> dict[str, Any]:
+        limit = self.with_all_accepted
         return {
             "drafted": round(self.drafted, 3),
             "verifying": round(self.verifying, 3),
@@ -152,5 +162,5 @@ class RoundCost:
             "total": round(self.total, 3),
             "speedup_without_prompts": round(self.speedup, 3),
             "speedup_if_drafts_were_free": round(self.with_free_drafts, 3),
-            "speedup_if_all_were_accepted": round(self.with_all_accepted, 3),
+            "speedup_if_all_were_accepted": None if limit is None else round(limit, 3),
         }

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
 import specctl
 from specctl.api.in_transformers import FOLDER
@@ -42,8 +49,22 @@ def model() -> Any:
         {"no_repeat_ngram_size": 2, "min_new_tokens": 20},
         {"logits_processor": LogitsProcessorList([Odd()])},
         {"eos_token_id": [*range(1, 96, 9)]},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"begin_suppress_tokens": [*range(60)], "forced_eos_token_id": 2},
+        {"exponential_decay_length_penalty": (3, 1.9), "eos_token_id": [*range(1, 96, 5)]},
+        {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])},
     ],
-    ids=["plain", "penalty", "ngrams", "own", "ends"],
+    ids=[
+        "plain",
+        "penalty",
+        "ngrams",
+        "own",
+        "ends",
+        "penalty and ngrams",
+        "places",
+        "lengths",
+        "temperature",
+    ],
 )
 def test_greedy_answers_are_those_of_its_own_loop(model: Any, given: dict[str, Any]) -> None:
     given = {**BATCH, "max_new_tokens": 24, "do_sample": False, **given}
@@ -146,6 +167,17 @@ def test_a_model_that_learns_is_read_as_it_is_and_stays_trainable() -> None:
         ({"attention_mask": MASK.flip(1)}, "padding on the right"),
         ({"position_ids": torch.arange(8).expand(2, 8) + 3}, "position_ids"),
         ({"prompt_lookup_num_tokens": 3}, "assisted"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
+        ({"encoder_repetition_penalty": 1.5}, "EncoderRepetitionPenalty"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [3 + row]}, "PrefixConstrained"),
+        (
+            {
+                "do_sample": True,
+                "top_p": 0.9,
+                "logits_processor": LogitsProcessorList([TopKLogitsWarper(3), TopKLogitsWarper(2)]),
+            },
+            "TopKLogitsWarper twice",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -15,6 +15,7 @@ from specctl.cli.options.target_choice import AnsweringChoice
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import Generated, generate
 from specctl.runtime.kept_prompts import make_kept_prompts, spec_kv, spec_pc
 from specctl.runtime.policies import make_policy
@@ -258,6 +259,24 @@ def test_the_context_counts_dropped_positions(models: tuple[Any, Any]) -> None:
     made = generate(kept("speckv:64:4", short, short), [prompt_of(100)], sampling=GREEDY)
     assert made.outputs[0].finish_reason == "context"
     assert len(made.outputs[0].token_ids) == 10
+
+
+@pytest.mark.parametrize("length", [110, 150])
+def test_a_prompt_beyond_the_context_of_the_target_is_refused(length: int) -> None:
+    """Whose room counts what it reads: of `speckvpc` the kept tokens."""
+    short = Target.from_model(build_model("llama", 1, vocab=VOCAB, max_position_embeddings=110))
+    shorter = Target.from_model(build_model("llama", 1, vocab=VOCAB, max_position_embeddings=180))
+    long = Target.from_model(build_model("llama", 1, vocab=VOCAB, max_position_embeddings=400))
+    prompt = prompt_of(length)
+    for word in ("speckv:64:4", "speckv:64:0", "speckvpc:64:1e6:4"):
+        with pytest.raises(SpecctlError, match="does not fit the target's context"):
+            generate(kept(word, short, long), [prompt], sampling=GREEDY)
+    made = generate(kept("speckvpc:64:128:9", shorter, long), [prompt_of(300)], sampling=GREEDY)
+    assert len(made.outputs[0].token_ids) == 14
+    pair = kept("speckvpc:64:128:9", shorter, long)
+    chooser = make_kept_prompts(pair, None, None, "auto")
+    assert isinstance(chooser, spec_kv.SpecKV)
+    assert chooser.lookahead(Request(tuple(prompt_of(300)), GREEDY)) == 9
 
 
 # -- both ------------------------------------------------------------------------------------------

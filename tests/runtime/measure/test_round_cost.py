@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specctl.runtime.measure.round_cost import RoundCost, Spent
@@ -49,6 +51,15 @@ def test_nothing_is_said_where_parts_do_not_add_up() -> None:
     assert RoundCost.of(None, PLAIN) is None
     in_parallel = Spent(50, 100, 200, seconds=5.0, prefill=1.0, drafting=3.0, verifying=3.0)
     assert RoundCost.of(in_parallel, PLAIN) is None
+
+
+def test_a_tree_has_no_limit_of_all_its_tokens() -> None:
+    """One path of it is accepted; a small share of its nodes is no sign of bad drafts."""
+    cost = RoundCost.of(replace(spent(5.0, 0.5), in_chains=False), PLAIN)
+    assert cost is not None
+    assert cost.to_json()["speedup_if_all_were_accepted"] is None
+    assert "if all were accepted" not in cost.text()
+    assert "Acceptance" not in cost.text()
 
 
 def test_runs_are_joined_part_by_part_or_not_at_all() -> None:
