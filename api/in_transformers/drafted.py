@@ -137,9 +137,7 @@ class CustomGenerate:
     ) -> None:
         self._drafter, self._settings = drafter, settings
         self._streamer, self._tokenizer = streamer, tokenizer
-        self._ready: tuple[Any, MovingTarget, LoadedDraft] | None = (
-            None  # the model of the latest call
-        )
+        self._ready: tuple[Any, MovingTarget, LoadedDraft] | None = None  # of the latest model
         self.stop = tuple(stop)
         self.stats: Stats | None = None
 
