@@ -3,4 +3,4 @@
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = str(Path(__file__).parent)

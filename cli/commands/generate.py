@@ -86,6 +86,7 @@ def generate(
     drafter, prompt = told_apart(words or (), file)
     draft = draft.worded(drafter)
     prompts = read_prompts(prompt, file, limit)
+    sampling.sampling()  # what cannot be is refused before the target is read
     if is_denoised(target, OWN, denoising):
         drafts = draft.draft if draft.draft != NO_DRAFTER else None
         others = {"draft": drafts, "grammar": grammar.file, "compare": compare, "compile": compiled}
@@ -98,7 +99,6 @@ def generate(
     if compare and draft.draft == NO_DRAFTER:
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
-    sampling.sampling()  # what cannot be is refused before the target is read
     target = target.or_own(draft.draft)
     if target.tensor_parallel:
         draft = draft.in_step()

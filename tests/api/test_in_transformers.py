@@ -126,7 +126,7 @@ def test_the_folder_streams_stops_and_drafts() -> None:
     found = model.generate(
         **inputs,
         **given,
-        custom_generate=str(FOLDER),
+        custom_generate=FOLDER,
         draft="prompt-lookup",
         length=3,
         streamer=Kept(),
@@ -136,7 +136,7 @@ def test_the_folder_streams_stops_and_drafts() -> None:
     assert found.shape[1] < plain.shape[1]
     assert streamed == [*found[0].tolist(), -1]
     with pytest.raises(SpecctlError, match="no drafter"):
-        model.generate(**inputs, custom_generate=str(FOLDER), trust_remote_code=True)
+        model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
 
 
 def test_a_model_that_learns_is_read_as_it_is_and_stays_trainable() -> None:
