@@ -110,6 +110,7 @@ SELECTED = ("train.select=highest", "train.select_share=0.4")
 SIZED = ("medusa", "serve.policy=hardware-tree", "serve.nodes=64")
 UNTRAINED = ("train.learning_rate=1e-9",)
 GATED, RNN = _option("correction", "gated"), _option("correction", "rnn")
+MEMORY = _option("recurrent", "false")
 OWN_DRAFTS, LAYERS = _option("free_rounds", "0"), _option("lattice_layers", "0")
 NEAR = _option("window", "48")
 FIRST = (*NEAR, *_option("sink", "4"))
@@ -185,6 +186,10 @@ TRAINED = (
     Trained("DSpark", "the same, sampled", "dspark", (), whole=GATED, heat="T = 1"),
     Trained("DSpark", "a memory of the draft, not the last token alone", "dspark", (), whole=RNN),
     Trained("DSpark", "the same, sampled", "dspark", (), whole=RNN, heat="T = 1"),
+    Trained("Domino", "ahead of DFlash", "domino", "dflash"),
+    Trained("Domino", "the same, sampled", "domino", "dflash", heat="T = 1"),
+    Trained("Domino", "a memory of the draft, not the last token alone", "domino", MEMORY),
+    Trained("Domino", "the same, sampled", "domino", MEMORY, heat="T = 1"),
     Trained("XPress", "ahead of DFlash", "xpress", "dflash"),
     Trained("XPress", "the same, sampled", "xpress", "dflash", heat="T = 1"),
     Trained("XPress", "trained on its own drafts, too (3 rounds, not 0)", "xpress", OWN_DRAFTS),

@@ -11,7 +11,6 @@ Drafting changes nothing of either.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from specctl.core.drafter import Drafter
 from specctl.runtime.kept_prompts.base import Answering, KeptPrompts
@@ -21,6 +20,7 @@ from specctl.runtime.kept_prompts.spec_pc import SpecPC
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixed import apart
 
 KINDS: Mapping[str, type[KeptPrompts]] = {
     "specpc": SpecPC,
@@ -43,13 +43,6 @@ def make_kept_prompts(
     as ever."""
     mixture = target.mixture
     assert mixture is not None, f"{target.name} reads whole prompts"
-    own = replace(
-        target,
-        fingerprint=str(target.base_fingerprint),
-        base_fingerprint=None,
-        mixture=None,
-        beside=(),
-    )
-    beside = replace(target.beside[0], eos_ids=target.eos_ids, ends=target.ends)
+    own, (beside,) = apart(target)
     writing = Answering(own, drafter, policy, rule, num_slots, chooser)
     return KINDS[mixture.law](writing, beside, mixture)

@@ -10,13 +10,13 @@ The target's turns may be drafted, which changes nothing of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from specctl.core.drafter import Drafter
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.variants.mixed import apart
 from specctl.runtime.turns.base import Turns
 from specctl.runtime.turns.entropy import EntropyTurns
 from specctl.runtime.turns.reward import RewardTurns
@@ -36,14 +36,5 @@ def make_turns(
     """What writes for a target with others beside it; the drafter is of the target's turns."""
     mixture = target.mixture
     assert mixture is not None, f"{target.name} writes alone"
-    own = replace(
-        target,
-        fingerprint=str(target.base_fingerprint),
-        base_fingerprint=None,
-        mixture=None,
-        beside=(),
-    )
-    others = [  # one text ends in one way
-        replace(one, eos_ids=target.eos_ids, ends=target.ends) for one in target.beside
-    ]
+    own, others = apart(target)
     return KINDS[mixture.law](Engine(own, drafter, policy, rule, chooser=chooser), others, mixture)

@@ -4,7 +4,7 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -28,6 +28,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.head_cases import make_heads
+from specctl_testing.drafters.random_texts import packed, random_text
 
 LONG = 64
 TREE = {"policy": "marginal-tree", "nodes": 6}
@@ -48,21 +49,6 @@ def make(target: Target, family: str = "dflash", **options: Any) -> Any:
         for matrix in (p for p in drafter.module.net.parameters() if p.dim() == 2):
             matrix.mul_(12.0)
     return drafter
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    draw = torch.Generator().manual_seed(seed)
-    found: list[int] = torch.randint(0, 48, (length,), generator=draw).tolist()
-    return found
-
-
-def packed(*documents: Sequence[int]) -> TrainBatch:
-    """One row of several documents."""
-    ids_1S = torch.tensor([[token for one in documents for token in one]])
-    number_S = torch.cat([torch.full((len(one),), i) for i, one in enumerate(documents)])
-    position_S = torch.cat([torch.arange(len(one)) for one in documents])
-    mask_1S = torch.ones_like(ids_1S, dtype=torch.bool)
-    return TrainBatch(ids_1S, mask_1S, number_S[None], position_S[None])
 
 
 @pytest.mark.parametrize(("size", "sink", "causal"), product((5, 9), (0, 2, 7), (False, True)))
@@ -88,7 +74,7 @@ def test_a_block_sees_the_same_features_in_training_as_in_drafting(
     target: Target, drive: Any, capture_batch: Any, causal: bool
 ) -> None:
     """Within a window of eight positions, with sinks, and where either shows everything."""
-    ids, anchors, found = text(LONG), (3, 20, LONG - 6), {}
+    ids, anchors, found = random_text(LONG), (3, 20, LONG - 6), {}
     for window, sink in ((8, 0), (8, 3), (500, 0), (500, 3), (8, LONG), (None, 0)):
         drafter = make(target, window=window, sink=sink, causal=causal)
         batch = capture_batch(target, drafter, packed(ids))
@@ -122,7 +108,7 @@ def rounds_of(
         found.extend(zip(map(tuple, view.tokens), out.clone(), strict=True))
         return out
 
-    prompts = [text(n, seed=n) for n in (3, 40)]
+    prompts = [random_text(n, seed=n) for n in (3, 40)]
     sampling = Sampling(temperature=4.0, max_new_tokens=40, ignore_eos=True)
     with patch.context() as inner:
         inner.setattr(BlockState, "at", kept)
@@ -175,7 +161,7 @@ def test_every_family_of_blocks_reads_its_sinks(
     target: Target, drive: Any, make_batch: Any, family: str
 ) -> None:
     """In its loss, and in what it drafts behind a long text."""
-    ids, losses, drafted = text(LONG), list[float](), list[Tensor]()
+    ids, losses, drafted = random_text(LONG), list[float](), list[Tensor]()
     for sink in (0, 4):
         drafter = make(target, family, window=6, sink=sink)
         torch.manual_seed(0)
@@ -217,7 +203,7 @@ def test_nothing_of_a_long_text_is_left_in_its_slot(
     target: Target, drive: Any, round_view: Any
 ) -> None:
     drafter, found = make(target, window=8, sink=2), list[Tensor]()
-    for before in ([text(LONG)], []):
+    for before in ([random_text(LONG)], []):
         state = drive(target, drafter).open()
         for tokens in (*before, [7]):
             drive(target, drafter).start(state, 0, tokens)
@@ -226,7 +212,7 @@ def test_nothing_of_a_long_text_is_left_in_its_slot(
 
 
 def test_a_trained_block_is_served_with_sinks(target: Target, drive: Any) -> None:
-    trained, ids = make(target), text(LONG)
+    trained, ids = make(target), random_text(LONG)
     loaded = load_draft(trained, target, draft_options=["window=6", "sink=2"]).drafter
     ours, theirs = (
         drive(target, one).chain_logits(ids, LONG - 2)

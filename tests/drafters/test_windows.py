@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from specctl.api.drafting import load_draft
-from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Space
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters.eagle3 import Eagle3, Eagle3Options
@@ -26,6 +24,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.head_cases import make_heads
 from specctl_testing.drafters.kept_logits import kept_logits
+from specctl_testing.drafters.random_texts import packed, random_text
 
 STEPS, LONG = 3, 64
 WINDOWS = [{"window": 4}, {"window": 6, "sink": 2}, {"window": 30, "sink": 1}]
@@ -47,29 +46,14 @@ def make(target: Target, **options: Any) -> Eagle3:
     return drafter
 
 
-def text(length: int, seed: int = 0) -> list[int]:
-    draw = torch.Generator().manual_seed(seed)
-    found: list[int] = torch.randint(0, 48, (length,), generator=draw).tolist()
-    return found
-
-
-def packed(*documents: Sequence[int]) -> TrainBatch:
-    """One row of several documents."""
-    ids_1S = torch.tensor([[token for one in documents for token in one]])
-    number_S = torch.cat([torch.full((len(one),), i) for i, one in enumerate(documents)])
-    position_S = torch.cat([torch.arange(len(one)) for one in documents])
-    mask_1S = torch.ones_like(ids_1S, dtype=torch.bool)
-    return TrainBatch(ids_1S, mask_1S, number_S[None], position_S[None])
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("options", WINDOWS, ids=str)
 def test_training_step_j_equals_j_drafting_steps_of_a_long_text(
     target: Target, drive: Any, capture_batch: Any, options: dict[str, int]
 ) -> None:
     """Behind prompts of which most has left the cache, and behind short ones."""
-    drafter, ids = make(target, **options), text(LONG)
-    batch = capture_batch(target, drafter, packed(text(7, seed=1), ids))
+    drafter, ids = make(target, **options), random_text(LONG)
+    batch = capture_batch(target, drafter, packed(random_text(7, seed=1), ids))
     steps = [drafter.module.lm_head(normed_BSD)[0, 7:] for normed_BSD in drafter.unroll(batch, 3)]
     for true_len in (2, 5, 20, 41, 60, LONG - 3):
         served = drive(target, drafter).chain_logits(ids[: true_len + 2], true_len)
@@ -81,7 +65,7 @@ def test_training_step_j_equals_j_drafting_steps_of_a_long_text(
 def test_a_window_changes_what_is_drafted_and_only_behind_its_size(
     target: Target, drive: Any
 ) -> None:
-    narrow, whole, ids = make(target, window=6), make(target), text(LONG)
+    narrow, whole, ids = make(target, window=6), make(target), random_text(LONG)
     for true_len, is_same in ((4, True), (LONG - 1, False)):
         ours, theirs = (
             drive(target, one).chain_logits(ids[:true_len], true_len) for one in (narrow, whole)
@@ -93,7 +77,7 @@ def test_a_window_changes_what_is_drafted_and_only_behind_its_size(
 def test_a_window_over_everything_is_no_window_bit_for_bit(
     target: Target, drive: Any, capture_batch: Any, window: int
 ) -> None:
-    ids = text(LONG)
+    ids = random_text(LONG)
     plain = make(target)
     batch = capture_batch(target, plain, packed(ids, ids[:9]))
     found = []
@@ -146,7 +130,7 @@ def logits_of(
     target: Target, drafter: Eagle3, policy: dict[str, Any], patch: pytest.MonkeyPatch
 ) -> list[Tensor]:
     """Of every call of a long generation of rows of several lengths."""
-    prompts = [text(n, seed=n) for n in (3, 50, 21)]
+    prompts = [random_text(n, seed=n) for n in (3, 50, 21)]
     sampling = Sampling(max_new_tokens=70, ignore_eos=True)
     with kept_logits(patch) as found:
         generate(target, prompts, drafter=drafter, policy=make_policy(policy), sampling=sampling)
@@ -182,7 +166,7 @@ def test_what_has_left_the_window_is_not_missed(
 def test_a_prompt_read_in_parts_leaves_what_one_read_whole_does(
     target: Target, drive: Any, features: Any, round_view: Any
 ) -> None:
-    drafter, ids = make(target, window=5, sink=3), text(LONG)
+    drafter, ids = make(target, window=5, sink=3), random_text(LONG)
     taps = features(target, ids[:-1], drafter.needs().taps)
     state = drive(target, drafter).open()
     for first, last in ((0, 2), (2, 40), (40, 44), (44, 60)):
@@ -208,7 +192,7 @@ def test_a_slot_costs_no_more_however_long_texts_are(target: Target) -> None:
 
 def test_a_trained_drafter_is_served_with_another_window(target: Target, drive: Any) -> None:
     """As `drafter.options` says; nothing else of it may change, nor the drafter that was given."""
-    trained, ids = make(target), text(LONG)
+    trained, ids = make(target), random_text(LONG)
     loaded = load_draft(trained, target, draft_options=["window=6", "sink=2"]).drafter
     assert isinstance(loaded, Eagle3)
     assert trained.options.window is None

@@ -113,6 +113,21 @@ def _check_same_tokens(target: Target, beside: Target) -> None:
         )
 
 
+def apart(target: Target) -> tuple[Target, tuple[Target, ...]]:
+    """The target's own model under the fingerprint of its weights, and the models beside it, which
+    end a text where it does."""
+    assert target.mixture is not None, f"{target.name} stands alone"
+    own = replace(
+        target,
+        fingerprint=str(target.base_fingerprint),
+        base_fingerprint=None,
+        mixture=None,
+        beside=(),
+    )
+    others = (replace(one, eos_ids=target.eos_ids, ends=target.ends) for one in target.beside)
+    return own, tuple(others)
+
+
 def _marked(target: Target, beside: Sequence[Target], mixture: Mixture) -> Target:
     """The target under the identity of the mixture."""
     prints = " ".join(one.fingerprint for one in (target, *beside))
