@@ -3,7 +3,7 @@
 #                     real chat model (TARGET=tiny: for the embedded one, without a download)
 #   make test         the test suite (make test-fast: a part of it in 90 seconds, between edits)
 # Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md), check (lint, types, tests), real (tests on SmolLM2),
-#   grpo (the example with TRL), proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
+#   grpo (the example with TRL), lm-eval (lm-evaluation-harness), proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
 
 SHELL := /bin/bash
@@ -26,7 +26,7 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs docs-tables locks quickstart test test-fast fast-tier sanitize real real-model grpo lint types check proof bench gpu gpu-dry clean former \
+.PHONY: help install dev docs docs-tables locks quickstart test test-fast fast-tier sanitize real real-model grpo lm-eval lint types check proof bench gpu gpu-dry clean former \
   proof-training proof-claims dist-check \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
@@ -138,6 +138,13 @@ $(VENV)/.trl: locks/trl.lock | $(VENV)/.dev
 	@touch $@
 grpo: $(VENV)/.dev $(VENV)/.trl
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/train/test_grpo.py
+
+# lm-evaluation-harness with a drafter: the answers and likelihoods of its own model.
+$(VENV)/.lm-eval: locks/lm-eval.lock | $(VENV)/.dev
+	@$(HASHED) -r locks/lm-eval.lock
+	@touch $@
+lm-eval: $(VENV)/.dev $(VENV)/.lm-eval
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/api/test_lm_eval_model.py
 
 # The compiled step without a warning, and by its tests under AddressSanitizer and UBSan: the first
 # wrong access or overflow ends them. `c++` of build/sanitize is what specctl then takes for the compiler; the build

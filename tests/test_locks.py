@@ -58,7 +58,7 @@ def needed(extras: Iterable[str]) -> set[str]:
     return {key.partition("[")[0] for key in seen}
 
 
-@pytest.mark.parametrize("name", ["run", "dev", "torch", "real", "trl"])
+@pytest.mark.parametrize("name", ["run", "dev", "torch", "real", "trl", "lm-eval"])
 def test_every_line_of_a_lock_is_a_version_with_hashes(name: str) -> None:
     text = (LOCKS / f"{name}.lock").read_text()
     entries = ENTRY.findall(text)

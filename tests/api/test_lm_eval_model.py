@@ -10,7 +10,7 @@ import pytest
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 
 
-@pytest.mark.skipif(not HAS_HARNESS, reason="lm_eval is not installed: pip install lm-eval")
+@pytest.mark.skipif(not HAS_HARNESS, reason="lm_eval is not installed: make lm-eval")
 def test_answers_likelihoods_and_what_results_say() -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
