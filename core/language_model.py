@@ -418,6 +418,11 @@ class LanguageModel(ABC):
         return 0
 
     @property
+    def token_bytes(self) -> int | None:
+        """Bytes of weights that the pass for one token reads; None where that is not known."""
+        return None
+
+    @property
     def kv_devices(self) -> tuple[torch.device, ...]:
         """Where each layer's keys and values are made; empty: all on `device`."""
         return ()

@@ -192,6 +192,11 @@ class FastLlama(LanguageModel):
             found[shape.num_layers] = spread(x[0])
         return LmOut(spread(linear(x[0], weights.head)), found)
 
+    @property
+    def token_bytes(self) -> int | None:
+        on_cpu = self.device.type == "cpu"
+        return None if self.int4 is not None else self.module.token_bytes(self.bits, on_cpu)
+
     def _native(self, ids_BT: Tensor) -> NativeStep | None:
         """The compiled step, where it may read these tokens: on a CPU, no gradient, and of stored
         weights few of them."""

@@ -295,6 +295,16 @@ class LlamaModel(nn.Module):
         layers = [self._collect_layer(layer, fuse, packed, True) for layer in self.model.layers]
         return Weights(layers, self.head_weight)
 
+    def token_bytes(self, bits: Bits | None, on_cpu: bool) -> int:
+        """Of every matrix and norm, and of the embedding only where it is the LM head, too: of a
+        token one row of it is read."""
+        step = self.native(bits) if on_cpu else None
+        if step is not None:
+            return sum(tensor.nbytes for tensor in step.copies)
+        embedding = self.model.embed_tokens.weight
+        held = [w for w in self.parameters() if w is not embedding or w is self.head_weight]
+        return sum(weight.nbytes for weight in held)
+
     def native(self, bits: Bits | None = None) -> NativeStep | None:
         """The compiled step over these weights, over copies of so many bits, or over those that are
         held packed; None where there is none for them."""

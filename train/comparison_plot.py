@@ -1,14 +1,18 @@
-"""A picture of a comparison: speed-up over plain decoding, and acceptance by position."""
+"""A picture of a comparison: speed-up over plain decoding, acceptance by position, and what a round
+brings against what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 MARKERS = "osD^vP*X<>"
 TALL = 6.0  # inches
 MOST_LINES = 10  # of acceptance by position; more cannot be told apart
+SPEEDUPS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # lines
+CUT_OUT = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # of the line behind a label
 LONGEST = 32  # characters of a name that leave room for the panels
 
 
@@ -18,13 +22,16 @@ def save_comparison(
     positions: Mapping[str, Sequence[float]],
     title: str,
     path: Path,
+    rounds: Mapping[str, tuple[float, float]] | None = None,
 ) -> Path | None:
-    """Bars of speed-up for every name, one a series (a sampling, a target), and beside them the
-    share of drafted tokens accepted at each position. None without matplotlib or anything to draw.
+    """Bars of speed-up for every name, one a series (a sampling, a target), beside them the share
+    of drafted tokens accepted at each position and the tokens of a round over its cost. None
+    without matplotlib or anything to draw.
 
     `series[label][i]` belongs to `names[i]`; None leaves the bar out. `positions[name][k]` is the
-    chance, in 0..1, that position k + 1 is accepted given that it was reached. Of long names, such
-    as folders, the end is shown.
+    chance, in 0..1, that position k + 1 is accepted given that it was reached. `rounds[name]`: what
+    a round costs, in plain tokens, and the tokens that it brings. Of long names, such as folders,
+    the end is shown.
     """
     try:
         from matplotlib.figure import Figure
@@ -33,17 +40,22 @@ def save_comparison(
     if not names or not series:
         return None
     height = max(3.6, 1.6 + 0.2 * len(names) * (0.6 + len(series)))
-    figure = Figure(figsize=(11 if positions else 7, height), layout="constrained")
-    figure.suptitle(title, fontsize=13)
+    beside: list[Callable[[Any], None]] = []
     if positions:
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        _lines(right, positions)
-        if height > TALL:  # beside many bars the lines stay as high as they are wide, on top
-            right.set_box_aspect(1)
-            right.set_anchor("N")
-            right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=9)
-    else:
-        left = figure.subplots()
+        beside.append(partial(_lines, positions=positions))
+    if rounds:
+        beside.append(partial(_rounds, rounds=rounds))
+    figure = Figure(figsize=(7 + 4 * len(beside), height), layout="constrained")
+    figure.suptitle(title, fontsize=13)
+    left, *others = figure.subplots(
+        1, 1 + len(beside), width_ratios=(3, *[2] * len(beside)), squeeze=False
+    )[0]
+    for axes, draw in zip(others, beside, strict=True):
+        draw(axes)
+        if height > TALL:  # beside many bars they stay as high as they are wide, on top
+            axes.set_box_aspect(1)
+            axes.set_anchor("N")
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=9)
     _bars(left, [_shown(name) for name in names], series)
     if len(series) > 1:
         handles, labels = left.get_legend_handles_labels()
@@ -60,8 +72,7 @@ def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float |
         sizes = [size for _, size in drawn]
         places = [i + thick * _offset(columns, number, i) for i, _ in drawn]
         bars = axes.barh(places, sizes, thick, label=label)
-        over = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line behind is cut out
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9, bbox=over, zorder=3)
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=9, bbox=CUT_OUT, zorder=3)
     axes.axvline(1.0, color="0.4", linestyle="--", linewidth=1, zorder=2)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)  # the first on top, and room where a bar is left out
@@ -92,6 +103,34 @@ def _lines(axes: Any, positions: Mapping[str, Sequence[float]]) -> None:
         xlabel="position in the draft (tokens)",
         ylabel="accepted (% where reached)",
         title="Acceptance by position" + (f" (first {MOST_LINES})" if hidden else ""),
+    )
+    axes.legend(fontsize=9)
+
+
+def _rounds(axes: Any, rounds: Mapping[str, tuple[float, float]]) -> None:
+    """Tokens of a round over its cost: a speed-up is a line through the origin, the one of plain
+    decoding dashed; left of a cost of one plain token nothing can be."""
+    shown = list(rounds.items())[:MOST_LINES]
+    wide = 1.25 * max(1.6, *(cost for _, (cost, _) in shown))
+    high = 1.15 * max(2.0, *(tau for _, (_, tau) in shown))
+    for speedup in SPEEDUPS:
+        end = min(wide, high / speedup)
+        style = "--" if speedup == 1 else "-"
+        axes.plot((0, end), (0, end * speedup), style, color="0.8", linewidth=1, zorder=1)
+        place = (0.92 * end, 0.92 * end * speedup)
+        axes.text(
+            *place, f"{speedup:g}x", color="0.4", fontsize=8, ha="center", va="center", bbox=CUT_OUT
+        )
+    axes.axvspan(0, 1, color="0.95", zorder=0)
+    for (name, (cost, tau)), marker in zip(shown, MARKERS, strict=False):
+        axes.plot(cost, tau, marker, label=_shown(name), zorder=3)
+    axes.set(
+        xlim=(0, wide),
+        ylim=(0, high),
+        xlabel="cost of a round (plain tokens)",
+        ylabel="tokens of a round (tau)",
+        title="What a round brings and costs"
+        + (f" (first {MOST_LINES})" if len(rounds) > MOST_LINES else ""),
     )
     axes.legend(fontsize=9)
 

@@ -214,7 +214,8 @@ def _remaining(console: Console, measured: Sequence[BenchReport], since: float) 
 
 
 def _draw(report: BenchReport, path: Path) -> None:
-    """Speed-up of every drafter and setting, and acceptance by position in the first setting."""
+    """Speed-up of every drafter and setting; of the first setting acceptance by position, and what
+    a round brings and costs."""
     from specctl.train.comparison_plot import save_comparison
 
     names = list(dict.fromkeys(row.name for row in report.rows))
@@ -228,9 +229,14 @@ def _draw(report: BenchReport, path: Path) -> None:
         for row in report.rows
         if row.setting == first and row.well_counted
     }
+    rounds = {
+        row.name: (row.round_cost.total, row.round_cost.tau)
+        for row in report.rows
+        if row.setting == first and row.round_cost is not None
+    }
     about = f"{report.target} {report.dtype} on {report.device}"
     about += f", inflated to {report.inflated}" if report.inflated else ""
-    save_comparison(names, series, positions, f"Speculative decoding of {about}", path)
+    save_comparison(names, series, positions, f"Speculative decoding of {about}", path, rounds)
 
 
 def _samplings(

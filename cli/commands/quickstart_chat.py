@@ -24,6 +24,7 @@ from specctl.recipes.load import with_fields
 from specctl.recipes.published import published_folder
 from specctl.recipes.section import flatten
 from specctl.runtime.measure.doubt import PAYS, SLACK, SURE, standing
+from specctl.runtime.measure.round_cost import RoundCost
 
 if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
@@ -39,7 +40,7 @@ TRAINED = "trained"  # its name in tables
 TRAINED_SHARE = 0.6  # of the minutes
 SUITE, SUITE_TOKENS, SUITE_RUNS = "everyday", 48, 2
 HEATS = (0.0, 1.0)
-MEASURED = "quickstart-bench.json"
+MEASURED, PICTURE = "quickstart-bench.json", "quickstart.png"
 LONGER = "1h"
 LEVEL = "quick"  # of the proof
 
@@ -76,6 +77,9 @@ def chat_story(place: StoryPlace, target: Target) -> None:
     found = verdict(report["rows"], target.name)
     for line in found:
         console.prose(line)
+    picture = draw(report, place.out / PICTURE)
+    if picture is not None:
+        console.say(f"picture: {picture}")
     result = {
         "package": None if tau is None else str(package),
         "begun_from": source,
@@ -84,6 +88,7 @@ def chat_story(place: StoryPlace, target: Target) -> None:
         "answer": answered,
         "bench": report,
         "verdict": found,
+        "picture": None if picture is None else str(picture),
     }
     can_go_on = tau is not None and recipe.drafter.init is None
     console.done(place.finished(result), next=following(place, report["rows"], can_go_on))
@@ -210,7 +215,7 @@ def measure(place: StoryPlace, target: Target, drafts: Sequence[LoadedDraft]) ->
     about = {
         "target": [target.fingerprint, target.dtype_name],
         "drafts": [draft.source for draft in drafts],
-        "measured": [FREE, HEATS, SUITE_TOKENS, SUITE_RUNS],
+        "measured": [FREE, HEATS, SUITE_TOKENS, SUITE_RUNS, "tau of rounds"],
     }
     of = digest_of(about)
     report = kept_report(file, of)
@@ -290,7 +295,7 @@ def _with_error(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row], target: str) -> list[str]:
-    """What pays on this machine with this model, by how much, and for which questions."""
+    """What pays on this machine with this model, by how much, for which questions, and why."""
     best = winner(rows)
     gains, level = ([row for row in best if _stands(row) == what] for what in ("faster", "level"))
     if best:
@@ -303,7 +308,7 @@ def verdict(rows: Sequence[Row], target: str) -> list[str]:
             f"Verdict: over all questions no drafter pays here, {target} alone is as fast or "
             f"faster ({others}; {first[0]['setting']})."
         )
-    return [line, *(more for more in (best_category(rows), break_even(rows)) if more)]
+    return [line, *(more for more in (best_category(rows), round_of(rows)) if more)]
 
 
 def _each(rows: Sequence[Row]) -> str:
@@ -349,16 +354,34 @@ def _gains(figures: Row) -> bool:
     return bool(sure and speedup <= figures["tau"] * SLACK)
 
 
-def break_even(rows: Sequence[Row]) -> str:
-    """From how many tokens per pass on the trained drafter would pay; nothing where it does."""
-    row = next((row for row in rows if row["name"] == TRAINED), None)
-    if row is None or _stands(row) == "faster":
+def round_of(rows: Sequence[Row]) -> str:
+    """What a round of the trained drafter costs, its limits, and what holds it back; without a
+    trained one, of the first that drafted."""
+    drafted = [row for row in rows if row["round"] is not None]
+    row = min(drafted, key=lambda one: one["name"] != TRAINED, default=None)
+    if row is None:
         return ""
-    need = row["tau"] / row["speedup"]
-    return (
-        f"A pass with the trained drafter takes as long as {need:.2f} plain ones and makes "
-        f"{row['tau']:.2f} tokens; longer training makes it more, and it pays from {need:.2f} on."
-    )
+    return f"{row['name']} ({row['setting']}): {RoundCost.of_json(row['round']).text()}"
+
+
+def draw(report: Mapping[str, Any], path: Path) -> Path | None:
+    """Speed-up in every setting, and what a round brings and costs in the first; None without
+    matplotlib."""
+    from specctl.train.comparison_plot import save_comparison
+
+    rows = report["rows"]
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    speeds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        speeds.setdefault(row["setting"], {})[row["name"]] = row["speedup"]
+    rounds = {
+        row["name"]: (row["round"]["total"], row["round"]["tau"])
+        for row in rows
+        if row["setting"] == rows[0]["setting"] and row["round"] is not None
+    }
+    series = {setting: [by.get(name) for name in names] for setting, by in speeds.items()}
+    title = f"Drafters for {report['target']} {report['dtype']} on {report['device']}"
+    return save_comparison(names, series, {}, title, path, rounds)
 
 
 def following(place: StoryPlace, rows: Sequence[Row], can_go_on: bool) -> list[str]:

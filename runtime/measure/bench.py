@@ -26,6 +26,7 @@ from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.doubt import doubts
 from specctl.runtime.measure.questions import Question
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
+from specctl.runtime.measure.roof import Roof
 from specctl.runtime.measure.round_cost import RoundCost, Spent
 from specctl.runtime.measure.stats import repetition_rate
 from specctl.runtime.measure.timed import (
@@ -240,7 +241,7 @@ def bench(
                     runs[name].append(by_group)
                 so_far(report([*rows, *_rows(runs, sampling, marks)], run))
             rows += _rows(runs, sampling, marks)
-    return report(rows)
+    return replace(report(rows), roof=Roof.of(target))
 
 
 def by_category(questions: Sequence[Question]) -> dict[str, list[Question]]:
@@ -328,6 +329,7 @@ def _row(
         context_tokens=tuple(context.context_tokens),
         context_rounds=tuple(context.context_rounds),
         round_cost=None if is_baseline else round_cost(times, plain),
+        decoding_rate=decoding_rate(times),
         categories=tuple(
             _category(
                 category,
@@ -346,6 +348,16 @@ def round_cost(times: Sequence[Timed], plain: Sequence[Timed]) -> RoundCost | No
     if len(ours) < len(times) or len(theirs) < len(plain):
         return None
     return RoundCost.of(Spent.sum(ours), Spent.sum(theirs))
+
+
+def decoding_rate(times: Sequence[Timed]) -> float | None:
+    """Tokens a second of all runs, without the time for reading prompts, where that is known."""
+    each = [one.spent for one in times if one.spent is not None]
+    if len(each) < len(times) or not each:
+        return None
+    whole = Spent.sum(each)
+    decoding = whole.seconds - whole.prefill
+    return whole.tokens / decoding if decoding > 0 else None
 
 
 def _category(

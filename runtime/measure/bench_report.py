@@ -14,12 +14,14 @@ from typing import Any
 from specctl.core.printable import counted
 from specctl.core.table import Table, Tabled
 from specctl.runtime.measure.doubt import FEW_COUNTS, PAYS
+from specctl.runtime.measure.roof import Roof
 from specctl.runtime.measure.round_cost import RoundCost
 from specctl.runtime.measure.stats import busy_note
 from specctl.runtime.measure.timed import CONTEXTS, Timed, context_name
 from specctl.runtime.target.variants.inflate import inflated_note
 
 Runs = dict[str, list[dict[str, Timed]]]  # contender -> runs -> category
+BAR = 24  # characters of the longest bar
 MOST_POSITIONS = 12  # columns of a table
 
 
@@ -52,7 +54,8 @@ class BenchRow:
     where several are decoded together. `context_tokens` and `context_rounds` are by range of
     context (`timed.CONTEXTS`). `verification`: class and rule of its answers, such as
     lossless:greedy or approximate:fly:0.5; None of another program's. `round_cost`: where the time
-    of a round goes; None of plain decoding and where it is not known."""
+    of a round goes; None of plain decoding and where it is not known. `decoding_rate`: tokens a
+    second without the time for reading prompts, if known."""
 
     name: str
     setting: str
@@ -73,6 +76,7 @@ class BenchRow:
     categories: tuple[CategoryFigures, ...] = ()
     verification: str | None = None
     round_cost: RoundCost | None = None
+    decoding_rate: float | None = None
 
     @property
     def shown(self) -> str:
@@ -120,6 +124,7 @@ class BenchRow:
             "by_category": [one.to_json() for one in self.categories],
             "doubts": list(self.doubts),
             "verification": self.verification,
+            "decoding_rate": rounded(self.decoding_rate),
             "round": None if self.round_cost is None else self.round_cost.to_json(),
         }  # fmt: skip
 
@@ -128,7 +133,8 @@ class BenchRow:
 class BenchReport(Tabled):
     """Rows by setting and contender. `categories`: how many questions each had; `suites`: which
     public suites they are of; `chat`: whether prompts were turns of a chat (None: some of them);
-    `notes`: what is to be known of the questions."""
+    `notes`: what is to be known of the questions; `roof`: what reading the weights allows, if that
+    is known."""
 
     rows: tuple[BenchRow, ...]
     target: str
@@ -145,6 +151,7 @@ class BenchReport(Tabled):
     suites: tuple[str, ...] = ()
     chat: bool | None = False
     notes: tuple[str, ...] = ()
+    roof: Roof | None = None
 
     def after(self, part: str, seconds: float) -> BenchReport:
         """This report with what was done before it, in that time."""
@@ -196,6 +203,9 @@ class BenchReport(Tabled):
             "lossless ones"
             for name, mark in relaxed.items()
         ]
+        plain = self.rows[0].decoding_rate if self.rows else None
+        if self.roof is not None and plain is not None:
+            notes.append(self.roof.text(plain))
         for row in self.best:
             if row.round_cost is not None:
                 notes.append(f"{row.shown}, {row.setting}: {row.round_cost.text()}")
@@ -218,6 +228,10 @@ class BenchReport(Tabled):
             for setting in self.settings
         }
         found["A round, in plain tokens"] = _by_part(self.rows)
+        for row in self.best:
+            if row.round_cost is not None:
+                title = f"Limits of {row.shown}, {row.setting} (times plain, without the prompts)"
+                found[title] = bars(row.round_cost.limits)
         found["Acceptance by position"] = _by_position(drafted)
         found["tau by tokens in the context"] = _by_context(drafted)
         return {title: table for title, table in found.items() if table.rows}
@@ -248,6 +262,7 @@ class BenchReport(Tabled):
             "repeats": self.repeats,
             "seconds": {name: round(spent, 1) for name, spent in self.seconds.items()},
             "notes": list(self.notes),
+            "roof": None if self.roof is None else self.roof.to_json(),
             "rows": [row.to_json() for row in self.rows],
         }
 
@@ -288,6 +303,13 @@ def _by_part(rows: Sequence[BenchRow]) -> Table:
             if one is not None
         ],
     )  # fmt: skip
+
+
+def bars(values: Mapping[str, float]) -> Table:
+    """Each value with a bar as long as it is large."""
+    most = max(values.values())
+    rows = [(name, value, "#" * round(BAR * value / most)) for name, value in values.items()]
+    return Table(("it would be", "times", ""), rows)
 
 
 def _shares(row: BenchRow, longest: int) -> list[str | None]:

@@ -9,8 +9,8 @@ nothing would leave tau over the cost of the pass.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from specctl.runtime.measure.stats import Stats
@@ -94,6 +94,11 @@ class RoundCost:
             spent.in_chains,
         )
 
+    @classmethod
+    def of_json(cls, read: Mapping[str, Any]) -> RoundCost:
+        """What `to_json` made of it."""
+        return cls(**{one.name: read[one.name] for one in fields(cls)})
+
     @property
     def total(self) -> float:
         return self.verifying + self.drafting + self.rest
@@ -116,6 +121,17 @@ class RoundCost:
     def with_all_accepted(self) -> float | None:
         """None of trees, of which one path at most is accepted."""
         return (self.drafted + 1) / self.total if self.in_chains else None
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Speed-up over plain decoding, without the prompts: as it is, and what it would be."""
+        found = {
+            "measured": self.speedup,
+            "if drafting were free": self.with_free_drafts,
+            "if a round cost a plain token": self.tau,
+        }
+        whole = self.with_all_accepted
+        return found if whole is None else {**found, "if all drafts were accepted": whole}
 
     @property
     def dearest(self) -> str:
@@ -155,11 +171,13 @@ class RoundCost:
     def to_json(self) -> dict[str, Any]:
         limit = self.with_all_accepted
         return {
+            "tau": round(self.tau, 3),
             "drafted": round(self.drafted, 3),
             "verifying": round(self.verifying, 3),
             "drafting": round(self.drafting, 3),
             "rest": round(self.rest, 3),
             "total": round(self.total, 3),
+            "in_chains": self.in_chains,
             "speedup_without_prompts": round(self.speedup, 3),
             "speedup_if_drafts_were_free": round(self.with_free_drafts, 3),
             "speedup_if_all_were_accepted": None if limit is None else round(limit, 3),

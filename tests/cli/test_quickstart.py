@@ -18,6 +18,7 @@ from specctl.core.errors import Exit, RecipeError
 from specctl.recipes.installed_models import InstalledModel
 from specctl.recipes.load import load_recipe
 from specctl.recipes.targets import resolve
+from specctl.runtime.measure.round_cost import RoundCost
 from specctl.runtime.proof import prove
 from specctl.runtime.target import hub
 from specctl_testing.cli import commands
@@ -165,6 +166,7 @@ def row(
     gain = {"category": "editing", "speedup": 1.9, "tau": more.pop("by_pass", 2.0)}
     gain["speedup_error"] = more.pop("error", 0.5)
     found = {"name": name, "setting": setting, "speedup": speedup, "tau": tau, "doubts": []}
+    found["round"] = None
     found["speedup_error"] = noise
     return {**found, "by_category": [gain], **more}
 
@@ -200,13 +202,17 @@ def test_a_gain_beyond_the_noise_pays_however_small_and_one_within_it_does_not()
 def test_the_verdict_says_what_is_missing_where_nothing_pays() -> None:
     rows = [
         *both("plain", 1.0, 1.0),
-        *both("trained", 0.7, 0.6),
-        *both("auto", 1.0, 1.0, error=0.2),
+        *both("auto", 1.0, 1.0, error=0.2, round=RoundCost(1.1, 1, 1.1, 0, 0).to_json()),
+        *both("trained", 0.7, 0.6, round=RoundCost(1.3, 5, 1.1, 0.7, 0.05).to_json()),
     ]
     verdict, category, trained = story.verdict(rows, "m")
-    assert "m alone is as fast or faster (trained 0.70x, auto 1.00x; greedy)" in verdict
+    assert "m alone is as fast or faster (auto 1.00x, trained 0.70x; greedy)" in verdict
     assert category == "Most is gained in editing: 1.90x with auto (greedy)."
-    noise = [*rows[:4], *both("auto", 1.0, 1.0, error=0.2, by_pass=1.1)]
+    noise = [*rows[:2], *rows[4:], *both("auto", 1.0, 1.0, error=0.2, by_pass=1.1)]
     assert not story.best_category(noise), "more than its tokens per pass can bring"
-    assert "takes as long as 1.86 plain ones and makes 1.30 tokens" in trained
+    assert trained.startswith("trained (greedy): a round brings 1.30 tokens and costs 1.85 plain")
+    assert "1.30x if a round cost one plain token, 1.13x if drafting were free" in trained
+    assert trained.endswith(
+        "Drafting holds it back: fewer tokens (--length), or specctl vocab-trim."
+    )
     assert len(story.verdict([*both("plain", 1.0, 1.0), *both("auto", 1.0, 1.0)], "m")) == 1

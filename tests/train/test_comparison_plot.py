@@ -18,10 +18,19 @@ def test_bars_and_lines_carry_the_figures(tmp_path: Path) -> None:
             {"eagle3": [0.8, 0.6]},
             "Drafters of tiny",
             tmp_path / "new" / "bench.svg",
+            {"eagle3": (1.3, 2.1)},
         )
     assert path is not None
     text = path.read_text()
-    for part in ("2.37", "temperature 0.8", "Acceptance by position", "Drafters of tiny", "eagle3"):
+    for part in (
+        "What a round brings and costs",
+        "1.5x",
+        "2.37",
+        "temperature 0.8",
+        "Acceptance by position",
+        "Drafters of tiny",
+        "eagle3",
+    ):
         assert part in text
     assert save_comparison([], {}, {}, "nothing", tmp_path / "none.png") is None
 

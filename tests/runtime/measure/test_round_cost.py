@@ -28,6 +28,8 @@ def test_the_parts_are_in_plain_tokens_and_make_the_speedup() -> None:
     assert "0.25 are" in cost.text()
     shown = cost.to_json()
     assert shown["verifying"] + shown["drafting"] + shown["rest"] == pytest.approx(shown["total"])
+    assert RoundCost.of_json(shown) == cost
+    assert [*cost.limits.values()] == pytest.approx([cost.speedup, 2 / 1.3, 2.0, 5 / 1.7])
 
 
 @pytest.mark.parametrize(
