@@ -29,7 +29,8 @@ def test_fewer_bits_are_fewer_bytes() -> None:
         dtype: load_target("tiny", dtype=dtype).lm.token_bytes for dtype in ("float32", "int8")
     }
     full, eight = sizes["float32"], sizes["int8"]
-    assert full is not None and eight is not None
+    assert full is not None
+    assert eight is not None
     assert full / 4 < eight < full / 3, "a quarter, and scales"
 
 
