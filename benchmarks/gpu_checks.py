@@ -34,8 +34,8 @@ from specctl.core.language_model import Masks
 from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families, family
-from specctl.drafters.nets.attention import attend_seen
-from specctl.drafters.nets.seen import KeySet, Seen
+from specctl.drafters.attention.attention import attend_seen
+from specctl.drafters.attention.seen import KeySet, Seen
 from specctl.drafters.states import recorded
 from specctl.models.compiled import CompiledLM
 from specctl.models.fast_llama import FastLlama, LlamaModel

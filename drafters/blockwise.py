@@ -31,10 +31,10 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.parallel_heads import MAX_RANK, ParallelHeads, first_ranks
 from specctl.drafters.losses.align import aim, shifted
 from specctl.drafters.losses.head_losses import LossOptions, head_loss, joined
 from specctl.drafters.nets.options import HeadOptions
-from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, first_ranks
 from specctl.drafters.nets.rescore import NONE, Rescoring
 from specctl.drafters.option_checks import Count, OneOf, Within
 from specctl.drafters.states.template import as_paths

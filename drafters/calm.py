@@ -41,7 +41,7 @@ from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.self_drafter import SelfDrafter, UnverifiedOptions, check_layers
+from specctl.drafters.frames.self_drafter import SelfDrafter, UnverifiedOptions, check_layers
 from specctl.drafters.option_checks import Count, OneOf, Options, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState, read_out, said_by
 

@@ -25,12 +25,12 @@ from specctl.core.drafter import DraftState, Family, Space
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.block_drafter import BlockDrafter
+from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.head_losses import joined
 from specctl.drafters.losses.teacher import wide
-from specctl.drafters.nets.block_drafter import BlockDrafter
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending, rotary
-from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import ADDED, HeadOptions
 from specctl.drafters.option_checks import Count, Within

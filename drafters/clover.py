@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
+from specctl.drafters.frames.head_drafter import HeadDrafter
 from specctl.drafters.nets.cells import CosineCell
-from specctl.drafters.nets.head_drafter import HeadDrafter
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.prefix import PrefixNet
 from specctl.drafters.option_checks import CountOrZero

@@ -22,7 +22,7 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.self_drafter import SelfDrafter, UnverifiedOptions
+from specctl.drafters.frames.self_drafter import SelfDrafter, UnverifiedOptions
 from specctl.drafters.option_checks import Count, OneOf, Options, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState
 

@@ -23,11 +23,11 @@ from specctl.core.drafter import Family
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.block_drafter import TappedBlocks
+from specctl.drafters.attention.seen import AttentionWindow
+from specctl.drafters.frames.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import LayerShape, RmsNorm
 from specctl.drafters.nets.options import ADDED, SERVED, HeadOptions
-from specctl.drafters.nets.seen import AttentionWindow
 from specctl.drafters.nets.taps import even_taps
 from specctl.drafters.option_checks import MOST_IDS, Count, CountOrZero, Within
 

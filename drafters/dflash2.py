@@ -26,21 +26,21 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
+from specctl.drafters.attention.recompute import run
 from specctl.drafters.corrected_blocks import CorrectedBlocks
-from specctl.drafters.dflash import STD, DFlashOptions, InjectedNet
-from specctl.drafters.losses.align import shifted
-from specctl.drafters.losses.head_losses import fitting_chunk, joined
-from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
-from specctl.drafters.nets.head_drafter import HeadLearned
-from specctl.drafters.nets.recompute import run
-from specctl.drafters.nets.selector import (
+from specctl.drafters.corrections.correction import Correction, FilledBlock, at_depth
+from specctl.drafters.corrections.selector import (
     BestTokens,
     choice_loss,
     choice_metrics,
     forced_in,
     spread,
 )
-from specctl.drafters.nets.slot_conv import convolve
+from specctl.drafters.corrections.slot_conv import convolve
+from specctl.drafters.dflash import STD, DFlashOptions, InjectedNet
+from specctl.drafters.frames.head_drafter import HeadLearned
+from specctl.drafters.losses.align import shifted
+from specctl.drafters.losses.head_losses import fitting_chunk, joined
 from specctl.drafters.option_checks import Count, CountOrZero, Within
 
 MOST_ROWS = 2**24  # numbers of gathered LM-head rows that a loss keeps; more are gathered again

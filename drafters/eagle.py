@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family
+from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.trunk import TrunkNet
 
 

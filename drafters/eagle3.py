@@ -33,6 +33,8 @@ from specctl.core.errors import RecipeError
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.recompute import is_large, run
+from specctl.drafters.attention.seen import AttentionWindow, seen_ahead
 from specctl.drafters.losses.align import aim, shifted
 from specctl.drafters.losses.head_losses import (
     head_loss,
@@ -43,7 +45,6 @@ from specctl.drafters.losses.head_losses import (
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, SERVED, DepthOptions
-from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import (
     RoutedHead,
     add_router,
@@ -53,7 +54,6 @@ from specctl.drafters.nets.routed import (
     served_head,
     with_router,
 )
-from specctl.drafters.nets.seen import AttentionWindow, seen_ahead
 from specctl.drafters.nets.shortlist import ShortlistHead
 from specctl.drafters.nets.taps import taps_of
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within

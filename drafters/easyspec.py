@@ -27,7 +27,7 @@ from torch import Tensor
 from specctl.core.drafter import Family, Outcome, Space
 from specctl.core.language_model import Feed, LanguageModel
 from specctl.core.sub_layers import NOTHING, SubLayers
-from specctl.drafters.nets.self_drafter import SelfDrafter
+from specctl.drafters.frames.self_drafter import SelfDrafter
 from specctl.drafters.option_checks import Count, Options
 from specctl.drafters.states.borrowed_state import BorrowedState
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
+from specctl.drafters.frames.exit_drafter import ExitOptions, LayerExit
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape
-from specctl.drafters.nets.exit_drafter import ExitOptions, LayerExit
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,13 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Outcome, Space
 from specctl.core.errors import RecipeError
+from specctl.drafters.attention.recompute import is_large, run
+from specctl.drafters.attention.seen import Seen
+from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
 from specctl.drafters.losses.align import ahead_mask, shifted
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
 from specctl.drafters.nets.options import ADDED
-from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import read_head
-from specctl.drafters.nets.seen import Seen
 from specctl.drafters.nets.stride_net import StrideNet, pick
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed

@@ -25,8 +25,7 @@ from specctl.core.kv_cache import KVShape
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.nets.cross_drafter import (
+from specctl.drafters.frames.cross_drafter import (
     AttentionLayer,
     CrossDrafter,
     CrossLayer,
@@ -34,6 +33,7 @@ from specctl.drafters.nets.cross_drafter import (
     CrossOptions,
     GlimpseLayer,
 )
+from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.options import ADDED, added_before
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count

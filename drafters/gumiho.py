@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
+from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.trunk import TrunkNet

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from specctl.core.batch import LossOut
 from specctl.core.drafter import Family
+from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.head_losses import LinearHead, joined
 from specctl.drafters.losses.step_losses import topk_loss
 from specctl.drafters.losses.teacher import TeacherLogits
-from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.option_checks import Count
 
 

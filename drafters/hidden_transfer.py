@@ -26,9 +26,9 @@ from specctl.core.drafter import Family, Outcome, RoundView, Space
 from specctl.core.language_model import Feed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.frames.self_drafter import check_layer
 from specctl.drafters.nets.routed import read_head, served_head
-from specctl.drafters.nets.self_drafter import check_layer
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.borrowed_state import KnownTokensState
 from specctl.drafters.states.head_state import LastState

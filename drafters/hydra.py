@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl.drafters.frames.head_drafter import HeadDrafter
 from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.nets.prefix import PrefixNet

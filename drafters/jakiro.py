@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
+from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, Mlp
-from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.trunk import TrunkNet
 from specctl.drafters.option_checks import Count

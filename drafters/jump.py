@@ -42,6 +42,7 @@ from specctl.core.row_additions import ATTENTION, MLP, Factors, Place, RowAdditi
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.places import PlacesDrafter
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.head_losses import joined, weighted_sum
 from specctl.drafters.losses.teacher import wide
@@ -54,7 +55,6 @@ from specctl.drafters.nets.low_rank import (
     pairs_of,
 )
 from specctl.drafters.nets.options import HeadOptions
-from specctl.drafters.nets.places import PlacesDrafter
 from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Count, OneOf, Within
 from specctl.drafters.states.borrowed_state import BorrowedState, groups_behind

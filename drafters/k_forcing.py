@@ -42,10 +42,10 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.losses.align import AlignedRows, ahead_mask, teacher_of
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, weighted_sum
 from specctl.drafters.nets.options import ADDED
-from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind

@@ -16,7 +16,7 @@ from specctl.core.drafter import Family, Space
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.self_drafter import SelfDrafter, UnverifiedOptions, check_layer
+from specctl.drafters.frames.self_drafter import SelfDrafter, UnverifiedOptions, check_layer
 from specctl.drafters.states.borrowed_state import FixedState
 
 

@@ -30,8 +30,14 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family, Needs
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
+from specctl.drafters.attention.recompute import run
 from specctl.drafters.corrected_blocks import CorrectedBlocks
+from specctl.drafters.corrections.correction import Correction, FilledBlock, at_depth
+from specctl.drafters.corrections.lattice import LatticeNet, LatticeShape, Vectors
+from specctl.drafters.corrections.selector import BestTokens, choice_metrics, spread
+from specctl.drafters.corrections.slot_conv import convolve
 from specctl.drafters.dflash import DFlashOptions, InjectedNet
+from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.align import ahead_mask, shifted
 from specctl.drafters.losses.head_losses import (
     LinearHead,
@@ -40,12 +46,6 @@ from specctl.drafters.losses.head_losses import (
     joined,
 )
 from specctl.drafters.losses.teacher import wide
-from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
-from specctl.drafters.nets.head_drafter import HeadLearned
-from specctl.drafters.nets.lattice import LatticeNet, LatticeShape, Vectors
-from specctl.drafters.nets.recompute import run
-from specctl.drafters.nets.selector import BestTokens, choice_metrics, spread
-from specctl.drafters.nets.slot_conv import convolve
 from specctl.drafters.option_checks import Count, CountOrZero, Within
 
 MARGIN = 2.0

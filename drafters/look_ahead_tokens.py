@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specctl.core.drafter import Family, RoundView, Space
 from specctl.core.language_model import Feed
 from specctl.core.sub_layers import NOTHING
-from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Within
 from specctl.drafters.states.borrowed_state import KnownTokensState

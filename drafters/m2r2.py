@@ -31,10 +31,10 @@ from specctl.core.language_model import Borrowed, Feed
 from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.exit_drafter import ExitDrafter, ExitNet, ExitOptions, LowerLayersState
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import feature_loss, joined
 from specctl.drafters.nets.blocks import LayerShape, RmsNorm, attending, rotate
-from specctl.drafters.nets.exit_drafter import ExitDrafter, ExitNet, ExitOptions, LowerLayersState
 from specctl.drafters.nets.routed import read_head
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count, Within

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.parallel_heads import MAX_RANK, ParallelHeads, default_tree
 from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import HeadOptions
-from specctl.drafters.nets.parallel_heads import MAX_RANK, ParallelHeads, default_tree
 from specctl.drafters.option_checks import OneOf
 from specctl.drafters.states.template import as_paths
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl.drafters.frames.head_drafter import HeadDrafter
 from specctl.drafters.nets.options import HeadOptions
 
 NORM_EPS = 1e-6

@@ -36,12 +36,12 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.recompute import is_large, run
+from specctl.drafters.frames.cross_drafter import CrossDrafter, CrossLayer, CrossNet, CrossOptions
+from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.head_losses import feature_loss, joined
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending, rotary
-from specctl.drafters.nets.cross_drafter import CrossDrafter, CrossLayer, CrossNet, CrossOptions
-from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.options import ADDED
-from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import CountOrZero
 from specctl.drafters.states.borrowed_state import groups_behind

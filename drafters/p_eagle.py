@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.block_drafter import TappedBlocks
+from specctl.drafters.frames.block_drafter import TappedBlocks
 from specctl.drafters.nets.block_net import BlockNet
 from specctl.drafters.nets.blocks import Attending, Eagle3Layer, LayerShape, RmsNorm
 from specctl.drafters.nets.options import ADDED, HeadOptions

@@ -33,7 +33,7 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
+from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.borrowed_state import groups_behind

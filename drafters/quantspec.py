@@ -34,7 +34,7 @@ from specctl.core.drafter import Family, Outcome, Space
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.sub_layers import SubLayers
-from specctl.drafters.nets.self_drafter import SelfDrafter
+from specctl.drafters.frames.self_drafter import SelfDrafter
 from specctl.drafters.option_checks import Options, Within, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.drafters.states.plane_kv import PlaneKV

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
+from specctl.drafters.frames.head_drafter import HeadDrafter
 from specctl.drafters.nets.cells import ElmanCell, SumCell
-from specctl.drafters.nets.head_drafter import HeadDrafter
 from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.option_checks import OneOf

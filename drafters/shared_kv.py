@@ -33,14 +33,14 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.attention import attend_seen
+from specctl.drafters.attention.seen import Seen
+from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
 from specctl.drafters.losses.align import shifted
-from specctl.drafters.nets.attention import attend_seen
 from specctl.drafters.nets.blocks import LayerShape, rotary
-from specctl.drafters.nets.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
 from specctl.drafters.nets.heads import cut_rows, draft_size, head_rows
 from specctl.drafters.nets.query_layers import Look, QueryNet, QuerySizes
 from specctl.drafters.nets.routed import PREFIX, add_router, check_routing, cut_router
-from specctl.drafters.nets.seen import Seen
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.shared_kv_state import SharedKvState

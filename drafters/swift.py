@@ -25,7 +25,7 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.self_drafter import SelfDrafter
+from specctl.drafters.frames.self_drafter import SelfDrafter
 from specctl.drafters.option_checks import OneOf, Options, Within, check_options
 from specctl.drafters.retrieval.store_registry import RowStores, Scope, StoredState, StoreRegistry
 from specctl.drafters.states.borrowed_state import BorrowedState, shadow_logits

@@ -32,6 +32,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.row_additions import ATTENTION, MLP, Factors, Place, RowAdditions
 from specctl.core.spec import ModelSpec
+from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.nets.low_rank import (
     OF_PACKED,
     LinearName,
@@ -41,7 +42,6 @@ from specctl.drafters.nets.low_rank import (
     pairs_of,
 )
 from specctl.drafters.nets.options import SERVED
-from specctl.drafters.nets.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import MOST_IDS, Count, Within
 from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind

@@ -31,7 +31,9 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Family, RoundView, Space
 from specctl.core.spec import ModelSpec
 from specctl.drafters.corrected_blocks import LowRankBlocks
+from specctl.drafters.corrections.correction import FilledBlock, LowRankBias, at_depth
 from specctl.drafters.dflash import DFlashOptions, InjectedNet
+from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.head_losses import (
     LinearHead,
@@ -40,8 +42,6 @@ from specctl.drafters.losses.head_losses import (
     head_loss,
     joined,
 )
-from specctl.drafters.nets.correction import FilledBlock, LowRankBias, at_depth
-from specctl.drafters.nets.head_drafter import HeadLearned
 from specctl.drafters.nets.options import SERVED
 from specctl.drafters.nets.routed import read_head
 from specctl.drafters.option_checks import Count, CountOrZero, Within

@@ -18,7 +18,9 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import attend_seen
+from specctl.drafters.attention.attention import attend_seen
+from specctl.drafters.attention.recompute import run
+from specctl.drafters.attention.seen import AttentionWindow, KeySet, Seen, SeenPart, seen_text
 from specctl.drafters.nets.blocks import (
     Attending,
     DecoderLayer,
@@ -27,8 +29,6 @@ from specctl.drafters.nets.blocks import (
     rotary,
 )
 from specctl.drafters.nets.prefix import PrefixNet
-from specctl.drafters.nets.recompute import run
-from specctl.drafters.nets.seen import AttentionWindow, KeySet, Seen, SeenPart, seen_text
 
 
 @dataclass(frozen=True, slots=True)

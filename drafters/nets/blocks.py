@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.spec import ModelSpec
-from specctl.drafters.nets.attention import attend_seen
+from specctl.drafters.attention.attention import attend_seen
+from specctl.drafters.attention.seen import KeySet, Seen, SeenPart, SeenWindow
 from specctl.drafters.nets.routed import Router
-from specctl.drafters.nets.seen import KeySet, Seen, SeenPart, SeenWindow
 from specctl.models import kernels
 
 Attending = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value -> attended

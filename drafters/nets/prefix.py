@@ -18,6 +18,8 @@ from specctl.core.drafter import Outcome, RoundView, Space
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
+from specctl.drafters.attention.recompute import is_large, run
+from specctl.drafters.attention.seen import AttentionWindow, Seen, SeenPart, seen_text
 from specctl.drafters.nets.blocks import (
     Attending,
     DecoderLayer,
@@ -25,8 +27,6 @@ from specctl.drafters.nets.blocks import (
     attending,
     rotary,
 )
-from specctl.drafters.nets.recompute import is_large, run
-from specctl.drafters.nets.seen import AttentionWindow, Seen, SeenPart, seen_text
 from specctl.drafters.states.kept_rows import KeptRows
 
 Gather = Callable[[Mapping[int, Tensor]], Tensor]  # taps -> states [..., I]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from specctl.core.only_shapes import has_only_shapes
+from specctl.drafters.attention.seen import Seen, fullest
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending
-from specctl.drafters.nets.seen import Seen, fullest
 from specctl.drafters.nets.trunk import TrunkNet
 
 

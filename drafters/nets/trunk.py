@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from specctl.drafters.attention.seen import KeySet, Seen, SeenPart, SeenWindow
 from specctl.drafters.nets.blocks import (
     Attending,
     DecoderLayer,
@@ -25,7 +26,6 @@ from specctl.drafters.nets.blocks import (
     rotary,
     sink_pair,
 )
-from specctl.drafters.nets.seen import KeySet, Seen, SeenPart, SeenWindow
 
 
 class TrunkNet(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import RoundView
-from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
+from specctl.drafters.corrections.correction import Correction, FilledBlock, at_depth
 from specctl.drafters.nets.prefix import PrefixState
 from specctl.drafters.nets.routed import ServedHead, read_head, served_head
 from specctl.drafters.states.head_state import Heads, HeadState

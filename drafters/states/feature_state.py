@@ -23,9 +23,9 @@ from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.kv_cache import Aim, SlotKV
 from specctl.core.language_model import ChainDraws, Feed, LmOut, Masks, WholeChain
 from specctl.core.masks import chain_mask
+from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
-from specctl.drafters.nets.seen import AttentionWindow
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
 from specctl.drafters.states.recorded_draws import RecordedDraws

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import chain_mask
-from specctl.drafters.nets.seen import AttentionWindow
+from specctl.drafters.attention.seen import AttentionWindow
 
 
 class KeptRows:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from specctl.core.drafter import Outcome, Space
 from specctl.core.masks import chain_mask
+from specctl.drafters.frames.feature_drafter import FeatureDrafter, TrunkState
 from specctl.drafters.nets.blocks import Attending, attend, sink_pair
-from specctl.drafters.nets.feature_drafter import FeatureDrafter, TrunkState
 from specctl.drafters.states.feature_state import Fed
 from specctl.drafters.states.tree_layout import Place
 from specctl.models.foreign_layer import LayerCache

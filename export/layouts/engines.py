@@ -20,8 +20,8 @@ from torch import Tensor
 
 from specctl.core.errors import GateError, IncompatibleError
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.nets.seen import AttentionWindow
 from specctl.export.formats import FOLDER, TARGET, ExportSource
 from specctl.models.hf_spec import head_scale
 

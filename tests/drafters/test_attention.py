@@ -12,9 +12,9 @@ from torch.nn.attention import flex_attention
 
 from specctl.core.batch import TrainBatch
 from specctl.core.masks import document_mask
-from specctl.drafters.nets import attention, flex, recompute
-from specctl.drafters.nets.attention import attend_seen
-from specctl.drafters.nets.seen import KeySet, Seen
+from specctl.drafters.attention import attention, flex, recompute
+from specctl.drafters.attention.attention import attend_seen
+from specctl.drafters.attention.seen import KeySet, Seen
 from specctl_testing.drafters.saved_bytes import saved_bytes
 
 PACKED = [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1, -1]]

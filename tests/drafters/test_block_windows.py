@@ -18,10 +18,10 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import RoundView, Space
 from specctl.core.errors import RecipeError
 from specctl.drafters import families
+from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.dflash import DFlashOptions
-from specctl.drafters.nets.block_drafter import BlockState
+from specctl.drafters.frames.block_drafter import BlockState
 from specctl.drafters.nets.block_net import Block
-from specctl.drafters.nets.seen import AttentionWindow
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy

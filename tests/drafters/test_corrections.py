@@ -17,9 +17,9 @@ from specctl.core.errors import RecipeError
 from specctl.core.tree import NodeKind
 from specctl.core.vocab import VocabMap
 from specctl.drafters.corrected_blocks import CorrectedBlocks
+from specctl.drafters.corrections.selector import choice_loss, forced_in
+from specctl.drafters.corrections.slot_conv import SlotConv
 from specctl.drafters.dspark import DSparkOptions
-from specctl.drafters.nets.selector import choice_loss, forced_in
-from specctl.drafters.nets.slot_conv import SlotConv
 from specctl.runtime.proof.enumerate import Case, Distributions, enumerate_case
 from specctl_testing.drafters.head_cases import make_heads, nearly_markov, train
 

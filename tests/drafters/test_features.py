@@ -10,7 +10,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.nets.feature_drafter import FeatureDrafter
+from specctl.drafters.frames.feature_drafter import FeatureDrafter
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"ttt_steps": 3}),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Budget, Space
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl.drafters.frames.head_drafter import HeadDrafter
 from specctl_testing.drafters.head_cases import make_heads, train
 from specctl_testing.drafters.parallel_runs import PROMPTS, decode
 

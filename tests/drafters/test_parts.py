@@ -13,10 +13,10 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.seen import Seen
 from specctl.drafters.losses.align import ahead_mask, aim, shifted
 from specctl.drafters.nets.blocks import attend, attend_chains, rotary, rotate
 from specctl.drafters.nets.heads import ResBlock, cut_rows
-from specctl.drafters.nets.seen import Seen
 from specctl.drafters.states.tree_layout import TreeLayout
 
 

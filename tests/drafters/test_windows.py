@@ -14,9 +14,9 @@ from torch import Tensor
 from specctl.api.drafting import load_draft
 from specctl.core.drafter import Space
 from specctl.core.errors import RecipeError, SpecctlError
+from specctl.drafters.attention.attention import attend_seen
+from specctl.drafters.attention.seen import AttentionWindow, Seen, SeenWindow, seen_ahead
 from specctl.drafters.eagle3 import Eagle3, Eagle3Options
-from specctl.drafters.nets.attention import attend_seen
-from specctl.drafters.nets.seen import AttentionWindow, Seen, SeenWindow, seen_ahead
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy

@@ -20,9 +20,9 @@ from specctl.core.errors import RecipeError
 from specctl.core.row_part import RowPart
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families, family
-from specctl.drafters.nets import recompute
-from specctl.drafters.nets.attention import attend_seen
-from specctl.drafters.nets.seen import KeySet, Seen, SeenPart
+from specctl.drafters.attention import recompute
+from specctl.drafters.attention.attention import attend_seen
+from specctl.drafters.attention.seen import KeySet, Seen, SeenPart
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
 from specctl.train.distributed.ranks import Ranks

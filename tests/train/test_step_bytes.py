@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.spec import ModelSpec
 from specctl.drafters import family as family_named
-from specctl.drafters.nets.seen import Seen
+from specctl.drafters.attention.seen import Seen
 from specctl.models.hf_spec import spec_of
 from specctl.models.kernels import kept_scalar, rms_norm
 from specctl.models.native import kl

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.eagle import BlindNet
-from specctl.drafters.nets.feature_drafter import FeatureDrafter
+from specctl.drafters.frames.feature_drafter import FeatureDrafter
 from specctl.drafters.nets.routed import PREFIX
 from specctl.drafters.nets.trunk import TrunkNet
 from specctl.export.formats import ExportSource

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.eagle3 import Eagle3
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.routed import PREFIX
-from specctl.drafters.nets.seen import AttentionWindow
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     ascending,

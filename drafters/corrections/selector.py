@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.teacher import wide
-from specctl.drafters.nets.head_drafter import HeadLearned
 
 
 @dataclass(frozen=True, slots=True)

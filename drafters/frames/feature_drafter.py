@@ -28,6 +28,8 @@ from specctl.core.language_model import Borrowed
 from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.recompute import is_large, run
+from specctl.drafters.attention.seen import seen_text
 from specctl.drafters.losses.align import AlignedRows, aim, document_lengths, shifted
 from specctl.drafters.losses.head_losses import (
     LinearHead,
@@ -42,7 +44,6 @@ from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
-from specctl.drafters.nets.recompute import is_large, run
 from specctl.drafters.nets.routed import (
     RoutedHead,
     Router,
@@ -52,7 +53,6 @@ from specctl.drafters.nets.routed import (
     served_head,
     with_router,
 )
-from specctl.drafters.nets.seen import seen_text
 from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed

@@ -21,7 +21,7 @@ from specctl.core.drafter import Budget, DraftState, RoundView, Space
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, empty_tree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.nets.head_drafter import HeadDrafter
+from specctl.drafters.frames.head_drafter import HeadDrafter
 from specctl.drafters.nets.rescore import Rescoring, extended, last_tokens
 from specctl.drafters.nets.routed import read_head
 from specctl.drafters.states.head_state import HeadState

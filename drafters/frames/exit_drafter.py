@@ -31,13 +31,13 @@ from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.self_drafter import SelfDrafter, check_layer
 from specctl.drafters.losses.align import AlignedRows, aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import ServedHead, read_head, served_head
-from specctl.drafters.nets.self_drafter import SelfDrafter, check_layer
 from specctl.drafters.states.borrowed_state import BorrowedState
 
 

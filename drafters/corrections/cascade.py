@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.drafters.corrections.correction import Correction, FilledBlock, at_depth
+from specctl.drafters.corrections.selector import BestTokens, spread
 from specctl.drafters.losses.teacher import wide
-from specctl.drafters.nets.correction import Correction, FilledBlock, at_depth
-from specctl.drafters.nets.selector import BestTokens, spread
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from specctl.drafters.nets import flex
-from specctl.drafters.nets.seen import KeySet, Seen, Span
+from specctl.drafters.attention import flex
+from specctl.drafters.attention.seen import KeySet, Seen, Span
 
 SLICE_SCORES = 2**24  # of one slice of queries, over all heads
 SLICE_QUERIES = 96  # at most: neighbours see about the same keys, a CPU's cache holds the scores

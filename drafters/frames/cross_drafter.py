@@ -24,6 +24,8 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import DraftState, Space
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.seen import Seen
+from specctl.drafters.frames.head_drafter import HeadDrafter
 from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors
 from specctl.drafters.nets.blocks import (
     DecoderLayer,
@@ -33,9 +35,7 @@ from specctl.drafters.nets.blocks import (
     attending,
     rotate,
 )
-from specctl.drafters.nets.head_drafter import HeadDrafter
 from specctl.drafters.nets.options import HeadOptions
-from specctl.drafters.nets.seen import Seen
 from specctl.drafters.nets.target_cache import TargetCache
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.path_state import Nodes, PathState

@@ -23,6 +23,7 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.self_drafter import SelfDrafter
 from specctl.drafters.losses.align import AlignedRows, ahead_mask, aim
 from specctl.drafters.losses.head_losses import (
     LinearHead,
@@ -33,7 +34,6 @@ from specctl.drafters.losses.head_losses import (
 from specctl.drafters.losses.pace import paced
 from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import HeadOptions
-from specctl.drafters.nets.self_drafter import SelfDrafter
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.borrowed_state import groups_behind
 

@@ -1,0 +1,1 @@
+"""Frames of trained drafters: what the families of one kind share, beside their modules."""
