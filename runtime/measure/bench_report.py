@@ -21,7 +21,7 @@ from specctl.runtime.measure.timed import CONTEXTS, Timed, context_name
 from specctl.runtime.target.variants.inflate import inflated_note
 
 Runs = dict[str, list[dict[str, Timed]]]  # contender -> runs -> category
-BAR = 24  # characters of the longest bar
+BAR = 12  # characters of the longest bar
 MOST_POSITIONS = 12  # columns of a table
 
 
