@@ -18,7 +18,7 @@ from specctl.runtime.sampling.sampling import Sampling
 
 SKELETON, GRAPH = "skeleton", "skeleton-graph"
 KINDS = (SKELETON, GRAPH)
-MOST_POINTS = 32
+MOST_POINTS, USUAL_POINTS = 32, 8
 TOKENS_A_POINT = 24  # of an outline
 LEAST_TOKENS = 16  # of an outline: with fewer, none is written
 FIRST = "1."  # the outline is begun for the target, so that it is a list
@@ -53,7 +53,7 @@ class Outlining:
     fewer than two every answer is the plain one."""
 
     kind: str
-    points: int = 8
+    points: int = USUAL_POINTS
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -72,10 +72,12 @@ class Outlining:
     def is_graph(self) -> bool:
         return self.kind == GRAPH
 
-    @property
-    def mark(self) -> str:
-        """What is written so, as results show it."""
-        return f"approximate:{self.kind}"
+    def marked(self, verification: str) -> str:
+        """The mark of results, from that of the rows: what makes those other than the target's is
+        named, too."""
+        mark = f"approximate:{self.kind}"
+        is_own = verification.partition(":")[0] == "lossless"
+        return mark if is_own else f"{mark} of {verification}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,14 +89,7 @@ def write_outlined(
         completions += one.completions
     seconds = time.perf_counter() - started
     found = mark_of(rule, drafter, policy, target, sampling, parallel=False)
-    return Generated(tuple(outputs), summarize(completions, engine, seconds, marked(found, how)))
-
-
-def marked(verification: str, how: Outlining) -> str:
-    """The mark of results, from that of the rows: what makes those other than the target's is
-    named, too."""
-    is_own = verification.partition(":")[0] == "lossless"
-    return how.mark if is_own else f"{how.mark} of {verification}"
+    return Generated(tuple(outputs), summarize(completions, engine, seconds, how.marked(found)))
 
 
 def encoder_of(target: Target) -> Callable[[Sequence[Mapping[str, Any]], str], list[int]]:

@@ -3,7 +3,6 @@ reads, texts against those of the rows alone, the exact ends, limits, stops, ref
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,32 +19,12 @@ from specctl.runtime.outline.writer import Chat, encoder_of, write_outlined
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl_testing.runtime.scripted import scripted
+from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted
 
 QUESTION = "How do trees grow?"
 TURNS = ({"role": "user", "content": QUESTION},)
-LIST = "1. Roots\n2. The trunk\n3. Leaves"
-TEXTS = {1: "1. Roots: they drink.", 2: "2. The trunk: it rises.", 3: "3. Leaves: they eat light."}
 WHOLE = "\n\n".join(TEXTS.values())
 GREEDY = Sampling(max_new_tokens=200)
-
-
-class Script:
-    """Writes that outline and those texts; keeps the prompts."""
-
-    def __init__(self, outline: str, texts: dict[int, str], plain: str = "They do.") -> None:
-        self.outline, self.texts, self.plain = outline, texts, plain
-        self.prompts: dict[int, str] = {}
-
-    def __call__(self, prompt: str) -> str:
-        asked = prompt.rpartition("<|user|>\n")[2]
-        if "Do not answer yet." in asked:
-            return self.outline
-        found = re.search(r"Write point (\d+) and nothing else", asked)
-        if found is None:
-            return self.plain
-        self.prompts[int(found[1])] = asked
-        return self.texts[int(found[1])]
 
 
 def answered(

@@ -1,7 +1,9 @@
-"""A target that says what a function of its prompt says, token for token."""
+"""A target that says what a function of its prompt says, token for token; for one, outlines."""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +18,8 @@ from specctl.runtime.target.target import Target
 from specctl_testing.runtime.serving import stub_target
 
 OPENED = "<|assistant|>\n"
+LIST = "1. Roots\n2. The trunk\n3. Leaves"
+TEXTS = {1: "1. Roots: they drink.", 2: "2. The trunk: it rises.", 3: "3. Leaves: they eat light."}
 
 
 class ScriptedLM(LanguageModel):
@@ -25,6 +29,7 @@ class ScriptedLM(LanguageModel):
 
     def __init__(self, target: Target, say: Callable[[str], str]) -> None:
         self.target, self.say, self.widths = target, say, list[int]()
+        self.tokenizer = copy.deepcopy(target.tokenizer)  # one thread may use each
         self.module = nn.Module()
         self.module.register_parameter("none", nn.Parameter(torch.zeros(1), requires_grad=False))
         size = target.spec.vocab_size
@@ -49,11 +54,13 @@ class ScriptedLM(LanguageModel):
         return LmOut(feed.asked(logits_BTV) if feed.logits else None)
 
     def _next(self, ids: list[int]) -> int:
-        text = self.target.tokenizer.decode(ids)
-        prompt, _, begun = text.rpartition(OPENED)
+        text = self.tokenizer.decode(ids)
+        prompt, opened, begun = text.rpartition(OPENED)
+        if not opened:  # a server warms up
+            return 0
         answer = self.say(prompt)
         assert answer.startswith(begun), f"{begun!r} is not how {answer!r} begins"
-        rest = self.target.tokenizer.encode(answer[len(begun) :], add_special_tokens=False)
+        rest = self.tokenizer.encode(answer[len(begun) :], add_special_tokens=False)
         return rest[0] if rest else int(self.target.end_of_turn or 0)
 
     def borrowed(self) -> Borrowed:
@@ -65,3 +72,21 @@ def scripted(say: Callable[[str], str]) -> tuple[Target, ScriptedLM]:
     stub = stub_target()
     lm = ScriptedLM(stub, say)
     return replace(stub, lm=lm, name="scripted"), lm
+
+
+class Script:
+    """Writes that outline and those texts; keeps the prompts."""
+
+    def __init__(self, outline: str, texts: dict[int, str], plain: str = "They do.") -> None:
+        self.outline, self.texts, self.plain = outline, texts, plain
+        self.prompts: dict[int, str] = {}
+
+    def __call__(self, prompt: str) -> str:
+        asked = prompt.rpartition("<|user|>\n")[2]
+        if "Do not answer yet." in asked:
+            return self.outline
+        found = re.search(r"Write point (\d+) and nothing else", asked)
+        if found is None:
+            return self.plain
+        self.prompts[int(found[1])] = asked
+        return self.texts[int(found[1])]
