@@ -23,7 +23,7 @@ from specctl.server import errors
 from specctl.server.auth import AuthMiddleware, Door, Keys
 from specctl.server.docs_page import DOCS, docs_route
 from specctl.server.drafter_route import Shelf, drafter_routes
-from specctl.server.engine_thread.contract import Serving, Status, Ticket
+from specctl.server.engine_thread.contract import GenerateRequest, Serving, Status, Ticket
 from specctl.server.engine_thread.service import Service
 from specctl.server.errors import ApiError, ErrorBody, MessagesErrorBody, is_for_anthropic
 from specctl.server.logs import RequestLog
@@ -117,13 +117,7 @@ class Front:
         try:
             for index, ask in enumerate(plan.asks):
                 parser = MessageParser() if plan.parser is None else plan.parser()
-                ticket: Ticket
-                if plan.outlined is None:
-                    ticket = await self.service.submit(ask)
-                else:
-                    how = self.service, ask, plan.outlined, self.desk.in_thread
-                    ticket = await OutlinedTicket.submitted(*how)
-                choices.append(Choice(index, ticket, parser=parser))
+                choices.append(Choice(index, await self._ticket(ask, plan), parser=parser))
         except BaseException:
             for choice in choices:
                 choice.ticket.cancel()
@@ -146,6 +140,12 @@ class Front:
             context = self.service.status().context
             return MessagesAnswer(**about, max_tokens=body.max_tokens, context=context)
         return (ChatAnswer if isinstance(body, ChatRequest) else TextAnswer)(**about)
+
+    async def _ticket(self, request: GenerateRequest, plan: GeneratePlan) -> Ticket:
+        if plan.outlined is None:
+            return await self.service.submit(request)
+        given = self.service, request, plan.outlined, self.desk.in_thread
+        return await OutlinedTicket.submitted(*given)
 
     async def _noted(
         self, request: Request, body: ChatRequest | CompletionRequest, answer: ApiAnswer

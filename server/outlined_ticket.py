@@ -42,16 +42,21 @@ class OutlinedTicket(Ticket):
     the outline and no text. `in_thread` runs what needs the tokenizer. Made by `submitted`."""
 
     def __init__(
-        self, service: Serving, ask: GenerateRequest, answer: OutlinedAnswer, in_thread: InThread
+        self,
+        service: Serving,
+        request: GenerateRequest,
+        answer: OutlinedAnswer,
+        in_thread: InThread,
     ) -> None:
-        super().__init__(ask, lambda _: self._give_up())
+        super().__init__(request, lambda _: self._give_up())
         self.service, self.answer, self.in_thread = service, answer, in_thread
-        self._name = ask.conversation or secrets.token_hex(16)
+        self._request = request
+        self._name = request.conversation or secrets.token_hex(16)
         self._tickets: list[Ticket] = []  # of all requests
         self._task: asyncio.Task[None] | None = None
         hidden = special_tokens(service.target.tokenizer)
-        hidden = {token: word for token, word in hidden.items() if token not in ask.shown}
-        self._held = HeldText(StopStrings.of(ask.sampling.stop, hidden))
+        hidden = {token: word for token, word in hidden.items() if token not in request.shown}
+        self._held = HeldText(StopStrings.of(request.sampling.stop, hidden))
         self._stop_reason: str | int | None = None
         self._order = InOrder[Piece]([])
         self._last = 0  # the last point of the answer: those behind it are not needed
@@ -61,10 +66,10 @@ class OutlinedTicket(Ticket):
 
     @classmethod
     async def submitted(
-        cls, service: Serving, ask: GenerateRequest, answer: OutlinedAnswer, in_thread: InThread
+        cls, service: Serving, request: GenerateRequest, answer: OutlinedAnswer, in_thread: InThread
     ) -> OutlinedTicket:
         """With its first request in the queue; raises what `Serving.submit` raises."""
-        ticket = cls(service, ask, answer, in_thread)
+        ticket = cls(service, request, answer, in_thread)
         part = await in_thread(answer.outline_part)
         first = await ticket._submit(answer.plain_part() if part is None else part)
         ticket._task = asyncio.create_task(ticket._write(first, part is not None))
@@ -100,7 +105,7 @@ class OutlinedTicket(Ticket):
         sampling = replace(part.sampling, max_new_tokens=most)
         about = {"conversation": self._name, "keeps_features": False}
         ticket = await self.service.submit(
-            replace(self.ask, tokens=part.tokens, sampling=sampling, **about)
+            replace(self._request, tokens=part.tokens, sampling=sampling, **about)
         )
         self._tickets.append(ticket)
         return ticket

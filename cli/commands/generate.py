@@ -19,7 +19,7 @@ from specctl.cli.options.denoising import DenoisingFlags
 from specctl.cli.options.flags import Chat, Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.measuring import chat_words
-from specctl.cli.options.outlining import OutlineFlags, tell_outlines, warn_of
+from specctl.cli.options.outlining import OutlineFlags, show_outlines, warn_of
 from specctl.cli.options.positional import looks_like_package
 from specctl.cli.options.prompts import PromptText, read_prompts, tell_chat
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
@@ -124,7 +124,7 @@ def generate(
         if stats:
             show_stats(console, run.stats)
         _tell_lengths(console, run)
-        tell_outlines(console, run.outputs)
+        show_outlines(console, run.outputs)
         tell_ends(console, run.outputs, settings, model)
         made, result = run, job.to_json(run)
     console.result = result

@@ -62,7 +62,7 @@ def warn_of(console: Console, how: Outlining) -> None:
         )
 
 
-def tell_outlines(console: Console, outputs: Sequence[Output]) -> None:
+def show_outlines(console: Console, outputs: Sequence[Output]) -> None:
     """Say how each answer was written, where that was not what was set."""
     for index, output in enumerate(outputs):
         report = output.outline

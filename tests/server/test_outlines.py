@@ -18,7 +18,7 @@ from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted
 from specctl_testing.runtime.web import error_of, events, make_app, post
 
 CHAT = "/v1/chat/completions"
-ASKED = {"messages": [{"role": "user", "content": "How do trees grow?"}], "temperature": 0}
+BODY = {"messages": [{"role": "user", "content": "How do trees grow?"}], "temperature": 0}
 WHOLE = "\n\n".join(TEXTS.values())
 GRAPH = "1. Roots (needs: none)\n2. The trunk (needs: none)\n3. Leaves (needs: 1)"
 
@@ -62,7 +62,7 @@ def test_points_are_rows_of_one_batch_and_one_answer(
     texts = {**TEXTS, 1: TEXTS[1] + "\n2. The trunk"}
     queue = {"max_queue": 2} if slots == 1 else {}
     with served(Script(listed, texts), max_batch=slots, **queue) as (app, service, widths):
-        whole = post(app, CHAT, {**ASKED, "outline": kind})
+        whole = post(app, CHAT, {**BODY, "outline": kind})
         said = whole.json()
         [choice] = said["choices"]
         assert choice["message"]["content"] == WHOLE
@@ -75,7 +75,7 @@ def test_points_are_rows_of_one_batch_and_one_answer(
         assert said["usage"]["completion_tokens"] == stats["outline"]["tokens"]
         assert stats["outline"]["outline_tokens"] > 0
         assert max(widths) == min(len(waves[0]), slots)
-        text, chunks, sent = streamed(app, {**ASKED, "outline": kind})
+        text, chunks, sent = streamed(app, {**BODY, "outline": kind})
         assert text == WHOLE
         assert sent.headers["X-Specctl-Verification"] == f"approximate:{kind}"
         assert chunks[-1]["usage"] == said["usage"]
@@ -87,10 +87,10 @@ def test_points_are_rows_of_one_batch_and_one_answer(
 @pytest.mark.parametrize("more", [{}, {"outline_points": 1}])
 def test_without_an_outline_the_answer_is_the_plain_one(more: dict[str, int]) -> None:
     with served(Script("1. I do not write lists.", TEXTS)) as (app, _, _):
-        plain = post(app, CHAT, ASKED)
-        ours = post(app, CHAT, {**ASKED, "outline": "skeleton", **more})
+        plain = post(app, CHAT, BODY)
+        ours = post(app, CHAT, {**BODY, "outline": "skeleton", **more})
         assert ours.json()["choices"] == plain.json()["choices"]
-        assert streamed(app, {**ASKED, "outline": "skeleton", **more})[0] == "They do."
+        assert streamed(app, {**BODY, "outline": "skeleton", **more})[0] == "They do."
         report = ours.json()["specctl"]["stats"]["outline"]
         assert report["why_plain"]
         extra = [one.json()["usage"]["completion_tokens"] for one in (ours, plain)]
@@ -107,18 +107,18 @@ def test_without_an_outline_the_answer_is_the_plain_one(more: dict[str, int]) ->
 def test_a_stop_string_ends_the_answer_and_the_points_behind_it(stop: str, text: str) -> None:
     long = {**TEXTS, 3: TEXTS[3] + " more" * 300}
     with served(Script(LIST, long)) as (app, service, _):
-        answer = post(app, CHAT, {**ASKED, "outline": "skeleton", "stop": stop}).json()
+        answer = post(app, CHAT, {**BODY, "outline": "skeleton", "stop": stop}).json()
         [choice] = answer["choices"]
         assert choice["message"]["content"] == text
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-        assert streamed(app, {**ASKED, "outline": "skeleton", "stop": [stop]})[0] == text
+        assert streamed(app, {**BODY, "outline": "skeleton", "stop": [stop]})[0] == text
         assert service.counters.tokens < 200  # of the last point
 
 
 def test_the_limit_is_that_of_the_whole_answer() -> None:
     long = {number: text + " more" * 300 for number, text in TEXTS.items()}
     with served(Script(LIST, long)) as (app, _, _):
-        answer = post(app, CHAT, {**ASKED, "outline": "skeleton", "max_tokens": 80}).json()
+        answer = post(app, CHAT, {**BODY, "outline": "skeleton", "max_tokens": 80}).json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert 75 < answer["usage"]["completion_tokens"] <= 80
         text = answer["choices"][0]["message"]["content"]
@@ -136,7 +136,7 @@ def test_who_leaves_takes_all_points_along() -> None:
         async def leave() -> None:
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-                answer = client.post(CHAT, json={**ASKED, "outline": "skeleton"})
+                answer = client.post(CHAT, json={**BODY, "outline": "skeleton"})
                 task = asyncio.create_task(answer)
                 while service.status().running < 3:
                     await asyncio.sleep(0.005)
@@ -161,7 +161,7 @@ def test_who_leaves_takes_all_points_along() -> None:
     ],
 )
 def test_what_speaks_of_one_text_is_refused_by_name(more: dict[str, Any], named: str) -> None:
-    answer = post(make_app(), CHAT, {**ASKED, "outline": "skeleton", **more})
+    answer = post(make_app(), CHAT, {**BODY, "outline": "skeleton", **more})
     assert answer.status_code == 400
     assert named in error_of(answer)["message"]
 
@@ -171,5 +171,5 @@ def test_outlines_are_written_in_chats_and_kept_nowhere() -> None:
     refused = post(app, "/v1/completions", {"prompt": "x", "outline": "skeleton"})
     assert refused.status_code == 400
     assert "/v1/chat/completions" in error_of(refused)["message"]
-    assert may_be_kept(ChatRequest(**ASKED))  # type: ignore[arg-type]
-    assert not may_be_kept(ChatRequest(**ASKED, outline="skeleton"))  # type: ignore[arg-type]
+    assert may_be_kept(ChatRequest(**BODY))  # type: ignore[arg-type]
+    assert not may_be_kept(ChatRequest(**BODY, outline="skeleton"))  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ class ScriptedLM(LanguageModel):
                 logits_BTV[row, at, token] = 50
         if feed.logits:
             self.widths.append(num_rows)
-        return LmOut(feed.asked(logits_BTV) if feed.logits else None)
+        return LmOut(feed.request(logits_BTV) if feed.logits else None)
 
     def _next(self, ids: list[int]) -> int:
         text = self.tokenizer.decode(ids)
@@ -82,11 +82,11 @@ class Script:
         self.prompts: dict[int, str] = {}
 
     def __call__(self, prompt: str) -> str:
-        asked = prompt.rpartition("<|user|>\n")[2]
-        if "Do not answer yet." in asked:
+        request = prompt.rpartition("<|user|>\n")[2]
+        if "Do not answer yet." in request:
             return self.outline
-        found = re.search(r"Write point (\d+) and nothing else", asked)
+        found = re.search(r"Write point (\d+) and nothing else", request)
         if found is None:
             return self.plain
-        self.prompts[int(found[1])] = asked
+        self.prompts[int(found[1])] = request
         return self.texts[int(found[1])]
