@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--points", type=int, default=8)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", nargs="*", type=float, default=(0.0, 0.7))
     parser.add_argument("--kinds", nargs="*", default=KINDS)
     words = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,16 +102,21 @@ def main() -> None:
     questions = questions[:: max(1, len(questions) // words.count)][: words.count]
     judge = Judge(target)
     judge.open(min(target.spec.max_positions, 4096))
-    found: dict[str | None, list[Measured]] = {kind: [] for kind in (None, *words.kinds)}
     generate(target, questions[0], chat=True, max_new_tokens=8)  # the first pays for allocations
-    for seed, question in enumerate(questions):
-        sampling = {"temperature": words.temperature, "max_new_tokens": words.tokens, "seed": seed}
-        for kind, measured in found.items():
-            measured.append(answered(target, judge, question, kind, words.points, **sampling))
-            print(seed, kind or "plain", measured[-1], file=sys.stderr, flush=True)
+    for heat in words.temperatures:
+        found: dict[str | None, list[Measured]] = {kind: [] for kind in (None, *words.kinds)}
+        for seed, question in enumerate(questions):
+            sampling = {"temperature": heat, "max_new_tokens": words.tokens, "seed": seed}
+            for kind, measured in found.items():
+                measured.append(answered(target, judge, question, kind, words.points, **sampling))
+                print(heat, seed, kind or "plain", measured[-1], file=sys.stderr, flush=True)
+        show(heat, found)
+
+
+def show(heat: float, found: Mapping[str | None, Sequence[Measured]]) -> None:
     titles = "with outline | points | waves | tokens | seconds | ms a token | loss"
-    print(f"| | {titles} | tokens, of plain | seconds, of plain | loss, to plain |")
-    print("|---" * 11 + "|")
+    titles += " | tokens, of plain | seconds, of plain | loss, to plain"
+    print(f"temperature {heat:g}\n\n| | {titles} |\n{'|---' * 11}|")
     for kind, measured in found.items():
         print(row(kind or "plain", measured, found[None]), flush=True)
 

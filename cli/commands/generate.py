@@ -108,6 +108,7 @@ def generate(
         draft = draft.in_step()
     wanted = draft.wanted(draft.draft)
     model = target.load(console, compiled, is_in_step=True, wanted=wanted)
+    outline = outlines.with_small(outline, target)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)

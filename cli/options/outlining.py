@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from specctl.cli.app.console import Console
@@ -12,6 +12,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.printable import counted
 
 if TYPE_CHECKING:
+    from specctl.cli.options.target_choice import TargetChoice
     from specctl.runtime.generate import Output
     from specctl.runtime.outline.answer import Outlining
 
@@ -36,21 +37,61 @@ class OutlineFlags:
         ),
     ] = None
 
-    def outlining(self) -> Outlining | None:
-        """What was set; None where nothing was."""
-        from specctl.runtime.outline.answer import Outlining
+    small: Annotated[
+        str | None,
+        Setting(
+            "outline.small",
+            "Smaller model that writes the easy points of skeleton-graph.",
+            metavar="MODEL",
+        ),
+    ] = None
+    hard: Annotated[
+        int | None,
+        Setting(
+            "outline.hard", "Difficulty from which the target writes, 3 if left out.", min=1, max=6
+        ),
+    ] = None
 
-        if self.kind is None and self.points is not None:
-            raise RecipeError(
-                "outline.points says how long outlines are, but there is none",
-                where="outline.points",
-                found=str(self.points),
-                expected="outline.kind beside it",
-                do="--set outline.kind=skeleton",
-            )
+    def outlining(self) -> Outlining | None:
+        """What was set but for the smaller model, which is not read yet; None where nothing was."""
+        from specctl.recipes.targets import resolve
+        from specctl.runtime.outline.answer import GRAPH, Outlining
+
         if self.kind is None:
+            self._check_alone("outline.kind beside it", "--set outline.kind=skeleton")
             return None
-        return Outlining(self.kind) if self.points is None else Outlining(self.kind, self.points)
+        if self.small is None and self.hard is not None:
+            self._check_alone("outline.small beside it", "--set outline.small=MODEL", ("hard",))
+        if self.small is not None:
+            resolve(self.small)  # a name that nothing has
+            if self.kind != GRAPH:
+                do = f"--set outline.kind={GRAPH}"
+                self._check_alone(f"outline.kind={GRAPH}, which says what is easy", do, ("small",))
+        numbers = {"points": self.points, "hard": self.hard}
+        return Outlining(self.kind, **{k: v for k, v in numbers.items() if v is not None})
+
+    def with_small(self, how: Outlining | None, target: TargetChoice) -> Outlining | None:
+        """With the smaller model, loaded as the target is."""
+        if how is None or self.small is None:
+            return how
+        from specctl.runtime.target.target import load_target
+
+        about = {"dtype": target.dtype, "device": target.device, "offline": target.offline}
+        return replace(how, small=load_target(self.small, **about))
+
+    def _check_alone(
+        self, expected: str, do: str, names: Sequence[str] = ("points", "small", "hard")
+    ) -> None:
+        """Refuse what was set of these, which would decide nothing."""
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name, value in given.items():
+            raise RecipeError(
+                f"outline.{name} would decide nothing",
+                where=f"outline.{name}",
+                found=str(value),
+                expected=expected,
+                do=do,
+            )
 
 
 def warn_of(console: Console, how: Outlining) -> None:
@@ -76,6 +117,7 @@ def show_outlines(console: Console, outputs: Sequence[Output]) -> None:
         console.say(
             f"{which}{counted(len(report.titles), 'point')} in {waves}, {report.tokens:,} tokens, "
             f"{report.outline_tokens:,} of them for the outline"
+            + (f"; {len(report.small)} by the smaller model" if report.small else "")
         )
         if report.why_sequential is not None:
             console.say(f"{which}written point by point: {report.why_sequential}")

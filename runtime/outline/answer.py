@@ -13,12 +13,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specctl.core.errors import RecipeError, unknown
-from specctl.runtime.outline.parse import LEAST, Outline, OutlinePoint, is_over, read_outline
+from specctl.runtime.outline.parse import (
+    HARDEST,
+    LEAST,
+    Outline,
+    OutlinePoint,
+    is_over,
+    read_outline,
+)
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 SKELETON, GRAPH = "skeleton", "skeleton-graph"
 KINDS = (SKELETON, GRAPH)
-MOST_POINTS, USUAL_POINTS = 32, 8
+MOST_POINTS, USUAL_POINTS, USUALLY_HARD = 32, 8, 3
 TOKENS_A_POINT = 24  # of an outline
 LEAST_TOKENS = 16  # of an outline: with fewer, none is written
 FIRST = "1."  # the outline is begun for the target, so that it is a list
@@ -50,10 +58,13 @@ _WRITTEN = "What is written so far:\n\n{written}\n\n"
 @dataclass(frozen=True, slots=True)
 class Outlining:
     """How answers are written: `skeleton` or `skeleton-graph`, of at most `points` points; with
-    fewer than two every answer is the plain one."""
+    fewer than two every answer is the plain one. `small`: a smaller model of the same tokens, which
+    writes the points of a graph whose declared difficulty is below `hard`."""
 
     kind: str
     points: int = USUAL_POINTS
+    small: Target | None = None
+    hard: int = USUALLY_HARD
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -67,10 +78,31 @@ class Outlining:
                 expected=f"1 to {MOST_POINTS}",
                 do="--set outline.points=8",
             )
+        if self.hard not in range(1, HARDEST + 2):
+            raise RecipeError(
+                "points have another difficulty",
+                where="outline.hard",
+                found=repr(self.hard)[:40],
+                expected=f"1 (none is easy) to {HARDEST + 1} (all are)",
+                do=f"--set outline.hard={USUALLY_HARD}",
+            )
+        if self.small is not None and not self.is_graph:
+            raise RecipeError(
+                "only the outlines of skeleton-graph say how hard their points are",
+                where="outline.small",
+                found=f"{self.small.name} beside outline.kind={self.kind}",
+                expected=f"outline.kind={GRAPH}",
+                do=f"--set outline.kind={GRAPH}, or leave outline.small out",
+            )
 
     @property
     def is_graph(self) -> bool:
         return self.kind == GRAPH
+
+    def is_for_small(self, point: OutlinePoint) -> bool:
+        """Whether the smaller model writes that point."""
+        is_easy = point.difficulty is not None and point.difficulty < self.hard
+        return self.small is not None and is_easy
 
     def marked(self, verification: str) -> str:
         """The mark of results, from that of the rows: what makes those other than the target's is
@@ -94,7 +126,7 @@ class OutlineReport:
     """How an answer was written. `titles` of its points, none for a plain answer; `waves` of points
     that were written at once; `tokens` that were generated for it, `outline_tokens` of them for the
     outline; `why_plain`: why there was none; `why_sequential`: why each point waited for all in
-    front of it."""
+    front of it; `small`: the points that a smaller model wrote."""
 
     titles: tuple[str, ...]
     waves: tuple[tuple[int, ...], ...]
@@ -102,6 +134,7 @@ class OutlineReport:
     tokens: int
     why_plain: str | None
     why_sequential: str | None
+    small: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -112,6 +145,7 @@ class OutlineReport:
             "tokens": self.tokens,
             "why_plain": self.why_plain,
             "why_sequential": self.why_sequential,
+            **({"small": list(self.small)} if self.small else {}),
         }
 
 
@@ -223,7 +257,8 @@ class OutlinedAnswer:
         if outline is None:
             return OutlineReport((), (), *about, None)
         titles = tuple(point.title for point in outline.points)
-        return OutlineReport(titles, outline.waves, *about, outline.why_sequential)
+        small = tuple(p.number for p in outline.points if self.how.is_for_small(p))
+        return OutlineReport(titles, outline.waves, *about, outline.why_sequential, small)
 
     # -- what is read -----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,7 @@ def write_outlined(
     policy = policy if policy is not None else default_policy(drafter)
     slots = max(1, how.points)
     engine = Engine(target, drafter, policy, rule, num_slots=slots, chooser=chooser)
+    engines = [engine] if how.small is None else [engine, _engine_of(how.small, target, slots)]
     started, decoder = time.perf_counter(), TokenDecoder.of(target)
     outputs, completions = list[Output](), list[Completion]()
     for index, (chat, own) in enumerate(zip(chats, each, strict=True)):
@@ -84,12 +85,17 @@ def write_outlined(
                 if on_round is not None:
                     on_round(index, tokens, accepted)
 
-        one = OneAnswer(engine, decoder, chat, own, how, show)
+        one = OneAnswer(engines, decoder, chat, own, how, show)
         outputs.append(one.write())
         completions += one.completions
     seconds = time.perf_counter() - started
     found = mark_of(rule, drafter, policy, target, sampling, parallel=False)
-    return Generated(tuple(outputs), summarize(completions, engine, seconds, how.marked(found)))
+    stats = summarize(completions, engine, seconds, how.marked(found))
+    for other in engines[1:]:  # whose rounds are neither drafts nor verified
+        reading = stats.prefill_seconds + other.prefill_seconds
+        verifying = stats.verify_seconds + other.verify_seconds
+        stats = replace(stats, prefill_seconds=reading, verify_seconds=verifying)
+    return Generated(tuple(outputs), stats)
 
 
 def encoder_of(target: Target) -> Callable[[Sequence[Mapping[str, Any]], str], list[int]]:
@@ -117,19 +123,21 @@ def runs_of(items: Sequence[Given]) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 class OneAnswer:
-    """Writes one answer. `completions`: all rows that it took."""
+    """Writes one answer. `engines`: the target's, and that of the smaller model, if there is one.
+    `completions`: all rows that it took."""
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Sequence[Engine],
         decoder: TokenDecoder,
         chat: Chat,
         sampling: Sampling,
         how: Outlining,
         show: Shown,
     ) -> None:
-        self.engine, self.decoder, self.chat, self.sampling = engine, decoder, chat, sampling
-        encode = encoder_of(engine.target)
+        self.engines, self.target, self.how = engines, engines[0].target, how
+        self.decoder, self.chat, self.sampling = decoder, chat, sampling
+        encode = encoder_of(self.target)
         self.answer = OutlinedAnswer(chat.turns, chat.tokens, sampling, how, encode)
         self.completions = list[Completion]()
         self._show = show
@@ -156,7 +164,7 @@ class OneAnswer:
         if emission.row.finished is not None:
             spans[-1] += stream.end()
         if self.answer.add_outline(spans):
-            self.engine.cancel(WHOLE)
+            self.engines[0].cancel(WHOLE)
 
     def _plain(self) -> str:
         part = self.answer.plain_part()
@@ -173,7 +181,7 @@ class OneAnswer:
 
     def _points(self, outline: Outline) -> str:
         headings = [self.answer.heading(point) for point in outline.points]
-        heads = [[(t, False) for t in plain_ids(self.engine.target, one)] for one in headings]
+        heads = [[(t, False) for t in plain_ids(self.target, one)] for one in headings]
         self._order, self._last = InOrder(heads), len(heads)
         for wave in outline.waves:
             parts = self.answer.parts([number for number in wave if number <= self._last])
@@ -199,7 +207,7 @@ class OneAnswer:
             self._last = 0
         for other in texts:
             if other > self._last:
-                self.engine.cancel(other)
+                self._engine(other).cancel(other)
 
     def _give(self, items: Sequence[Given]) -> None:
         """Add to the answer, up to a stop string."""
@@ -214,8 +222,14 @@ class OneAnswer:
             self._show(kept)
 
     def _texts(self, parts: Sequence[AnswerPart]) -> dict[int, RowText]:
-        target = self.engine.target
-        return {part.number: RowText(target, self.decoder, part.sampling) for part in parts}
+        return {part.number: RowText(self.target, self.decoder, part.sampling) for part in parts}
+
+    def _engine(self, number: int) -> Engine:
+        """What writes that point, or WHOLE."""
+        outline = self.answer.outline
+        if number == WHOLE or outline is None:
+            return self.engines[0]
+        return self.engines[self.how.is_for_small(outline.points[number - 1])]
 
     def _run(self, parts: Sequence[AnswerPart], on_new: Callable[[Emission], object]) -> list[Row]:
         """The rows of these requests, when they have ended or were cancelled."""
@@ -223,18 +237,33 @@ class OneAnswer:
             return []
         longest = max(len(part.tokens) + part.sampling.max_new_tokens for part in parts)
         usual = len(self.chat.tokens) + 2 * self.sampling.max_new_tokens + ROOM
-        self.engine.open(min(max(longest, usual), self.engine.context))
+        for engine in self.engines:
+            engine.open(min(max(longest, usual), engine.context))
         for part in parts:
-            self.engine.submit(part.number, Request(part.tokens, part.sampling, self._name))
+            request = Request(part.tokens, part.sampling, self._name)
+            self._engine(part.number).submit(part.number, request)
         rows = dict[int, Row]()
-        while self.engine.is_busy:
-            for emission in self.engine.step():
+        while busy := [engine for engine in self.engines if engine.is_busy]:
+            for emission in (each for engine in busy for each in engine.step()):
                 rows[emission.row.index] = emission.row
                 on_new(emission)
         for row in rows.values():
             new, reason = tuple(row.tokens[row.prompt_len :]), row.finished or "stop"
             self.completions.append(Completion(row.request, new, reason, row.stats))
         return list(rows.values())
+
+
+def _engine_of(small: Target, target: Target, slots: int) -> Engine:
+    """Of the smaller model: its texts end as the target's do."""
+    if small.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise IncompatibleError(
+            "points of one answer need two models of the same tokens",
+            where="outline.small",
+            found=f"other tokens of {small.name}",
+            expected=f"the tokenizer of {target.name}",
+            do="name a smaller model of the same family",
+        )
+    return Engine(replace(small, eos_ids=target.eos_ids, ends=target.ends), num_slots=slots)
 
 
 def _check_whole(sampling: Sampling, how: Outlining) -> None:

@@ -4,6 +4,7 @@ reads, texts against those of the rows alone, the exact ends, limits, stops, ref
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,6 +167,31 @@ def test_a_point_of_a_graph_reads_the_texts_that_it_needs() -> None:
     assert "point 1 does not say" in str(made.outputs[0].outline and made.outputs[0].outline)
 
 
+def test_a_smaller_model_writes_the_points_that_are_easy() -> None:
+    """Beside the target's, in one wave; greedily each text is that of the model that writes it."""
+    listed = (
+        "1. Roots (needs: none; difficulty: 2)\n2. The trunk (needs: none; difficulty: 3)\n"
+        "3. Leaves (needs: 1; difficulty: 1)"
+    )
+    theirs = {number: text + " Simply." for number, text in TEXTS.items()}
+    script, (small, lm) = Script(listed, TEXTS), scripted(Script("", theirs))
+    how = Outlining("skeleton-graph", small=small)
+    made, _ = answered(script, how)
+    [output] = made.outputs
+    assert output.text == "\n\n".join((theirs[1], TEXTS[2], theirs[3]))
+    assert output.outline is not None
+    assert output.outline.small == (1, 3)
+    assert output.outline.waves == ((1, 2), (3,))
+    assert output.to_json()["outline"]["small"] == [1, 3]
+    assert set(script.prompts) == {2}
+    assert lm.widths
+    stopped, _ = answered(script, how, Sampling(max_new_tokens=200, stop=("Simply",)))
+    assert stopped.outputs[0].text == TEXTS[1] + " "
+    for hard, wanted in ((1, WHOLE), (6, "\n\n".join(theirs.values()))):
+        made, _ = answered(script, Outlining("skeleton-graph", small=small, hard=hard))
+        assert made.outputs[0].text == wanted
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -325,9 +351,18 @@ def test_rows_reuse_what_was_read_of_the_conversation(
 
 
 def test_what_speaks_of_one_text_is_refused(tiny_target: Target) -> None:
-    for given in ({"kind": "skeletons"}, {"kind": "skeleton", "points": 0}):
+    wrong: list[dict[str, Any]] = [
+        {"kind": "skeletons"},
+        {"kind": "skeleton", "points": 0},
+        {"kind": "skeleton", "small": tiny_target},
+        {"kind": "skeleton-graph", "small": tiny_target, "hard": 7},
+    ]
+    for given in wrong:
         with pytest.raises(RecipeError, match="outline"):
-            Outlining(**given)  # type: ignore[arg-type]
+            Outlining(**given)
+    other = Outlining("skeleton-graph", small=replace(tiny_target, tokenizer_fingerprint="other"))
+    with pytest.raises(IncompatibleError, match="same tokens"):
+        write_outlined(tiny_target, [], other)
     noop = Sampling(processors=(lambda ids, scores: scores,))
     with pytest.raises(IncompatibleError, match="processors"):
         write_outlined(tiny_target, [], Outlining("skeleton"), sampling=noop)
