@@ -103,10 +103,14 @@ class OutlinedTicket(Ticket):
         room = max(1, self.service.status().context - len(part.tokens))
         most = min(part.sampling.max_new_tokens, room)
         sampling = replace(part.sampling, max_new_tokens=most)
-        about = {"conversation": self._name, "keeps_features": False}
-        ticket = await self.service.submit(
-            replace(self._request, tokens=part.tokens, sampling=sampling, **about)
+        request = replace(
+            self._request,
+            tokens=part.tokens,
+            sampling=sampling,
+            conversation=self._name,
+            keeps_features=False,
         )
+        ticket = await self.service.submit(request)
         self._tickets.append(ticket)
         return ticket
 
@@ -169,6 +173,8 @@ class OutlinedTicket(Ticket):
             numbers = [number for number in wave if number <= self._last]
             if numbers:
                 await self._wave(await self.in_thread(self.answer.parts, numbers))
+        for number in self._counts.keys() - self._written:
+            self.answer.take_cancelled(self._counts[number])
         text, rest = self._held.end(), self._undelivered
         stopped = self._held.stop is not None
         self._conclude()
@@ -256,5 +262,6 @@ class OutlinedTicket(Ticket):
                 return
             self._undelivered = [one for one in self._undelivered if one is not piece]
             spans = tuple(map(self._held.pass_text, piece.spans))
-            about = {"finish_reason": None, "stop_reason": None}
-            self.deliver(replace(piece, text="".join(spans), spans=spans, **about))
+            text = "".join(spans)
+            plain = replace(piece, finish_reason=None, stop_reason=None)
+            self.deliver(replace(plain, text=text, spans=spans))

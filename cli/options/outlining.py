@@ -55,7 +55,7 @@ class OutlineFlags:
     def outlining(self) -> Outlining | None:
         """What was set but for the smaller model, which is not read yet; None where nothing was."""
         from specctl.recipes.targets import resolve
-        from specctl.runtime.outline.answer import GRAPH, Outlining
+        from specctl.runtime.outline.answer import GRAPH, USUAL_POINTS, USUALLY_HARD, Outlining
 
         if self.kind is None:
             self._check_alone("outline.kind beside it", "--set outline.kind=skeleton")
@@ -67,8 +67,8 @@ class OutlineFlags:
             if self.kind != GRAPH:
                 do = f"--set outline.kind={GRAPH}"
                 self._check_alone(f"outline.kind={GRAPH}, which says what is easy", do, ("small",))
-        numbers = {"points": self.points, "hard": self.hard}
-        return Outlining(self.kind, **{k: v for k, v in numbers.items() if v is not None})
+        points = USUAL_POINTS if self.points is None else self.points
+        return Outlining(self.kind, points, hard=USUALLY_HARD if self.hard is None else self.hard)
 
     def with_small(self, how: Outlining | None, target: TargetChoice) -> Outlining | None:
         """With the smaller model, loaded as the target is."""
@@ -76,8 +76,10 @@ class OutlineFlags:
             return how
         from specctl.runtime.target.target import load_target
 
-        about = {"dtype": target.dtype, "device": target.device, "offline": target.offline}
-        return replace(how, small=load_target(self.small, **about))
+        small = load_target(
+            self.small, dtype=target.dtype, device=target.device, offline=target.offline
+        )
+        return replace(how, small=small)
 
     def _check_alone(
         self, expected: str, do: str, names: Sequence[str] = ("points", "small", "hard")

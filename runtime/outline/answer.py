@@ -237,6 +237,10 @@ class OutlinedAnswer:
         self._reasons.add(reason)
         self.num_tokens += num_tokens
 
+    def take_cancelled(self, num_tokens: int) -> None:
+        """What was generated for a point that the answer ends in front of."""
+        self.num_tokens += num_tokens
+
     def heading(self, point: OutlinePoint) -> str:
         """What stands in front of the text of a point in the answer."""
         return (BETWEEN if point.number > 1 else "") + point.heading

@@ -250,6 +250,8 @@ class OneAnswer:
         for row in rows.values():
             new, reason = tuple(row.tokens[row.prompt_len :]), row.finished or "stop"
             self.completions.append(Completion(row.request, new, reason, row.stats))
+            if row.finished is None and row.index != WHOLE:
+                self.answer.take_cancelled(row.num_new)
         return list(rows.values())
 
 

@@ -111,6 +111,8 @@ def test_a_stop_string_ends_the_answer_and_the_points_behind_it(stop: str, text:
         [choice] = answer["choices"]
         assert choice["message"]["content"] == text
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        report = answer["specctl"]["stats"]["outline"]
+        assert answer["usage"]["completion_tokens"] == report["tokens"]
         assert streamed(app, {**BODY, "outline": "skeleton", "stop": [stop]})[0] == text
         assert service.counters.tokens < 200  # of the last point
 

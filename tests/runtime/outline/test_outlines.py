@@ -309,6 +309,8 @@ def test_a_stop_string_ends_the_answer_wherever_it_stands(stop: str, text: str, 
     assert output.text == text
     assert output.finish_reason == ("eos" if stop == "never" else "stop")
     assert tuple(shown) == output.token_ids
+    assert output.outline is not None
+    assert output.outline.tokens == made.stats.tokens
     if stop != "never":
         assert made.stats.tokens < 80  # the last point was cancelled
 
