@@ -80,7 +80,7 @@ class Outlining:
             )
         if self.hard not in range(1, HARDEST + 2):
             raise RecipeError(
-                "points have another difficulty",
+                "the points of an outline have another difficulty",
                 where="outline.hard",
                 found=repr(self.hard)[:40],
                 expected=f"1 (none is easy) to {HARDEST + 1} (all are)",
