@@ -51,7 +51,9 @@ class ScriptedLM(LanguageModel):
                 logits_BTV[row, at, token] = 50
         if feed.logits:
             self.widths.append(num_rows)
-        return LmOut(feed.request(logits_BTV) if feed.logits else None)
+        if feed.only is not None:
+            logits_BTV = torch.stack([logits_BTV[b, [at]] for b, at in enumerate(feed.only)])
+        return LmOut(logits_BTV if feed.logits else None)
 
     def _next(self, ids: list[int]) -> int:
         text = self.tokenizer.decode(ids)
