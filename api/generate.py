@@ -8,19 +8,22 @@ from typing import Any
 
 from specctl.api.arguments import MOST_ROWS, check_count
 from specctl.api.attention_only import attention_only
-from specctl.api.drafting import DRAFTING, DrafterLike, load_draft
+from specctl.api.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.progress import Progress, as_reporter, warnings_of
-from specctl.api.prompts import Prompt, are_chats, empty_answers, encode_prompts
+from specctl.api.prompts import EncodedPrompt, Prompt, are_chats, empty_answers, encode_prompts
 from specctl.api.targets import TargetLike, target_or_own
-from specctl.core.errors import RecipeError, did_you_mean
+from specctl.core.errors import IncompatibleError, RecipeError, did_you_mean, one_of_two
 from specctl.core.table import Table, Tabled
 from specctl.runtime import generate as runtime
 from specctl.runtime.generate import OnRound, OnTokens, Output
 from specctl.runtime.measure.cost import equip, fitted_sizes
 from specctl.runtime.measure.stats import Stats
+from specctl.runtime.outline.answer import Outlining
+from specctl.runtime.outline.writer import Chat, write_outlined
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target
 
 SAMPLING = tuple(field.name for field in fields(Sampling))
 
@@ -93,6 +96,7 @@ def generate(
     chat: bool | None = None,
     on_tokens: OnTokens | None = None,
     on_round: OnRound | None = None,
+    outline: str | Outlining | None = None,
     progress: Progress = None,
     **settings: Any,
 ) -> GenerateResult:
@@ -104,11 +108,14 @@ def generate(
     `settings` are fields of Sampling (`temperature=0.8`, `max_new_tokens=64`) and how to draft:
     `policy`, `length`, `nodes`, `rule`, `stop_rule`, `controller`, `parallel`, `adaptive`, and
     `allow` and `translate` of load_drafter. `on_tokens(index, new_ids)` is called as tokens come,
-    `on_round(index, new_ids, accepted)` as well says how many of them were drafted.
+    `on_round(index, new_ids, accepted)` as well says how many of them were drafted. `outline`:
+    "skeleton" or "skeleton-graph": chats are answered from an outline, all of whose points are
+    written at once, which is approximate (docs/outlines.md).
     Lossless for every drafter of a lossless family, and independent of `batch`.
     """
     reporter = as_reporter(progress)
     check_count("batch", batch, MOST_ROWS)
+    how_outlined = Outlining(outline) if isinstance(outline, str) else outline
     sampling, how = _split(sampling, settings)
     wanted = attention_only([drafter], *map(how.get, ("parallel", "policy", "rule")))
     model = target_or_own(target, drafter, wanted=wanted)
@@ -120,23 +127,27 @@ def generate(
     if batch > 1 and model.mixture is not None and (why := model.mixture.one_by_one):
         reporter.warn(f"--batch is ignored: {why} one prompt at a time")
     encoded = encode_prompts(model, prompts, chat)
-    ids = [prompt.ids for prompt in encoded]
+    ids, rows = [prompt.ids for prompt in encoded], min(batch, len(encoded))
+    if how_outlined is not None:
+        rows, chats = how_outlined.points, _chats(model, encoded, how_outlined, draft)
+        if batch > 1:
+            reporter.warn("--batch is ignored: the points of one answer are decoded at once")
     first, _ = runtime.by_prompt(sampling, len(ids))
-    costs = draft.costs(model, ids, min(batch, len(ids)), sampled=first.temperature > 0)
+    costs = draft.costs(model, ids, rows, sampled=first.temperature > 0)
     chosen = equip(draft.policy, costs)
-    made = runtime.generate(
-        model,
-        ids,
-        drafter=draft.drafter,
-        sampling=sampling,
-        policy=chosen.policy,
-        rule=draft.rule,
-        batch=batch,
-        chooser=chosen.chooser,
-        on_tokens=on_tokens,
-        on_round=on_round,
-        parallel=draft.parallel,
-    )
+    writing: dict[str, Any] = {
+        "drafter": draft.drafter,
+        "sampling": sampling,
+        "policy": chosen.policy,
+        "rule": draft.rule,
+        "chooser": chosen.chooser,
+        "on_tokens": on_tokens,
+        "on_round": on_round,
+    }
+    if how_outlined is not None:
+        made = write_outlined(model, chats, how_outlined, **writing)
+    else:
+        made = runtime.generate(model, ids, batch=batch, parallel=draft.parallel, **writing)
     for warning in empty_answers(model, encoded, made.outputs):
         reporter.warn(warning)
     pairs = zip(made.outputs, encoded, strict=True)
@@ -150,6 +161,28 @@ def generate(
         warnings=warnings_of(reporter),
         chat=are_chats(encoded),
     )
+
+
+def _chats(
+    target: Target, prompts: Sequence[EncodedPrompt], how: Outlining, draft: LoadedDraft
+) -> list[Chat]:
+    """The prompts as conversations, which outlines are written in."""
+    if draft.parallel:
+        raise one_of_two(
+            f"{how.kind} does not go with drafting beside the target",
+            f"outline.kind={how.kind} and serve.parallel",
+            "leave out serve.parallel",
+        )
+    if any(not prompt.messages for prompt in prompts):
+        has_template = target.template_digest is not None
+        raise IncompatibleError(
+            "outlines are written in chats without tools",
+            where="outline.kind",
+            found="a prompt that is continued as it is, token ids, or tools",
+            expected="a user's turn, or messages, in the target's chat template",
+            do="--chat" if has_template else "leave out outline.kind, or name a chat model",
+        )
+    return [Chat(prompt.messages, prompt.ids, prompt.text) for prompt in prompts]
 
 
 def _split(

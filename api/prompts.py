@@ -26,11 +26,12 @@ IDS = "input_ids"  # of what a tokenizer gives back
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
     """A prompt as token ids, the text by which results name it, and whether the target's chat
-    template wrote it."""
+    template wrote it, then from these `messages` alone (none: with tools)."""
 
     ids: tuple[int, ...]
     text: str
     is_chat: bool = False
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 def encode_prompts(
@@ -179,7 +180,8 @@ def _encoded(target: Target, prompt: Any, chat: bool) -> EncodedPrompt:
         messages = [_plain_message(one) for one in prompt]
         text = str(messages[-1].get("content") or "")
         check_room(target, text.strip())  # templates may leave out blanks at either end
-        return EncodedPrompt(tuple(target.encode_chat(messages)), text, is_chat=True)
+        ids = tuple(target.encode_chat(messages))
+        return EncodedPrompt(ids, text, is_chat=True, messages=tuple(messages))
     if not all(map(_is_id, prompt)):
         raise _no_prompt(prompt)
     ids = tuple(int(token) for token in prompt)

@@ -16,6 +16,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request, Row
 from specctl.runtime.kept_prompts import KeptPrompts, make_kept_prompts
 from specctl.runtime.measure.stats import Stats, add_counts, repetition_rate
+from specctl.runtime.outline.answer import OutlineReport
 from specctl.runtime.pearl import Pearl
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
@@ -35,12 +36,14 @@ OnRound = Callable[[int, tuple[int, ...], int], None]  # prompt, new ids, how ma
 @dataclass(frozen=True, slots=True)
 class Output:
     """One continuation. `token_ids` are the emitted tokens, an ending EOS included; `text` leaves
-    special tokens out and ends before a stop string or a stop token."""
+    special tokens out and ends before a stop string or a stop token. `outline`: how it was written,
+    where that was from one (runtime/outline)."""
 
     prompt: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    outline: OutlineReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -48,6 +51,7 @@ class Output:
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
+            **({} if self.outline is None else {"outline": self.outline.to_json()}),
         }
 
 

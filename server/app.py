@@ -23,11 +23,12 @@ from specctl.server import errors
 from specctl.server.auth import AuthMiddleware, Door, Keys
 from specctl.server.docs_page import DOCS, docs_route
 from specctl.server.drafter_route import Shelf, drafter_routes
-from specctl.server.engine_thread.contract import Serving, Status
+from specctl.server.engine_thread.contract import GenerateRequest, Serving, Status, Ticket
 from specctl.server.engine_thread.service import Service
 from specctl.server.errors import ApiError, ErrorBody, MessagesErrorBody, is_for_anthropic
 from specctl.server.logs import RequestLog
 from specctl.server.metrics import TYPE, Metrics
+from specctl.server.outlined_ticket import OutlinedTicket
 from specctl.server.page import page_routes
 from specctl.server.record import Recorder, chat_record, text_record
 from specctl.server.replies.answers import ApiAnswer, Choice
@@ -61,6 +62,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 }
 
+VERIFICATION = "X-Specctl-Verification"
 EVENTS: dict[str, Any] = {"text/event-stream": {}}
 ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": EVENTS}}
 REFUSED_MESSAGES: dict[int | str, dict[str, Any]] = {
@@ -97,13 +99,15 @@ class Front:
             if not body.stream:
                 whole = await unless_gone(collected(answer), request.receive)
                 self._note(request, asked, answer)
-                return JSONResponse(whole)
+                return JSONResponse(whole, headers=_marks(answer, plan))
             events = self._noted(request, asked, answer)
             first = await unless_gone(anext(events), request.receive)
         except BaseException:
             cancel(answer)
             raise
-        return EventStream(answer, first, events)
+        stream = EventStream(answer, first, events)
+        stream.headers.update(_marks(answer, plan))
+        return stream
 
     async def _submit(
         self, body: Body, asked: ChatRequest | CompletionRequest, plan: GeneratePlan
@@ -113,7 +117,7 @@ class Front:
         try:
             for index, ask in enumerate(plan.asks):
                 parser = MessageParser() if plan.parser is None else plan.parser()
-                choices.append(Choice(index, await self.service.submit(ask), parser=parser))
+                choices.append(Choice(index, await self._ticket(ask, plan), parser=parser))
         except BaseException:
             for choice in choices:
                 choice.ticket.cancel()
@@ -121,7 +125,9 @@ class Front:
         about: dict[str, Any] = {
             "model": self.name,
             "texts": self.texts,
-            "verification": self.verification,
+            "verification": self.verification
+            if plan.outlined is None
+            else plan.outlined.how.marked(self.verification),
             "prompt_tokens": plan.prompt_tokens,
             "tells_rounds": bool(asked.specctl),
             "tells_usage": asked.includes_usage,
@@ -134,6 +140,12 @@ class Front:
             context = self.service.status().context
             return MessagesAnswer(**about, max_tokens=body.max_tokens, context=context)
         return (ChatAnswer if isinstance(body, ChatRequest) else TextAnswer)(**about)
+
+    async def _ticket(self, request: GenerateRequest, plan: GeneratePlan) -> Ticket:
+        if plan.outlined is None:
+            return await self.service.submit(request)
+        given = self.service, request, plan.outlined, self.desk.in_thread
+        return await OutlinedTicket.submitted(*given)
 
     async def _noted(
         self, request: Request, body: ChatRequest | CompletionRequest, answer: ApiAnswer
@@ -182,6 +194,11 @@ class Front:
         about = {"id": self.name, "object": "model", "created": self.started}
         has_template = self.service.target.template_digest is not None
         return {**about, "owned_by": "specctl", "chat_template": has_template}
+
+
+def _marks(answer: ApiAnswer, plan: GeneratePlan) -> dict[str, str]:
+    """The header of an answer that its request made approximate."""
+    return {} if plan.outlined is None else {VERIFICATION: answer.verification}
 
 
 def create_app(

@@ -61,6 +61,8 @@ UNSUPPORTED = {
     "audio": "only text is supported",
     "container": "containers are not supported: this server runs no code",
     "thread": "threads are not supported: no conversation is kept; send all of it as messages",
+    "outline": "outline is not supported so: it is skeleton or skeleton-graph, beside messages of "
+    "/v1/chat/completions",
     "mcp_servers": "mcp_servers are not supported: connect them on your side and send their tools",
 }
 

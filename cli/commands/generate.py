@@ -19,6 +19,7 @@ from specctl.cli.options.denoising import DenoisingFlags
 from specctl.cli.options.flags import Chat, Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.measuring import chat_words
+from specctl.cli.options.outlining import OutlineFlags, show_outlines, warn_of
 from specctl.cli.options.positional import looks_like_package
 from specctl.cli.options.prompts import PromptText, read_prompts, tell_chat
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from specctl.api.drafting import LoadedDraft
     from specctl.api.generate import GenerateResult
     from specctl.runtime.measure.stats import Stats
+    from specctl.runtime.outline.answer import Outlining
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
@@ -42,6 +44,7 @@ def generate(
     sampling: SamplingFlags,
     grammar: GrammarFlags,
     denoising: DenoisingFlags,
+    outlines: OutlineFlags,
     target: WritingChoice = OWN_WRITING,
     words: Annotated[
         list[str] | None,
@@ -87,10 +90,11 @@ def generate(
     draft = draft.worded(drafter)
     prompts = read_prompts(prompt, file, limit)
     sampling.sampling()  # what cannot be is refused before the target is read
+    outline = outlines.outlining()
     if is_denoised(target, OWN, denoising):
         drafts = draft.draft if draft.draft != NO_DRAFTER else None
         others = {"draft": drafts, "grammar": grammar.file, "compare": compare, "compile": compiled}
-        others["batch"] = batch > 1
+        others |= {"batch": batch > 1, "set outline.kind": outlines.kind}
         given = [f"--{name}" for name, value in others.items() if value]
         given += [" ".join(draft.words())] if draft.words() else []
         flags = sampling, denoising, prompts, chat, stats, given
@@ -104,13 +108,16 @@ def generate(
         draft = draft.in_step()
     wanted = draft.wanted(draft.draft)
     model = target.load(console, compiled, is_in_step=True, wanted=wanted)
+    outline = outlines.with_small(outline, target)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     loaded = draft.load(model)
     loaded.announce(console)
+    if outline is not None:
+        warn_of(console, outline)
     if any(not prompt.messages for prompt in prompts):
         tell_chat(console, model, chat)
     colours = has_colours(console) and loaded.drafter is not None
-    job = GenerateJob(console, model, loaded, settings, prompts, batch, chat, colours)
+    job = GenerateJob(console, model, loaded, settings, prompts, batch, chat, colours, outline)
     if compare:
         made, result = _compare(console, job)
     else:
@@ -118,6 +125,7 @@ def generate(
         if stats:
             show_stats(console, run.stats)
         _tell_lengths(console, run)
+        show_outlines(console, run.outputs)
         tell_ends(console, run.outputs, settings, model)
         made, result = run, job.to_json(run)
     console.result = result
@@ -155,6 +163,7 @@ class GenerateJob:
     batch: int
     chat: bool | None
     colours: bool = False
+    outline: Outlining | None = None
 
     def run(self, draft: LoadedDraft, on_round: Any = None) -> GenerateResult:
         from specctl.api.generate import generate as generate_
@@ -167,6 +176,7 @@ class GenerateJob:
             batch=self.batch,
             chat=self.chat,
             on_round=on_round,
+            outline=self.outline,
             progress=self.console,
         )
 

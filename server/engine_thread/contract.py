@@ -16,6 +16,7 @@ from specctl.core.errors import ResourceError, SpecctlError
 from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.engine.row_features import RowFeatures
 from specctl.runtime.measure.stats import RowStats
+from specctl.runtime.outline.answer import OutlineReport
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.server.requests.limits import Limits
@@ -101,13 +102,15 @@ class Ticket:
 
     Iterating ends after the piece with a `finish_reason`, or after `cancel`; it raises Busy where
     the ask waited too long (then there was no piece). `stats` is there when it has finished, and
-    `features` where they are kept; `since`: when it was made, in seconds of the monotonic clock.
+    `features` where they are kept, and `outline` where it was written from one; `since`: when it
+    was made, in seconds of the monotonic clock.
     """
 
     def __init__(self, ask: GenerateRequest, on_cancel: Callable[[Ticket], None]) -> None:
         self.ask, self.stats, self.since = ask, RowStats(), time.monotonic()
         self.failure: SpecctlError | None = None
         self.features: RowFeatures | None = None
+        self.outline: OutlineReport | None = None
         self.loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece | SpecctlError | None] = asyncio.Queue()
         self._on_cancel, self._is_over = on_cancel, False

@@ -184,6 +184,7 @@ class ApiAnswer(ABC):
         rows = [choice.ticket.stats for choice in choices]
         rounds, tokens = sum(r.rounds for r in rows), sum(r.tokens for r in rows)
         counts = (add_counts(r.accepted_at for r in rows), add_counts(r.tested_at for r in rows))
+        outlines = [c.ticket.outline.to_json() for c in choices if c.ticket.outline is not None]
         return {
             "verification": self.verification,
             "rounds": rounds,
@@ -191,4 +192,5 @@ class ApiAnswer(ABC):
             "accepted": sum(r.accepted for r in rows),
             "tau": round(tokens / rounds, 4) if rounds else None,
             "accepted_per_position": [round(share, 4) for share in shares(*counts)],
+            **({"outline": outlines[0]} if outlines else {}),
         }

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from specctl.runtime.outline.answer import USUAL_POINTS, OutlinedAnswer, Outlining, Turn
+from specctl.runtime.outline.row_text import plain_ids
 from specctl.runtime.sampling.generation_config import SETTINGS
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.chat_tokens import chat_tokens, spelled_controls
@@ -27,7 +29,7 @@ from specctl.server.engine_thread.contract import (
 from specctl.server.errors import ApiError
 from specctl.server.replies.answer_form import answer_form, shown_ids
 from specctl.server.replies.message_parser import MessageParser
-from specctl.server.requests.chat_template import ChatStyle
+from specctl.server.requests.chat_template import ChatStyle, Written
 from specctl.server.requests.grammar_compiler import GrammarCompiler
 from specctl.server.requests.protocol import (
     ChatRequest,
@@ -43,31 +45,34 @@ DEFAULTS = Sampling(temperature=1.0)  # as OpenAI's API has it
 
 
 def may_be_kept(body: ChatRequest | CompletionRequest) -> bool:
-    """Whether its text may be kept for training, which knows no tools, and what the target computes
-    for it."""
-    has_tools = isinstance(body, ChatRequest) and body.has_tools
-    return body.store is not False and not has_tools
+    """Whether its text may be kept for training, which knows no tools and no text that is not drawn
+    from the target, and what the target computes for it."""
+    if isinstance(body, ChatRequest) and (body.has_tools or body.outline is not None):
+        return False
+    return body.store is not False
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """What the target reads: token ids of every prompt; whether a template has opened the thoughts
-    of the answer already."""
+    of the answer already; the conversation that they were written from, if it is one."""
 
     tokens: Sequence[Sequence[int]]
     is_thinking: bool = False
+    said: Written | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratePlan:
     """All that one request asks: its choices in order, the length of its prompts, a parser for the
-    text of each choice (chats only), and the fields of the request that this target makes nothing
-    of."""
+    text of each choice (chats only), the fields of the request that this target makes nothing of,
+    and the one answer that is to be written from an outline."""
 
     asks: tuple[GenerateRequest, ...]
     prompt_tokens: int
     parser: Callable[[], MessageParser] | None = None
     ignored: tuple[str, ...] = ()
+    outlined: OutlinedAnswer | None = None
 
 
 class RequestReader:
@@ -141,7 +146,30 @@ class RequestReader:
         if isinstance(body, ChatRequest):
             ignored += self.style.variables_of(body)[1] + self.style.unread_thoughts(body)
         length, parser = sum(map(len, prompts.tokens)), self._parser(body, prompts.is_thinking)
-        return GeneratePlan(tuple(asks), length, parser, tuple(ignored))
+        outlined = self._outlined(body, prompts, asks[0].sampling)
+        return GeneratePlan(tuple(asks), length, parser, tuple(ignored), outlined)
+
+    def _outlined(
+        self, body: ChatRequest | CompletionRequest, prompts: Prompts, sampling: Sampling
+    ) -> OutlinedAnswer | None:
+        """The answer from an outline that a request names; its points must find room in the
+        queue."""
+        if not isinstance(body, ChatRequest) or body.outline is None:
+            return None
+        said, target = prompts.said, self.service.target
+        assert said is not None, "a chat was written"
+        if prompts.is_thinking:
+            message = "outline: this target's template opens its thoughts in front of the answer; "
+            message += "switch them off (chat_template_kwargs), or leave outline out"
+            raise ApiError(400, message, param="outline", code="unsupported_parameter")
+        most = self.service.status().slots + self.service.limits.max_queue
+        how = Outlining(body.outline, min(body.outline_points or USUAL_POINTS, most))
+
+        def encode(turns: Sequence[Turn], begun: str) -> list[int]:
+            tokens = chat_tokens(target, turns, None, (), said.variables)
+            return [*tokens, *plain_ids(target, begun)]
+
+        return OutlinedAnswer(said.turns, prompts.tokens[0], sampling, how, encode)
 
     def _parser(self, body: Common, is_thinking: bool) -> Callable[[], MessageParser] | None:
         """What takes the text of a chat apart."""
@@ -213,7 +241,8 @@ class RequestReader:
             self.check_room(said.text, "messages")
             tokens = chat_tokens(target, said.turns, said.text, said.tools, said.variables)
             tags = self.style.think_tags
-            return Prompts([tokens], tags is not None and said.text.rstrip().endswith(tags[0]))
+            is_thinking = tags is not None and said.text.rstrip().endswith(tags[0])
+            return Prompts([tokens], is_thinking, said)
         given = body.prompt
         texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         for one in texts:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
+from specctl.runtime.outline.answer import MOST_POINTS
 from specctl.runtime.target.chat_turns import THOUGHTS
 from specctl.server.requests.fields import (
     CAPS,
@@ -326,6 +327,12 @@ class ChatRequest(Common):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=CAPS.max_logprobs)
+    outline: Literal["skeleton", "skeleton-graph"] | None = Field(
+        None,
+        description="Answer from an outline, whose points are written at once (approximate); with "
+        "skeleton-graph each behind those that it needs.",
+    )
+    outline_points: int | None = Field(None, ge=1, le=MOST_POINTS, description="Of an outline.")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -349,6 +356,24 @@ class ChatRequest(Common):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError("give either max_tokens or max_completion_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _outline_fits(self) -> ChatRequest:
+        if self.outline is None:
+            if self.outline_points is not None:
+                raise ValueError("outline_points needs outline")
+            return self
+        others = {
+            "tools": self.tools,
+            self.form_field or "": self.form_field,
+            "logprobs": self.logprobs,
+            "n": self.n is not None and self.n > 1,
+            "min_tokens": self.min_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+        }
+        if given := [name for name, value in others.items() if value]:
+            raise ValueError(f"{given[0]} does not go with outline: leave out one of them")
         return self
 
     @model_validator(mode="after")

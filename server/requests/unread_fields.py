@@ -22,7 +22,7 @@ IGNORED = "X-Specctl-Ignored"  # names the fields of a request that change nothi
 MAX_NAMED, MAX_CHARS = 64, 1000  # of that header
 REFUSED = frozenset({
     "add_generation_prompt", "allowed_token_ids", "audio", "bad_words", "best_of", "chat_template",
-    "continue_final_message", "documents", "echo", "functions", "logits_processors",
+    "continue_final_message", "documents", "echo", "functions", "logits_processors", "outline",
     "prompt_embeds", "prompt_logprobs", "suffix", "truncate_prompt_tokens", "use_beam_search",
 })  # fmt: skip
 NEUTRAL = {"add_generation_prompt": True, "best_of": 1}

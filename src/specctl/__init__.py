@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from specctl.api.verify import verify
     from specctl.api.vocab_trim import vocab_trim
     from specctl.core.errors import SpecctlError
+    from specctl.runtime.outline.answer import Outlining
     from specctl.runtime.sampling.sampling import Sampling
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ _HOMES = {
     "generate": "specctl.api.generate",
     "load_drafter": "specctl.api.drafting",
     "load_target": "specctl.api.targets",
+    "Outlining": "specctl.runtime.outline.answer",
     "prune": "specctl.api.prune",
     "Sampling": "specctl.runtime.sampling.sampling",
     "SpecctlError": "specctl.core.errors",
@@ -58,6 +60,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Outlining",
     "Sampling",
     "SpecctlError",
     "__version__",
