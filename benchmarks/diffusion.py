@@ -143,12 +143,11 @@ def main() -> None:
     prompts = [target.encode(t)[: given.prompt_tokens] for t in texts[: given.prompts]]
     if (given.target / FILTER).is_file():
         given.ways = [*given.ways, *OF_FILTER] if given.ways is WAYS else given.ways
-    own, rows = write_all(target, judge, prompts, "plain", given), list[list[Any]]()
-    plain = own
-    if given.reference is not None:
-        plain = write_all(load_diffusion(given.reference), judge, prompts, "plain", given)
+    other = target if given.reference is None else load_diffusion(given.reference)
+    plain, rows = write_all(other, judge, prompts, "plain", given), list[list[Any]]()
     for way in ("plain", *given.ways):
-        found = own if way == "plain" else write_all(target, judge, prompts, way, given)
+        is_known = way == "plain" and other is target
+        found = plain if is_known else write_all(target, judge, prompts, way, given)
         rows.append(figures(way, found, plain, given))
         print(*rows[-1], sep=" | ", flush=True)
     columns = (
