@@ -1,12 +1,15 @@
 """Quality against passes of a masked diffusion model: every way of decoding on the same prompts.
 
     python benchmarks/diffusion.py runs/tiny-diffusion/export
+    python benchmarks/diffusion.py runs/tiny-dparallel/export --reference runs/tiny-diffusion/export
 
 Quality is the loss of the written text under the causal model `tiny`, in nats a token, given the
 prompt: the model that wrote it is not its judge. Shown is the difference to the plain schedule of
-one token a pass on the same prompts and seeds, with its standard error over texts; `same` is the
-share of texts that are the plain schedule's, token by token. `passes` and `positions` (what is
-computed) are per token.
+one token a pass on the same prompts and seeds. `agree` is the share of tokens that stand where the
+plain schedule has the same one, `same` counts the texts that are its text, token by token. `passes`
+and `positions` (what is computed) are per token. Errors are standard errors over prompts.
+
+`--reference` takes the plain schedule of another model: that from which this one was distilled.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from specctl.core.table import Table
 from specctl.diffusion.engine import denoise, verification_of
 from specctl.diffusion.folder import DiffusionTarget, load_diffusion
 from specctl.diffusion.settings import DenoiseSettings
+from specctl.diffusion.unmask.learned import FILTER
 from specctl.recipes.targets import resolve
 from specctl.runtime.measure.stats import repetition_rate
 
@@ -35,8 +39,11 @@ WAYS = (
     "steps=8", "steps=4", "steps=2",
     "unmask=threshold:0.9", "unmask=threshold:0.7", "unmask=threshold:0.5",
     "ahead=1", "ahead=2", "ahead=4",
+    "unmask=entropy:0.5", "unmask=explore:0.7:1", "unmask=explore:0.5:0", "unmask=explore:0.5:1",
     "reuse=dkv:2", "reuse=dkv:8", "reuse=window:8:8:2", "reuse=window:8:8:8",
 )  # fmt: skip
+
+OF_FILTER = ("unmask=learn2pd:0.9", "unmask=learn2pd:0.7", "unmask=learn2pd:0.5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +92,38 @@ def write_all(
     return texts
 
 
-def figures(way: str, texts: Sequence[Written], plain: Sequence[Written], block: int) -> list[Any]:
-    tokens = sum(len(text.ids) for text in texts)
-    difference = [a.loss - b.loss for a, b in zip(texts, plain, strict=True)]
-    error = statistics.stdev(difference) / len(difference) ** 0.5
-    same = sum(a.ids == b.ids for a, b in zip(texts, plain, strict=True))
+def over_prompts(values: Sequence[float], prompts: int) -> tuple[float, float]:
+    """Mean, and its standard error over prompts: texts of one prompt are no two observations."""
+    means = [statistics.fmean(values[index::prompts]) for index in range(prompts)]
+    return statistics.fmean(means), statistics.stdev(means) / prompts**0.5
+
+
+def agreement(one: Written, other: Written) -> float:
+    return statistics.fmean(a == b for a, b in zip(one.ids, other.ids, strict=True))
+
+
+def figures(way: str, texts: Sequence[Written], plain: Sequence[Written], given: Any) -> list[Any]:
+    pairs, tokens = list(zip(texts, plain, strict=True)), sum(len(text.ids) for text in texts)
+    more, more_error = over_prompts([a.loss - b.loss for a, b in pairs], given.prompts)
+    agree, agree_error = over_prompts([agreement(a, b) for a, b in pairs], given.prompts)
+    passes, error = over_prompts([t.passes / len(t.ids) for t in texts], given.prompts)
     return [
         way,
-        verification_of(settings_of(way, block)),
-        f"{sum(t.passes for t in texts) / tokens:.3f}",
+        verification_of(settings_of(way, given.block)),
+        f"{passes:.3f} ± {error:.3f}",
         f"{sum(t.positions for t in texts) / tokens:.1f}",
         f"{statistics.fmean(t.loss for t in texts):.3f}",
-        f"{statistics.fmean(difference):+.3f} ± {error:.3f}",
+        f"{more:+.3f} ± {more_error:.3f}",
         f"{repetition_rate([t.ids for t in texts]):.3f}",
-        f"{same}/{len(texts)}",
+        f"{agree:.3f} ± {agree_error:.3f}",
+        f"{sum(a.ids == b.ids for a, b in pairs)}/{len(texts)}",
     ]
 
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("target", type=Path)
+    words.add_argument("--reference", type=Path)
     words.add_argument("--ways", nargs="*", default=WAYS)
     words.add_argument("--prompts", type=int, default=12)
     words.add_argument("--prompt-tokens", type=int, default=32)
@@ -122,10 +141,14 @@ def main() -> None:
     lines = (tiny / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines[:: max(1, len(lines) // given.prompts)]]
     prompts = [target.encode(t)[: given.prompt_tokens] for t in texts[: given.prompts]]
-    plain, rows = write_all(target, judge, prompts, "plain", given), list[list[Any]]()
+    if (given.target / FILTER).is_file():
+        given.ways = [*given.ways, *OF_FILTER] if given.ways is WAYS else given.ways
+    other = target if given.reference is None else load_diffusion(given.reference)
+    plain, rows = write_all(other, judge, prompts, "plain", given), list[list[Any]]()
     for way in ("plain", *given.ways):
-        found = plain if way == "plain" else write_all(target, judge, prompts, way, given)
-        rows.append(figures(way, found, plain, given.block))
+        is_known = way == "plain" and other is target
+        found = plain if is_known else write_all(target, judge, prompts, way, given)
+        rows.append(figures(way, found, plain, given))
         print(*rows[-1], sep=" | ", flush=True)
     columns = (
         "way",
@@ -135,6 +158,7 @@ def main() -> None:
         "nats",
         "more than plain",
         "repetition",
+        "agree",
         "same",
     )
     print(Table(columns, rows).markdown())

@@ -25,6 +25,7 @@ from specctl.diffusion.reuse.delayed_kv import DelayedReader
 from specctl.diffusion.reuse.window import WindowReader
 from specctl.diffusion.settings import DenoiseSettings
 from specctl.diffusion.unmask.base import BlockStep, Unmask
+from specctl.diffusion.unmask.entropy import EntropyUnmask
 from specctl.diffusion.unmask.explore import ExploreUnmask
 from specctl.diffusion.unmask.learned import LearnedUnmask, read_filter
 from specctl.diffusion.unmask.static import StaticUnmask, counts
@@ -32,6 +33,7 @@ from specctl.diffusion.unmask.threshold import ThresholdUnmask
 
 MARKS = {
     "threshold": ThresholdUnmask.mark,
+    "entropy": EntropyUnmask.mark,
     "explore": ExploreUnmask.mark,
     "learn2pd": LearnedUnmask.mark,
     "dkv": DelayedReader.mark,
@@ -148,6 +150,8 @@ def make_unmask(settings: DenoiseSettings, folder: Path) -> Unmask:
         return LearnedUnmask(way.numbers[0], model)
     if way.name == "threshold":
         return ThresholdUnmask(*way.numbers)
+    if way.name == "entropy":
+        return EntropyUnmask(*way.numbers)
     return ExploreUnmask(*way.numbers) if way.name == "explore" else StaticUnmask()
 
 

@@ -166,8 +166,9 @@ def save_diffusion(folder: Path, model: MaskedLM, tokenizer: Any, eos_ids: list[
     }
     partial = folder / "model.partial"
     save_file(weights, partial, metadata={"format": "pt"})
-    write_json(folder / CONFIG, {**shape.config, "eos_token_id": eos_ids[0], "dtype": "bfloat16"})
-    write_json(folder / GENERATION, {"eos_token_id": eos_ids})
+    ends = {"eos_token_id": eos_ids[0]} if eos_ids else {}
+    write_json(folder / CONFIG, {**shape.config, **ends, "dtype": "bfloat16"})
+    write_json(folder / GENERATION, {"eos_token_id": eos_ids} if eos_ids else {})
     tokenizer.save_pretrained(folder)
     partial.chmod(0o644)
     os.replace(partial, folder / WEIGHTS)

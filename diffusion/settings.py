@@ -1,11 +1,12 @@
 """How a canvas is denoised: settings as words, checked before anything loads. No torch.
 
-unmask   static | threshold:T | explore:T:N | learn2pd:T
+unmask   static | threshold:T | entropy:T | explore:T:N | learn2pd:T
 reuse    none | dkv:REFRESH | window:ACTIVE:BUFFER:REFRESH
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ Numbers = tuple[float, ...]
 UNMASK: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
     "static": ("", lambda n: n == ()),
     "threshold": (":T (0 to 1)", lambda n: len(n) == 1 and 0 <= n[0] <= 1),
+    "entropy": (":T (nats, 0 or more)", lambda n: len(n) == 1 and 0 <= n[0] < math.inf),
     "learn2pd": (":T (0 to 1)", lambda n: len(n) == 1 and 0 <= n[0] <= 1),
     "explore": (
         ":T:N (0 to 1, and a count)",

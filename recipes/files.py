@@ -24,6 +24,7 @@ PRETRAINED = (
     "tiny-hybrid",
     "tiny-diffusion",
     "tiny-learn2pd",
+    "tiny-dparallel",
 )  # recipes of `specctl pretrain`
 NOT_RECIPES = ("sources", "targets", *PRETRAINED)
 NODE_BYTES = 64  # of a value in memory, about, beside its text

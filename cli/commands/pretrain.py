@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +14,10 @@ from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.options.flags import Out
 from specctl.core.diffusion_kinds import is_diffusion_folder
+
+if TYPE_CHECKING:
+    from specctl.train.pretrain.dparallel import DParallelRecipe
+    from specctl.train.pretrain.token_filter import FilterRecipe
 
 
 def pretrain(
@@ -35,7 +40,8 @@ def pretrain(
     tiny-target: the embedded target, about an hour and a half on two CPU cores. tiny-hybrid: a
     smaller model with recurrent layers and the same tokenizer, some minutes on one.
     tiny-diffusion: a masked diffusion model that begins as the embedded target; tiny-learn2pd: the
-    filter that decodes it in parallel. The same command continues a stopped run.
+    filter that decodes it in parallel; tiny-dparallel: the same model, distilled to be certain
+    earlier. The same command continues a stopped run of a model.
 
     Example:
 
@@ -43,22 +49,14 @@ def pretrain(
     """
     path = recipe_path(recipe)
     check_folder(out)
-    from specctl.train.pretrain.token_filter import filter_recipe, train_filter
+    from specctl.train.pretrain.dparallel import dparallel_recipe
+    from specctl.train.pretrain.token_filter import filter_recipe
 
     if (of_filter := filter_recipe(path)) is not None:
-        report = train_filter(of_filter, out)
-        console.out(
-            f"{report.path} | held-out loss {report.loss:.3f} nats | at .9: precision "
-            f"{report.precision:.3f}, recall {report.recall:.3f} | {report.passes:,} passes"
-        )
-        following = command_line(
-            "generate", "--target", report.path, "--set", f"diffusion.block={of_filter.block}",
-            "--set", "diffusion.unmask=learn2pd:0.9", "def main(",
-        )  # fmt: skip
-        figures = {
-            name: getattr(report, name) for name in ("loss", "precision", "recall", "passes")
-        }
-        console.done({"path": str(report.path), **figures}, next=[following])
+        _filter(console, of_filter, out)
+        return
+    if (distilled := dparallel_recipe(path)) is not None:
+        _distilled(console, distilled, out)
         return
     from specctl.train.pretrain.run import has_state
     from specctl.train.pretrain.run import pretrain as pretrain_
@@ -81,6 +79,42 @@ def pretrain(
     if is_masked:  # nothing drafts for it
         following = command_line("generate", "--target", out / "export", "--stats", "def main(")
     console.done(result, next=[following])
+
+
+def _filter(console: Console, recipe: FilterRecipe, out: Path) -> None:
+    from specctl.train.pretrain.token_filter import train_filter
+
+    report = train_filter(recipe, out)
+    console.out(
+        f"{report.path} | held-out loss {report.loss:.3f} nats | at .9: precision "
+        f"{report.precision:.3f}, recall {report.recall:.3f} | {report.passes:,} passes"
+    )
+    figures = {name: getattr(report, name) for name in ("loss", "precision", "recall", "passes")}
+    following = _generate(report.path, recipe.block, "learn2pd:0.9")
+    console.done({"path": str(report.path), **figures}, next=[following])
+
+
+def _distilled(console: Console, recipe: DParallelRecipe, out: Path) -> None:
+    from specctl.train.pretrain.dparallel import train_dparallel
+
+    report = train_dparallel(recipe, out, console)
+    before, after = report.before, report.after
+    console.out(
+        f"{report.path} | held-out entropy where right {before.entropy:.3f} -> {after.entropy:.3f} "
+        f"nats, cross-entropy {before.cross_entropy:.3f} -> {after.cross_entropy:.3f} nats, "
+        f"right {before.right:.3f} -> {after.right:.3f} | {report.texts:,} texts"
+    )
+    figures = {"before": asdict(before), "after": asdict(after), "texts": report.texts}
+    following = _generate(report.path, recipe.block, "entropy:0.5")
+    console.done({"path": str(report.path), **figures}, next=[following])
+
+
+def _generate(folder: Path, block: int, unmask: str) -> str:
+    """The command that decodes with what was made."""
+    return command_line(
+        "generate", "--target", folder, "--set", f"diffusion.block={block}",
+        "--set", f"diffusion.unmask={unmask}", "def main(",
+    )  # fmt: skip
 
 
 def recipe_path(name: str) -> Path:

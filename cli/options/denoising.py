@@ -24,8 +24,8 @@ class DenoisingFlags:
         str | None,
         Setting(
             "diffusion.unmask",
-            "Tokens that a pass keeps: static, threshold:T, explore:T:N, learn2pd:T (approximate "
-            "but for static).",
+            "Tokens that a pass keeps: static, threshold:T, entropy:T, explore:T:N, learn2pd:T "
+            "(approximate but for static).",
             metavar="WAY",
         ),
     ] = None

@@ -13,6 +13,7 @@ from specctl.diffusion.canvas import CanvasGuess
 from specctl.diffusion.engine import Denoised, denoise, verification_of
 from specctl.diffusion.settings import DenoiseSettings
 from specctl.diffusion.unmask.base import BlockStep
+from specctl.diffusion.unmask.entropy import EntropyUnmask
 from specctl.diffusion.unmask.explore import ExploreUnmask
 from specctl.diffusion.unmask.threshold import ThresholdUnmask
 from specctl_testing.diffusion import MASK, tiny_target
@@ -123,6 +124,23 @@ def test_a_threshold_keeps_all_that_are_confident_enough() -> None:
     assert passes[2] == 3, "a pass for each block"
 
 
+def test_entropy_decides_where_confidence_would_not() -> None:
+    """The second is more confident, and less certain: the rest of it is spread out."""
+    p = torch.full((3, 42), 0.35 / 41)
+    p[0], p[1, 0], p[2, 0] = 0, 0.65, 0.65
+    p[0, :2] = torch.tensor([0.6, 0.4])  # .67 nats
+    guess = CanvasGuess(torch.arange(3), p.argmax(-1), p.log())
+    block = BlockStep(first=0, last=2, step=0, count=1)
+    assert guess.confidence_Q[1] > guess.confidence_Q[0]
+    assert guess.entropy_Q.tolist() == pytest.approx([0.673, 1.947, 1.947], abs=1e-3)
+    for threshold, kept in ((0, [1, 0, 0]), (0.7, [1, 0, 0]), (2, [1, 1, 0])):
+        assert EntropyUnmask(threshold).keep(guess, block).tolist() == kept
+    counts = [
+        run("dream", PROMPTS[0], replace(PLAIN, unmask=f"entropy:{t}")).passes for t in (0, 2, 9)
+    ]
+    assert counts[0] == 20 > counts[1] > counts[2] == 3
+
+
 def test_exploring_keeps_the_least_certain_and_exploits_beyond_the_block() -> None:
     logits = torch.tensor([[4.0, 0, 0], [1.0, 0, 0], [0.1, 0, 0], [9.0, 0, 0]])
     guess = CanvasGuess(torch.arange(4), logits.argmax(-1), logits)
@@ -168,6 +186,7 @@ def test_an_end_of_text_ends_after_its_block(place: int) -> None:
         ({"steps": 4}, "plain"),
         ({"ahead": 4}, "lossless"),
         ({"unmask": "threshold:0.9"}, "approximate:threshold"),
+        ({"unmask": "entropy:0.5"}, "approximate:entropy"),
         ({"reuse": "dkv:4"}, "approximate:dkv-cache"),
         ({"unmask": "threshold:0.9", "reuse": "window:8:8:4"}, "approximate:threshold+window"),
     ],
@@ -184,6 +203,8 @@ def test_results_say_what_they_are(settings: dict[str, Any], verification: str) 
         {"ahead": -1},
         {"unmask": "threshold"},
         {"unmask": "threshold:2"},
+        {"unmask": "entropy:-0.1"},
+        {"unmask": "entropy:inf"},
         {"unmask": "best:1"},
         {"unmask": "explore:0.9:-1"},
         {"reuse": "dkv:0"},

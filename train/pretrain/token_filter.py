@@ -16,10 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from torch import Tensor
 
-from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.model_folder import CONFIG
 from specctl.diffusion.canvas import CanvasGuess
@@ -29,9 +27,9 @@ from specctl.diffusion.settings import DenoiseSettings
 from specctl.diffusion.unmask.base import BlockStep
 from specctl.diffusion.unmask.learned import FILTER, TokenFilter, block_confidences
 from specctl.diffusion.unmask.static import StaticUnmask
-from specctl.recipes.files import parse_yaml
 from specctl.recipes.section import Positive, Section
 from specctl.train.data.corpus import training_texts
+from specctl.train.pretrain.own_section import folder_of, own_section
 
 EXPORT = "export"
 HELDOUT_SHARE = 0.25  # of the prompts
@@ -77,23 +75,7 @@ class FilterRows:
 
 def filter_recipe(path: Path) -> FilterRecipe | None:
     """The recipe of a filter in a YAML file; None where the file is a recipe of a model."""
-    try:
-        found = parse_yaml(read_text(path), str(path))
-    except OSError as error:
-        raise FileError(f"no recipe at {path}", do="name a YAML file") from error
-    if not isinstance(found, dict) or set(found) != {"filter"}:
-        return None
-    try:
-        return FilterRecipe.model_validate(found["filter"])
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise RecipeError(
-            f"'filter.{'.'.join(map(str, problem['loc']))}' of the recipe is not valid",
-            where=str(path),
-            found=repr(problem["input"])[:120],
-            expected=problem["msg"],
-            do="correct it; recipes/tiny-learn2pd.yaml has every key",
-        ) from error
+    return own_section(path, "filter", FilterRecipe, "tiny-learn2pd")
 
 
 class RecordingUnmask(StaticUnmask):
@@ -166,15 +148,7 @@ def _check_export(export: Path) -> None:
 
 def train_filter(recipe: FilterRecipe, out: Path) -> FilterReport:
     """Decode, fit, and write OUT/export: the model's folder with the filter."""
-    folder = Path(recipe.target).expanduser()
-    if not folder.is_dir():
-        raise FileError(
-            "the recipe's diffusion model is not here",
-            where="filter.target",
-            found=recipe.target,
-            expected="a folder that specctl pretrain --recipe tiny-diffusion wrote",
-            do="make it first, or name another folder",
-        )
+    folder = folder_of(recipe.target, "filter.target")
     _check_export(out / EXPORT)
     target = load_diffusion(folder)
     texts = training_texts(recipe.text_bytes, recipe.seed)[: recipe.prompts]
