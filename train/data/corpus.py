@@ -8,6 +8,7 @@ import ast
 import gzip
 import hashlib
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -131,8 +132,10 @@ def origin(distribution: str) -> Origin | None:
 def _paths(distribution: str) -> Iterator[tuple[str, Path]]:
     if distribution == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        for path in root.rglob("*.py"):
-            yield path.relative_to(root).as_posix(), path
+        for folder, folders, files in os.walk(root):  # below it lies every package, as a rule
+            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+            for path in (Path(folder, name) for name in files if name.endswith(".py")):
+                yield path.relative_to(root).as_posix(), path
         return
     for entry in metadata.files(distribution) or []:
         if entry.suffix == ".py" and not entry.as_posix().startswith(".."):
