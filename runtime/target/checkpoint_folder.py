@@ -334,14 +334,14 @@ def check_size(config: Any, shapes: Iterable[tuple[int, ...]], where: str) -> No
     it is allocated."""
     from transformers import AutoModelForCausalLM
 
-    from specctl.models.shapes_only import shapes_only
+    from specctl.models.without_fills import without_fills
 
     stored = list(shapes)
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if layers > len(stored):
         expected = f"at most the {len(stored):,} tensors stored"
         raise misfit(f"num_hidden_layers {layers:,}", expected, where)
-    with shapes_only():
+    with without_fills():
         model = AutoModelForCausalLM.from_config(config)
     count = sum(part.numel() for part in model.parameters())
     there = sum(map(math.prod, stored))

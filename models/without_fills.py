@@ -42,7 +42,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 @contextmanager
-def shapes_only() -> Iterator[None]:
+def without_fills() -> Iterator[None]:
     """Whatever is made within has a shape and no storage, as in `torch.device("meta")`."""
     with torch.device("meta"), _Unfilled():
         yield

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specctl.models.shapes_only import shapes_only
+from specctl.models.without_fills import without_fills
 
 BUILDERS = [
     lambda: nn.Linear(3, 4),
@@ -40,7 +40,7 @@ def test_shapes_are_those_of_the_meta_device_and_nothing_fills_them(
     with Drawn() as drawn, torch.device("meta"):
         wanted = build()
     assert drawn.names != []
-    with Drawn() as drawn, shapes_only():
+    with Drawn() as drawn, without_fills():
         found = build()
     assert drawn.names == []
     for a, b in zip(tensors(found), tensors(wanted), strict=True):
@@ -52,7 +52,7 @@ def tensors(made: nn.Module | Tensor) -> list[Tensor]:
 
 
 def test_what_has_storage_is_filled_within() -> None:
-    with shapes_only(), torch.device("cpu"):
+    with without_fills(), torch.device("cpu"):
         torch.manual_seed(3)
         found = nn.Linear(3, 4).weight
     torch.manual_seed(3)
