@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+
+from specctl.models.without_fills import without_fills
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -76,7 +77,7 @@ def change_of(model: Any) -> str | None:
         return f"class {type(model).__name__} of {type(model).__module__}"
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # others may need a library
-    with torch.device("meta"):
+    with without_fills():
         fresh = type(model)(config)
     theirs, ours = dict(model.named_modules()), dict(fresh.named_modules())
     return (

@@ -25,6 +25,19 @@ def state_of(owner: Tensor | nn.Module) -> State | None:
     return tuple((t.data_ptr(), t._version, t.dtype, t.shape, t.stride()) for t in tensors)
 
 
+def num_writes(module: nn.Module) -> int:
+    """Changes whenever somebody writes to a parameter below `module`. Every row that joins looks,
+    and `parameters()` would build the name of each."""
+    total = 0
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            total += parameter._version
+    for part in module._modules.values():
+        if part is not None:
+            total += num_writes(part)
+    return total
+
+
 class Copies(Generic[Owner, Made]):
     """What `make` makes of a tensor, or of the parameters and buffers of a module, by owner."""
 

@@ -53,6 +53,7 @@ from specctl.models.native.library import no_int8
 from specctl.models.native.step import MOST_ROWS, Bits, NativeStep, drafts_in_int8
 from specctl.models.spread import is_spread
 from specctl.models.torch_threads import forward_threads, may_choose
+from specctl.models.without_fills import without_fills
 
 __all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
 
@@ -434,7 +435,7 @@ def fast_llama_from_hf(model: Any, eos_ids: tuple[int, ...] = ()) -> FastLlama |
         return None
     if theirs.attention_scaling != rotary.attention_scaling:
         return None
-    with torch.device("meta"):
+    with without_fills():
         module = LlamaModel(_shape_of(model, spec), inv_freq, float(rotary.attention_scaling))
     weights = dict(model.named_parameters())
     for name, _ in list(module.named_parameters()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -138,12 +139,20 @@ class Source:
 
 def recipe_names() -> list[str]:
     """The recipes that come with specctl."""
-    return sorted(set(_names(resources.files("specctl.recipes").iterdir())) - set(NOT_RECIPES))
+    return list(_listed()[0])
 
 
 def base_names() -> list[str]:
     """The settings that several of them share."""
-    return sorted(_names((resources.files("specctl.recipes") / "bases").iterdir()))
+    return list(_listed()[1])
+
+
+@cache  # every recipe that is read, and every parent of it, looks for its name
+def _listed() -> tuple[list[str], list[str]]:
+    """Recipes and bases, each in alphabetical order."""
+    folder = resources.files("specctl.recipes")
+    recipes = set(_names(folder.iterdir())) - set(NOT_RECIPES)
+    return sorted(recipes), sorted(_names((folder / "bases").iterdir()))
 
 
 def _names(files: Iterable[Any]) -> list[str]:

@@ -39,6 +39,7 @@ from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import ServedHead, read_head, served_head
 from specctl.drafters.states.borrowed_state import BorrowedState
+from specctl.models.copies import num_writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class ExitDrafter(SelfDrafter):
 
     def version(self) -> int:
         """Changes whenever a weight does."""
-        return sum(parameter._version for parameter in self.module.parameters())
+        return num_writes(self.module)
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Loss of predicting 1 ahead (A0) from the residual at the exit."""

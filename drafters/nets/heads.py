@@ -18,6 +18,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.models.copies import num_writes
 
 
 class ResBlock(nn.Module):
@@ -64,7 +65,7 @@ class BorrowingDrafter(Drafter):
 
     def version(self) -> int:
         """Changes whenever a weight does."""
-        return sum(parameter._version for parameter in self.module.parameters())
+        return num_writes(self.module)
 
 
 def draft_size(vocab: VocabMap | None, target_size: int) -> int:

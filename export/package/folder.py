@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -54,6 +53,7 @@ from specctl.export.package.tensors import (
     write_tensors,
 )
 from specctl.models.fast_llama import LlamaModel
+from specctl.models.without_fills import without_fills
 from specctl.recipes.drafter_names import drafter_names
 from specctl.recipes.ollama_store import PREFIX
 from specctl.recipes.serve import is_relaxed
@@ -228,7 +228,7 @@ def refuse_unbuildable(drafter: Drafter) -> None:
     (those of a model taken from elsewhere may not). A memory of any length is no part of that."""
     if drafter.holds_data:
         return
-    with torch.device("meta"):  # shapes only, and no random numbers are drawn
+    with without_fills():  # shapes only, and no random numbers are drawn
         again = families()[drafter.family].build(drafter.options, drafter.spec, drafter.vocab)
     if _layout(again) != _layout(drafter):
         raise IncompatibleError(

@@ -52,6 +52,7 @@ from specctl.export.package.padding import DrafterParts, padded_parts, padded_sm
 from specctl.export.package.target_rows import check_target_rows, with_target_rows
 from specctl.export.package.tensors import MAP_NAMES, read_tensors, widest_float
 from specctl.models.from_config import config_of
+from specctl.models.without_fills import without_fills
 from specctl.runtime.target.checkpoint_folder import check_counts, check_size, refuse_code
 from specctl.runtime.target.target import Target
 
@@ -131,7 +132,7 @@ def _built(
     padded: ModelSpec | None = None,
 ) -> Drafter:
     spec = manifest.model_spec if padded is None else padded
-    with torch.device("meta"):  # shapes first, so that no option can take memory
+    with without_fills():  # shapes first, so that no option can take memory
         shell = family.build(options, spec, vocab)
         if padded is None:
             _check_needs(manifest, shell)

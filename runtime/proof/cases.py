@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -85,10 +86,12 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+@lru_cache(maxsize=256)  # rules and kinds of tree are tried on the same tables
 def random_distributions(
     family: str, size: int, depth: int, seed: int, context_free: bool = False
 ) -> tuple[Distributions, Distributions]:
-    """Tables of p and q for every path of up to `depth` tokens."""
+    """Tables of p and q for every path of up to `depth` tokens; they are shared, and nobody writes
+    to them."""
     rng = np.random.default_rng(seed)
     p: dict[Path, Distribution] = {}
     q: dict[Path, Distribution] = {}
@@ -159,6 +162,11 @@ _OWN_RULE = {NodeKind.PATHS: "multi-path", NodeKind.REFILLED: "sequoia"}
 def proof_cases(level: str) -> Iterator[Case]:
     """Every legal combination of a level: "quick" (about a second), "slice" (some seconds), "full"
     (minutes)."""
+    return (make_case(*one) for one in planned_cases(level))
+
+
+def planned_cases(level: str) -> Iterator[tuple[str, NodeKind, str, str, int]]:
+    """The same by rule, kind of tree, names of shape and family, and size of the vocabulary."""
     full = level == "full"
     shapes = {**CHAINS, **TREES, **BIG_TREES}
     rules = RULES.working()
@@ -169,4 +177,4 @@ def proof_cases(level: str) -> Iterator[Case]:
         if greedy_like or fillers or repeats or not legal(rule, kind, is_chain(shapes[shape])):
             continue
         if drawable(kind, shapes[shape], size):
-            yield make_case(rule, kind, shape, family, size)
+            yield rule, kind, shape, family, size

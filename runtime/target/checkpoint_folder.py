@@ -332,15 +332,16 @@ def stored_names(files: Iterable[Path]) -> list[str]:
 def check_size(config: Any, shapes: Iterable[tuple[int, ...]], where: str) -> None:
     """Refuse a configuration of a model larger than the weights that are there, before a number of
     it is allocated."""
-    import torch
     from transformers import AutoModelForCausalLM
+
+    from specctl.models.without_fills import without_fills
 
     stored = list(shapes)
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if layers > len(stored):
         expected = f"at most the {len(stored):,} tensors stored"
         raise misfit(f"num_hidden_layers {layers:,}", expected, where)
-    with torch.device("meta"):
+    with without_fills():
         model = AutoModelForCausalLM.from_config(config)
     count = sum(part.numel() for part in model.parameters())
     there = sum(map(math.prod, stored))

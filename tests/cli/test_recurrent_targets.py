@@ -3,6 +3,7 @@ from its configuration: none of its weights is there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,21 +47,28 @@ def target() -> Target:
 
 # -- by name -----------------------------------------------------------------------------------
 
+GREEDY = Sampling(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+REQUESTS = [Request(prompt, GREEDY) for prompt in ((7, 8, 9, 7, 8), (1, 2, 3, 1))]
+
+
+@pytest.fixture(scope="module")
+def plain(target: Target) -> list[Sequence[int]]:
+    return [each.tokens for each in Engine(target, num_slots=2).run(REQUESTS)]
+
 
 @pytest.mark.parametrize("name", sorted(families()))
-def test_a_family_works_or_is_refused_by_its_entry(name: str, target: Target) -> None:
+def test_a_family_works_or_is_refused_by_its_entry(
+    name: str, target: Target, plain: list[Sequence[int]]
+) -> None:
     """As a batch, with fresh weights: the text is the plain one."""
     family = families()[name]
     drafter = family.build(family.options(), target.spec, None)
-    greedy = Sampling(temperature=0.0, max_new_tokens=8, ignore_eos=True)
-    requests = [Request(prompt, greedy) for prompt in ((7, 8, 9, 7, 8), (1, 2, 3, 1))]
     if family.borrows_layers:
         with pytest.raises(IncompatibleError, match="does not lend its layers"):
             Engine(target, drafter, default_policy(drafter))
         return
     engine = Engine(target, drafter, default_policy(drafter), num_slots=2)
-    wanted = [each.tokens for each in Engine(target, num_slots=2).run(requests)]
-    assert [each.tokens for each in engine.run(requests)] == wanted
+    assert [each.tokens for each in engine.run(REQUESTS)] == plain
 
 
 @pytest.mark.parametrize("name", FREE)

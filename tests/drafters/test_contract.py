@@ -7,8 +7,9 @@ are neither useless nor perfect.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 
 SIZE = 24
+STEPS = 12  # of training
+Drafted = tuple[list[Completion], list[Outcome]]
 # Five layers are the published default; the contract is the same with two.
 SMALL: dict[str, dict[str, Any]] = {
     name: {"layers": 2, "taps": (0, 2)}
@@ -107,20 +110,53 @@ def target(make_target: Any) -> Target:
     return found
 
 
-@pytest.fixture(scope="module")
-def make_drafter(target: Target, train_a_little: Any) -> Any:
-    """make_drafter(name, trimmed=False, steps=12): each made once."""
-    made: dict[tuple[str, bool, int], Drafter] = {}
+@pytest.fixture(scope="module", autouse=True)
+def frozen(target: Target) -> dict[str, Tensor]:
+    """The target's weights as they were before any test."""
+    return {n: t.clone() for n, t in target.lm.module.state_dict().items()}
 
-    def make(name: str, trimmed: bool = False, steps: int = 12) -> Drafter:
-        key = (name, trimmed, steps)
-        if key not in made:
-            made[key] = new_drafter(target, name, trimmed)
-            if made[key].trainable():
-                train_a_little(target, made[key], steps)
-        return made[key]
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A drafter with the losses of its training, and the names of its tensors that it changed."""
+
+    drafter: Drafter
+    losses: tuple[float, ...] = ()
+    moved: frozenset[str] = frozenset()
+
+
+@pytest.fixture(scope="module")
+def trained(target: Target, train_a_little: Any) -> Callable[..., Trained]:
+    """trained(name, trimmed): each made once."""
+
+    @cache
+    def make(name: str, trimmed: bool) -> Trained:
+        drafter = new_drafter(target, name, trimmed)
+        if not drafter.trainable():
+            return Trained(drafter)
+        before = {n: t.clone() for n, t in drafter.tensors().items()}
+        losses = train_a_little(target, drafter, STEPS)
+        moved = {n for n, t in drafter.tensors().items() if not torch.equal(t, before[n])}
+        return Trained(drafter, tuple(losses), frozenset(moved))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def make_drafter(trained: Callable[..., Trained]) -> Callable[..., Drafter]:
+    """make_drafter(name, trimmed=False): each made once."""
+    return lambda name, trimmed=False: trained(name, trimmed).drafter
+
+
+@pytest.fixture(scope="module")
+def greedy_run(target: Target, make_drafter: Any) -> Callable[..., Drafted]:
+    """greedy_run(name, policy, trimmed, num_slots): what several tests look at, each run once."""
+
+    @cache
+    def found(name: str, policy: str, trimmed: bool, num_slots: int) -> Drafted:
+        return run(target, make_drafter(name, trimmed), policy, PROMPTS, num_slots, GREEDY)
+
+    return found
 
 
 def new_drafter(target: Target, name: str, trimmed: bool = False) -> Drafter:
@@ -167,7 +203,7 @@ def run(
     num_slots: int,
     sampling: Sampling,
     **fields: Any,
-) -> tuple[list[Completion], list[Outcome]]:
+) -> Drafted:
     recorder = Recorder(CostTable({0: 1.0}, {0: 1.0}, "", "", 1))
     engine = Engine(
         target,
@@ -191,17 +227,12 @@ def plain(target: Target) -> list[Completion]:
 
 @pytest.mark.parametrize(("name", "policy", "trimmed"), GREEDILY)
 def test_greedy_output_is_the_targets_whatever_the_batch(
-    target: Target,
-    plain: list[Completion],
-    make_drafter: Any,
-    name: str,
-    policy: str,
-    trimmed: bool,
+    plain: list[Completion], greedy_run: Any, name: str, policy: str, trimmed: bool
 ) -> None:
-    drafter = make_drafter(name, trimmed)
+    wanted = {p.request.tokens: p.tokens for p in plain}
     for num_slots in (1, 3):  # five prompts in three slots: rows leave and others take their slot
-        drafted, outcomes = run(target, drafter, policy, PROMPTS, num_slots, GREEDY)
-        assert [d.tokens for d in drafted] == [p.tokens for p in plain]
+        drafted, outcomes = greedy_run(name, policy, trimmed, num_slots)
+        assert [d.tokens for d in drafted] == [wanted[d.request.tokens] for d in drafted]
         assert sum(sum(o.num_accepted) for o in outcomes) > 0
 
 
@@ -297,16 +328,12 @@ def check_tree(tree: DraftTree, budget: Budget, size: int) -> None:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_loss_falls_and_only_trainable_tensors_move(
-    target: Target, train_a_little: Any, name: str
+    target: Target, frozen: dict[str, Tensor], trained: Callable[..., Trained], name: str
 ) -> None:
-    """Over a trimmed vocabulary; over a whole one `make_drafter` trains for the other tests."""
-    drafter = new_drafter(target, name, trimmed=True)
-    before = {n: t.clone() for n, t in drafter.tensors().items()}
-    frozen = {n: t.clone() for n, t in target.lm.module.state_dict().items()}
-    losses = train_a_little(target, drafter, 30)
-    assert losses[-1] < 0.8 * losses[0]
-    moved = {n for n, t in drafter.tensors().items() if not torch.equal(t, before[n])}
-    assert moved == set(drafter.trainable())
+    """Over a trimmed vocabulary; over a whole one drafters are trained for the other tests."""
+    found = trained(name, True)
+    assert found.losses[-1] < 0.8 * found.losses[0]
+    assert found.moved == set(found.drafter.trainable())
     for n, t in target.lm.module.state_dict().items():
         assert torch.equal(t, frozen[n]), f"{n} of the target moved"
         assert not t.requires_grad
@@ -348,7 +375,7 @@ def test_borrowed_pieces_are_not_among_the_stored_tensors(target: Target, name: 
     ("name", "trimmed"), [(n, False) for n in NAMES] + [(n, True) for n in TRAINED]
 )
 def test_saved_and_loaded_it_drafts_the_same(
-    target: Target, make_drafter: Any, name: str, trimmed: bool
+    target: Target, make_drafter: Any, greedy_run: Any, name: str, trimmed: bool
 ) -> None:
     drafter = make_drafter(name, trimmed)
     torch.manual_seed(99)
@@ -356,7 +383,10 @@ def test_saved_and_loaded_it_drafts_the_same(
     twin.load_tensors(drafter.tensors())
     policy = families()[name].policies[0]
     sampling = GREEDY if trimmed else replace(GREEDY, temperature=1.0)
-    _, ours = run(target, drafter, policy, PROMPTS, 3, sampling)
+    if trimmed:
+        _, ours = greedy_run(name, policy, True, 3)
+    else:
+        _, ours = run(target, drafter, policy, PROMPTS, 3, sampling)
     _, theirs = run(target, twin, policy, PROMPTS, 3, sampling)
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
@@ -416,7 +446,7 @@ def test_training_scores_a_token_as_serving_does(
 
 @pytest.mark.parametrize(("name", "policy"), TYPICAL)
 def test_a_used_slot_drafts_as_a_fresh_one(
-    target: Target, make_drafter: Any, name: str, policy: str
+    target: Target, make_drafter: Any, greedy_run: Any, name: str, policy: str
 ) -> None:
     drafter = make_drafter(name)
     if name == "token-recycling":  # its memory is shared on purpose: compare it frozen
@@ -424,10 +454,10 @@ def test_a_used_slot_drafts_as_a_fresh_one(
         torch.manual_seed(0)
         best = torch.stack([torch.randperm(SIZE)[:8] for _ in range(SIZE)])
         drafter.load_tensors({"matrix": best})
-    (_, alone), (_, after) = (
-        run(target, drafter, policy, prompts, 1, GREEDY)
-        for prompts in ([PROMPTS[2]], [PROMPTS[0], PROMPTS[1], PROMPTS[2]])
-    )
+        _, after = run(target, drafter, policy, PROMPTS, 1, GREEDY)
+    else:
+        _, after = greedy_run(name, policy, False, 1)
+    _, alone = run(target, drafter, policy, PROMPTS[-1:], 1, GREEDY)
     again = after[-len(alone) :]
     for a, b in zip(alone, again, strict=True):
         assert torch.equal(a.tree.token_BN, b.tree.token_BN)

@@ -75,7 +75,7 @@ def test_training_and_serving_logits_agree_for_the_same_prefix(
         target, name, KEPT if trimmed else None, num_heads=3, **options
     )
     with torch.enable_grad():
-        train(target, drafter, make_batch, steps=4)  # nothing zero, nothing the identity
+        train(target, drafter, make_batch, 4, rows=2)  # nothing zero, nothing the identity
     batch = capture_batch(target, drafter, one_text(TEXT))
     weights = drafter.head_weights()
     trained = [
@@ -156,7 +156,7 @@ def test_after_rounds_of_unequal_acceptance_it_drafts_as_from_a_fresh_start(
 ) -> None:
     drafter: HeadDrafter = make_heads(target, name, num_heads=3, **options)
     with torch.enable_grad():
-        train(target, drafter, make_batch, steps=40 if name == "mlp-speculator" else 12)
+        train(target, drafter, make_batch, 40 if name == "mlp-speculator" else 12, rows=4)
     ran = decode(target, drafter, PROMPTS, tokens=24, length=3, slots=2, policy="chain")
     assert len({n for outcome in ran.outcomes for n in outcome.num_accepted}) > 1
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, ran.answers, strict=True)]

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from specctl.models.copies import Copies
+from specctl.models.copies import Copies, num_writes
 from specctl.models.native.bits import packed
 
 
@@ -41,6 +41,17 @@ def test_a_module_has_one_copy_of_all_its_parameters_and_buffers():
     assert copies.of(module) is first
     module.running_mean.add_(1.0)
     assert copies.of(module).tolist() == [2.0, 2.0]
+
+
+def test_every_writing_below_a_module_is_counted():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.PReLU()))
+    module.register_parameter("none", None)
+    seen = {num_writes(module)}
+    for parameter in module.parameters():
+        with torch.no_grad():
+            parameter.add_(1.0)
+        seen.add(num_writes(module))
+    assert len(seen) == 4
 
 
 def test_a_weight_with_copies_can_be_freed():

@@ -5,9 +5,11 @@ whose text is not repeated elsewhere: the split does not depend on the versions 
 """
 
 import ast
+import csv
 import gzip
 import hashlib
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -92,17 +94,25 @@ def split_of(distribution: str, name: str, num_bytes: int) -> str:
 
 def is_prose_or_code(text: str) -> bool:
     """False for tables, generated files and data written as Python."""
-    if not MIN_BYTES <= len(text) <= MAX_BYTES or GENERATED.search(text[:2000]):
+    if not MIN_BYTES <= len(text) <= MAX_BYTES or _is_generated(text[:2000]):
         return False
     lines = text.splitlines()
     if max(map(len, lines)) > 1000 or len(text) / len(lines) > 100:
         return False
-    digits = sum(map(text.count, "0123456789"))
-    return digits < 0.12 * len(text) and len(text.encode()) < 1.02 * len(text)
+    in_bytes = text.encode()
+    digits = len(in_bytes) - len(in_bytes.translate(None, b"0123456789"))
+    return digits < 0.12 * len(text) and len(in_bytes) < 1.02 * len(text)
+
+
+def _is_generated(start: str) -> bool:
+    lower = start.lower()  # most have neither word, which is seen sooner than by the pattern
+    return ("generated" in lower or "do not " in lower) and bool(GENERATED.search(start))
 
 
 def without_licence_header(text: str) -> str:
     """The text without its leading comment lines, if these speak of a copyright or a licence."""
+    if not text or not (text[0] == "#" or text[0].isspace()):
+        return text
     lines = text.splitlines(keepends=True)
     end = 0
     while end < len(lines) and (lines[end].startswith("#") or not lines[end].strip()):
@@ -129,14 +139,24 @@ def origin(distribution: str) -> Origin | None:
 
 
 def _paths(distribution: str) -> Iterator[tuple[str, Path]]:
+    """Modules that are not skipped, each with its path below the import root."""
     if distribution == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        for path in root.rglob("*.py"):
-            yield path.relative_to(root).as_posix(), path
+        for folder, folders, files in os.walk(root):  # below it lies every package, as a rule
+            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+            for path in (Path(folder, name) for name in files if name.endswith(".py")):
+                if not _is_skipped(name := path.relative_to(root).as_posix()):
+                    yield name, path
         return
-    for entry in metadata.files(distribution) or []:
-        if entry.suffix == ".py" and not entry.as_posix().startswith(".."):
-            yield entry.as_posix(), Path(str(entry.locate()))
+    found = metadata.distribution(distribution)
+    record = found.read_text("RECORD")
+    if record is None:
+        names = [entry.as_posix() for entry in found.files or []]
+    else:  # `files` makes an object of each, and most are no modules
+        names = [row[0] for row in csv.reader(record.splitlines()) if row]
+    for name in names:
+        if name.endswith(".py") and not name.startswith("..") and not _is_skipped(name):
+            yield name, Path(str(found.locate_file(name)))
 
 
 def _is_skipped(name: str) -> bool:
@@ -185,7 +205,7 @@ def collect(distributions: tuple[str, ...] = (STDLIB, *DISTRIBUTIONS)) -> tuple[
         if origin(distribution) is None:
             continue
         for name, path in _paths(distribution):
-            source = None if _is_skipped(name) else read_source(distribution, name, path)
+            source = read_source(distribution, name, path)
             if source is not None:
                 found.append(source)
     found.sort(key=lambda s: (s.split != "heldout", s.distribution, s.name))

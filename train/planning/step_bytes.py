@@ -137,7 +137,7 @@ class _Known:
         return isinstance(other, _Known) and other.key == self.key
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def _asked(asked: _Known) -> StepBytes:
     *_, is_elsewhere, kept, dtype, is_gpu, rows, parts = asked.key
     part, train = asked.settings.drafter, asked.settings.train
@@ -191,7 +191,7 @@ def _asked(asked: _Known) -> StepBytes:
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def _known_peaks(key: tuple[Any, ...]) -> dict[tuple[int, int], dict[str, int]]:
     """Those traced so far of what differs in its rows alone, by rows and length."""
     return {}

@@ -247,5 +247,6 @@ def test_fitted_to_a_slow_device_it_asks_for_less(pair: Pair, name: str) -> None
     """The costs of a chain, as the command line measures them, shape the tree."""
     fast, slow = chain_costs(0.02, 0.002), chain_costs(0.6, 0.4)
     policy: Any = make_policy({"policy": name})
-    large, little = (pair.run(equip(policy, costs).policy) for costs in (fast, slow))
+    fitted = (equip(policy, costs).policy for costs in (fast, slow))
+    large, little = (pair.run(one, tokens=24, rows=8) for one in fitted)
     assert little.calls < large.calls or little.mean_nodes < large.mean_nodes

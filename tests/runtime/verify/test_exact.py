@@ -9,22 +9,32 @@ import pytest
 from scipy.optimize import brentq
 
 from specctl.core.tree import NodeKind
-from specctl.runtime.proof.cases import FAMILIES, TREES, is_chain, make_case, proof_cases
+from specctl.runtime.proof.cases import (
+    BIG_TREES,
+    CHAINS,
+    FAMILIES,
+    TREES,
+    is_chain,
+    make_case,
+    planned_cases,
+)
 from specctl.runtime.proof.enumerate import Case, enumerate_case, fixed_siblings
 from specctl.runtime.verify import RULES, legal
 
-CASES = list(proof_cases("slice"))
+PLANNED = list(planned_cases("slice"))
+SHAPES = {**CHAINS, **TREES, **BIG_TREES}
 
 
 def test_the_slice_of_the_proof_is_large():
-    assert len(CASES) >= 1000
-    assert {case.rule for case in CASES} == set(RULES)
+    assert len(PLANNED) >= 1000
+    assert {rule for rule, *_ in PLANNED} == set(RULES)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_distribution_equals_the_target_to_rounding(rule):
-    found = {case.name: enumerate_case(case).error for case in CASES if case.rule == rule}
+    cases = (make_case(*one) for one in PLANNED if one[0] == rule)
+    found = {case.name: enumerate_case(case).error for case in cases}
     assert found
     worst = max(found, key=found.__getitem__)
     assert found[worst] <= 1e-12, worst
@@ -190,7 +200,8 @@ def test_two_paths_accept_more_than_one():
 
 
 def test_every_legal_pair_of_rule_and_kind_is_enumerated():
-    seen = {(case.rule, case.kind, is_chain(case.shape)) for case in proof_cases("full")}
+    plan = planned_cases("full")
+    seen = {(rule, kind, is_chain(SHAPES[shape])) for rule, kind, shape, *_ in plan}
     expected = {(r, k, c) for r in RULES for k in NodeKind for c in (True, False) if legal(r, k, c)}
     missing = {x for x in expected - seen if x[0] != "greedy"}
     assert not missing

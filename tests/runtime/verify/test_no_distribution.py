@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from specctl.core.tree import NodeKind, QRows
-from specctl.runtime.proof.cases import proof_cases
+from specctl.runtime.proof.cases import make_case, planned_cases
 from specctl.runtime.proof.compare import differences, random_round
 from specctl.runtime.proof.enumerate import enumerate_case
 from specctl.runtime.verify import RULES, legal, run_rule
 from specctl.runtime.verify.walk import drawn_from_numbers
 
-CASES = [case for case in proof_cases("quick") if case.name.split("/")[3] == "random"]
+CASES = [make_case(*one) for one in planned_cases("quick") if one[3] == "random"]
 SAMPLED = [
     (rule, kind, is_chain)
     for rule, kind, is_chain in product(RULES, NodeKind, (True, False))

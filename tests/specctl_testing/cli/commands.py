@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from typing import Any
 
 import typer
@@ -23,6 +24,16 @@ def program_words(text: str) -> list[str]:
     return shlex.split(command, comments=True)
 
 
+@cache  # what a command line is taken apart with is made of signatures, which stay
+def _command(name: str) -> Any:
+    return load_command(name)
+
+
+@cache
+def _program() -> Any:
+    return typer.main.get_command(app)
+
+
 def why_not(words: list[str]) -> str | None:
     """Why the program would refuse these words as a command line; None if it would not."""
     found = parsed(words)
@@ -39,9 +50,9 @@ def parsed(words: list[str]) -> Any:
         return None if not words or words[0] in COMMANDS else f"no command {words[0]}"
     if words[0] not in COMMANDS:
         return f"no command {words[0]}"
-    command: Any = load_command(words[0])
+    command = _command(words[0])
     rest = words[1:]
-    parent = typer.main.get_command(app).make_context("specctl", ["recipes"])
+    parent = _program().make_context("specctl", ["recipes"])
     if hasattr(command, "commands"):
         if not rest or rest[0] not in command.commands:
             return f"no command {words[:2]}"
@@ -54,5 +65,5 @@ def parsed(words: list[str]) -> Any:
 
 def has_flag(command: str, flag: str) -> bool:
     """Whether a command takes an option of that name."""
-    parameters = load_command(command).params
+    parameters = _command(command).params
     return any(flag in (*each.opts, *each.secondary_opts) for each in parameters)

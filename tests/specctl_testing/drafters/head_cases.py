@@ -56,9 +56,11 @@ def fit(drafter: Drafter, batch: TrainBatch, steps: int, rate: float = 1e-2) -> 
         optimizer.step()
 
 
-def train(target: Target, drafter: Drafter, make_batch: MakeBatch, steps: int = 60) -> None:
-    """`fit` to 1,000 tokens of random text."""
-    fit(drafter, make_batch(target, drafter, rows=24, seq_len=48), steps)
+def train(
+    target: Target, drafter: Drafter, make_batch: MakeBatch, steps: int = 60, rows: int = 24
+) -> None:
+    """`fit` to `rows` times 48 tokens of random text."""
+    fit(drafter, make_batch(target, drafter, rows=rows, seq_len=48), steps)
 
 
 @torch.no_grad()
