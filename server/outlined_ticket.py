@@ -109,6 +109,7 @@ class OutlinedTicket(Ticket):
             sampling=sampling,
             conversation=self._name,
             keeps_features=False,
+            num_begun=part.num_begun,
         )
         ticket = await self.service.submit(request)
         self._tickets.append(ticket)

@@ -33,7 +33,7 @@ FIRST = "1."  # the outline is begun for the target, so that it is a list
 BETWEEN = "\n\n"
 WHOLE = 0  # the number of what is no point
 Turn = Mapping[str, Any]
-Encode = Callable[[Sequence[Turn], str], Sequence[int]]
+Encode = Callable[[Sequence[Turn], str], tuple[Sequence[int], Sequence[int]]]
 
 _OUTLINE = (
     "Do not answer yet. First write the outline of the answer: a numbered list of 3 to {most} "
@@ -114,11 +114,17 @@ class Outlining:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A request that an answer takes: `number` is that of a point, or WHOLE."""
+    """A request that an answer takes: `number` is that of a point, or WHOLE; the last `num_begun`
+    of its `tokens` are of the text that it goes on from."""
 
     number: int
     tokens: tuple[int, ...]
     sampling: Sampling
+    num_begun: int = 0
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        return self.tokens[len(self.tokens) - self.num_begun :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +157,7 @@ class OutlineReport:
 
 class OutlinedAnswer:
     """The answer to one conversation. `plain`: its token ids; `encode(turns, begun)`: token ids of
-    turns up to where the assistant speaks next, and of what its turn begins with. One writer:
+    turns up to where the assistant speaks next, and those of what its turn begins with. One writer:
     whoever carries the parts out.
 
     First `outline_part`, whose text goes to `add_outline`, and `take_outline`; then, with an
@@ -194,7 +200,7 @@ class OutlinedAnswer:
             ignore_eos=False,
             seed=self._seed(WHOLE),
         )
-        return AnswerPart(WHOLE, tuple(self._encode(self._outlining, FIRST)), sampling)
+        return self._opened(WHOLE, self._outlining, FIRST, sampling)
 
     def add_outline(self, spans: Sequence[str]) -> bool:
         """The text of the next tokens behind FIRST, token by token; whether the list has ended:
@@ -287,7 +293,14 @@ class OutlinedAnswer:
             stop=(*self.sampling.stop, self.next_point(point.number)),
             seed=self._seed(point.number),
         )
-        return AnswerPart(point.number, tuple(self._encode(turns, point.heading)), sampling)
+        return self._opened(point.number, turns, point.heading, sampling)
+
+    def _opened(
+        self, number: int, turns: Sequence[Turn], begun: str, sampling: Sampling
+    ) -> AnswerPart:
+        """The request for an assistant's turn that begins so."""
+        said, opened = self._encode(turns, begun)
+        return AnswerPart(number, (*said, *opened), sampling, len(opened))
 
     def _written(self, numbers: Sequence[int]) -> str:
         assert self.outline is not None, "there are points"

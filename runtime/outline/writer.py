@@ -24,7 +24,14 @@ from specctl.runtime.generate import (
     mark_of,
     summarize,
 )
-from specctl.runtime.outline.answer import WHOLE, AnswerPart, OutlinedAnswer, Outlining
+from specctl.runtime.outline.answer import (
+    WHOLE,
+    AnswerPart,
+    Encode,
+    OutlinedAnswer,
+    Outlining,
+    Turn,
+)
 from specctl.runtime.outline.in_order import InOrder
 from specctl.runtime.outline.parse import Outline
 from specctl.runtime.outline.row_text import Given, RowText, plain_ids
@@ -98,12 +105,12 @@ def write_outlined(
     return Generated(tuple(outputs), stats)
 
 
-def encoder_of(target: Target) -> Callable[[Sequence[Mapping[str, Any]], str], list[int]]:
-    """Token ids of a conversation, and of what the assistant's turn begins with: text, whatever it
-    spells."""
+def encoder_of(target: Target) -> Encode:
+    """Token ids of a conversation, and those of what the assistant's turn begins with: text,
+    whatever it spells."""
 
-    def encode(turns: Sequence[Mapping[str, Any]], begun: str) -> list[int]:
-        return [*target.encode_chat(turns), *plain_ids(target, begun)]
+    def encode(turns: Sequence[Turn], begun: str) -> tuple[list[int], list[int]]:
+        return target.encode_chat(turns), plain_ids(target, begun)
 
     return encode
 
@@ -151,7 +158,7 @@ class OneAnswer:
         """The answer; its ids are those of its text, with the headings in it."""
         answer = self.answer
         if (part := answer.outline_part()) is not None:
-            stream = TextStream(self.decoder, part.sampling.stop)
+            stream = TextStream(self.decoder, part.sampling.stop, begun=part.begun)
             [row] = self._run([part], partial(self._take_outline, stream))
             answer.take_outline(is_cut=row.finished in ("length", "context"))
         reason = self._plain() if answer.outline is None else self._points(answer.outline)
@@ -222,7 +229,8 @@ class OneAnswer:
             self._show(kept)
 
     def _texts(self, parts: Sequence[AnswerPart]) -> dict[int, RowText]:
-        return {part.number: RowText(self.target, self.decoder, part.sampling) for part in parts}
+        about = self.target, self.decoder
+        return {part.number: RowText(*about, part.sampling, part.begun) for part in parts}
 
     def _engine(self, number: int) -> Engine:
         """What writes that point, or WHOLE."""

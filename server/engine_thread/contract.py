@@ -29,7 +29,8 @@ class GenerateRequest:
     `shown`: control tokens that are spelled in the text. `drafts`: False decodes it plainly.
     `keeps_stop`: the text ends with what ended it, a stop string or a token, not in front of it.
     `tenant`: who may be drafted for from this answer (`Request.tenant`). `keeps_features`: the
-    target's states may be kept for training.
+    target's states may be kept for training. `num_begun`: how many of the last tokens are of a text
+    that the answer goes on from, in the middle.
     """
 
     tokens: tuple[int, ...]
@@ -41,6 +42,7 @@ class GenerateRequest:
     keeps_stop: bool = False
     tenant: str | None = None
     keeps_features: bool = False
+    num_begun: int = 0
 
 
 @dataclass(frozen=True, slots=True)

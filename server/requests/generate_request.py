@@ -165,9 +165,9 @@ class RequestReader:
         most = self.service.status().slots + self.service.limits.max_queue
         how = Outlining(body.outline, min(body.outline_points or USUAL_POINTS, most))
 
-        def encode(turns: Sequence[Turn], begun: str) -> list[int]:
-            tokens = chat_tokens(target, turns, None, (), said.variables)
-            return [*tokens, *plain_ids(target, begun)]
+        def encode(turns: Sequence[Turn], begun: str) -> tuple[list[int], list[int]]:
+            said_ids = chat_tokens(target, turns, None, (), said.variables)
+            return said_ids, plain_ids(target, begun)
 
         return OutlinedAnswer(said.turns, prompts.tokens[0], sampling, how, encode)
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from specctl.server.engine_thread.service import Limits, Service
 from specctl.server.requests.generate_request import may_be_kept
 from specctl.server.requests.protocol import ChatRequest
-from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted
+from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted, with_blanks_stripped
 from specctl_testing.runtime.web import error_of, events, make_app, post
 
 CHAT = "/v1/chat/completions"
@@ -27,6 +27,7 @@ GRAPH = "1. Roots (needs: none)\n2. The trunk (needs: none)\n3. Leaves (needs: 1
 def served(script: Script, **limits: Any) -> Iterator[tuple[FastAPI, Service, list[int]]]:
     """The app, its service, and how many rows every forward had."""
     target, lm = scripted(script)
+    target = with_blanks_stripped(target)
     service = Service(target, limits=Limits(**{"max_len": 1024, "max_batch": 4, **limits}))
     app = make_app(service)  # type: ignore[arg-type]
     while service.status().state == "loading":

@@ -20,7 +20,7 @@ from specctl.runtime.outline.writer import Chat, encoder_of, write_outlined
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted
+from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted, with_blanks_stripped
 
 QUESTION = "How do trees grow?"
 TURNS = ({"role": "user", "content": QUESTION},)
@@ -139,7 +139,7 @@ def test_an_outline_that_repeats_itself_is_not_written_on() -> None:
     assert report is not None
     assert len(report.titles) == 3
     assert report.outline_tokens <= len(read)
-    one = OutlinedAnswer(TURNS, (1,), GREEDY, Outlining("skeleton"), lambda turns, begun: [1])
+    one = OutlinedAnswer(TURNS, (1,), GREEDY, Outlining("skeleton"), lambda turns, begun: ([1], []))
     assert one.add_outline([" a\n", "2. b\n", "3. a", "\n", "4. c", "\n"])
     assert one.outline_tokens == 4
 
@@ -165,6 +165,17 @@ def test_a_point_of_a_graph_reads_the_texts_that_it_needs() -> None:
     assert max(lm.widths) == 1
     assert "\n\n".join((TEXTS[1], TEXTS[2])) in undeclared.prompts[3]
     assert "point 1 does not say" in str(made.outputs[0].outline and made.outputs[0].outline)
+
+
+def test_texts_go_on_from_how_they_begin_where_tokenizers_strip_blanks() -> None:
+    """The blank behind `1.` and behind a heading is of the text, as in SentencePiece."""
+    target, _ = scripted(script := Script("1. Roots (needs: none)\n2. Leaves (needs: 1)", TEXTS))
+    script.texts = {1: TEXTS[1], 2: "2. Leaves: they eat light."}
+    target = with_blanks_stripped(target)
+    how = Outlining("skeleton-graph")
+    [output] = write_outlined(target, [chat_of(target)], how, sampling=GREEDY).outputs
+    assert output.text == "\n\n".join(script.texts.values())
+    assert TEXTS[1] in script.prompts[2]
 
 
 def test_a_smaller_model_writes_the_points_that_are_easy() -> None:
