@@ -193,10 +193,12 @@ class OutlinedTicket(Ticket):
         )
 
     async def _wave(self, parts: Sequence[AnswerPart]) -> None:
-        """The points of a wave, to the end of all of them."""
+        """The points of a wave, to the end of all of them: as many at once as there are rows, so
+        that they wait for other answers and not for one another."""
+        free = asyncio.Semaphore(self.service.status().slots)
         arrived, left = asyncio.Queue[Arrived](), {part.number for part in parts}
         tickets: dict[int, Ticket] = {}
-        pumps = [asyncio.create_task(self._pump(part, tickets, arrived)) for part in parts]
+        pumps = [asyncio.create_task(self._pump(part, tickets, arrived, free)) for part in parts]
         try:
             while left:
                 number, item = await arrived.get()
@@ -216,22 +218,27 @@ class OutlinedTicket(Ticket):
                 pump.cancel()
 
     async def _pump(
-        self, part: AnswerPart, tickets: dict[int, Ticket], arrived: asyncio.Queue[Arrived]
+        self,
+        part: AnswerPart,
+        tickets: dict[int, Ticket],
+        arrived: asyncio.Queue[Arrived],
+        free: asyncio.Semaphore,
     ) -> None:
         """Submit a point, and pass on what comes of it. An answer that has begun waits where the
         queue is full, as long as a request may wait in it."""
-        until = time.monotonic() + self.service.limits.queue_timeout
         try:
-            while part.number not in tickets and part.number <= self._last:
-                try:
-                    tickets[part.number] = await self._submit(part)
-                except Busy:
-                    if time.monotonic() > until:
-                        raise
-                    await asyncio.sleep(PAUSE)
-            if part.number in tickets:
-                async for piece in tickets[part.number]:
-                    arrived.put_nowait((part.number, piece))
+            async with free:
+                until = time.monotonic() + self.service.limits.queue_timeout
+                while part.number not in tickets and part.number <= self._last:
+                    try:
+                        tickets[part.number] = await self._submit(part)
+                    except Busy:
+                        if time.monotonic() > until:
+                            raise
+                        await asyncio.sleep(PAUSE)
+                if part.number in tickets:
+                    async for piece in tickets[part.number]:
+                        arrived.put_nowait((part.number, piece))
             arrived.put_nowait((part.number, None))
         except Exception as error:  # raised where the answer is written
             arrived.put_nowait((part.number, error))

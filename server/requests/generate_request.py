@@ -152,8 +152,7 @@ class RequestReader:
     def _outlined(
         self, body: ChatRequest | CompletionRequest, prompts: Prompts, sampling: Sampling
     ) -> OutlinedAnswer | None:
-        """The answer from an outline that a request names; its points must find room in the
-        queue."""
+        """The answer from an outline that a request names."""
         if not isinstance(body, ChatRequest) or body.outline is None:
             return None
         said, target = prompts.said, self.service.target
@@ -162,8 +161,7 @@ class RequestReader:
             message = "outline: this target's template opens its thoughts in front of the answer; "
             message += "switch them off (chat_template_kwargs), or leave outline out"
             raise ApiError(400, message, param="outline", code="unsupported_parameter")
-        most = self.service.status().slots + self.service.limits.max_queue
-        how = Outlining(body.outline, min(body.outline_points or USUAL_POINTS, most))
+        how = Outlining(body.outline, body.outline_points or USUAL_POINTS)
 
         def encode(turns: Sequence[Turn], begun: str) -> tuple[list[int], list[int]]:
             said_ids = chat_tokens(target, turns, None, (), said.variables)

@@ -4,7 +4,7 @@ cancellation, refusals."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,9 @@ GRAPH = "1. Roots (needs: none)\n2. The trunk (needs: none)\n3. Leaves (needs: 1
 
 
 @contextmanager
-def served(script: Script, **limits: Any) -> Iterator[tuple[FastAPI, Service, list[int]]]:
+def served(
+    script: Callable[[str], str], **limits: Any
+) -> Iterator[tuple[FastAPI, Service, list[int]]]:
     """The app, its service, and how many rows every forward had."""
     target, lm = scripted(script)
     target = with_blanks_stripped(target)
@@ -83,6 +85,29 @@ def test_points_are_rows_of_one_batch_and_one_answer(
         assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
         assert chunks[-2]["specctl"]["stats"]["outline"] == stats["outline"]
         assert service.counters.requests.get("eos", 0) + service.counters.requests["stop"] == 8
+
+
+def slowly(script: Script) -> Callable[[str], str]:
+    """That script, which takes its time for every token."""
+
+    def say(prompt: str) -> str:
+        time.sleep(0.02)
+        return script(prompt)
+
+    return say
+
+
+def test_points_do_not_wait_for_one_another_in_the_queue() -> None:
+    """An answer whose points are more than the rows ends, however long it takes."""
+    with served(slowly(Script(LIST, TEXTS)), max_batch=1, max_queue=0, queue_timeout=0.15) as (
+        app,
+        service,
+        _,
+    ):
+        answer = post(app, CHAT, {**BODY, "outline": "skeleton"})
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["message"]["content"] == WHOLE
+        assert "refused" not in service.counters.requests
 
 
 @pytest.mark.parametrize("more", [{}, {"outline_points": 1}])
