@@ -72,7 +72,9 @@ class OutlinedTicket(Ticket):
         ticket = cls(service, request, answer, in_thread)
         part = await in_thread(answer.outline_part)
         first = await ticket._submit(answer.plain_part() if part is None else part)
+        service.answers.add(ticket)
         ticket._task = asyncio.create_task(ticket._write(first, part is not None))
+        ticket._task.add_done_callback(lambda _: service.answers.discard(ticket))
         return ticket
 
     def _give_up(self) -> None:
@@ -110,6 +112,7 @@ class OutlinedTicket(Ticket):
             conversation=self._name,
             keeps_features=False,
             num_begun=part.num_begun,
+            goes_on=bool(self._tickets),
         )
         ticket = await self.service.submit(request)
         self._tickets.append(ticket)

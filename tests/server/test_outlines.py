@@ -153,6 +153,30 @@ def test_the_limit_is_that_of_the_whole_answer() -> None:
         assert all(text.count(f"{number}. ") == 1 for number in TEXTS)
 
 
+def test_draining_finishes_an_answer_that_has_begun() -> None:
+    """Also its points that are not requests yet."""
+    import asyncio
+
+    import httpx
+
+    with served(slowly(Script(GRAPH, TEXTS))) as (app, service, _):
+
+        async def drained() -> tuple[bool, Any]:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                sent = client.post(CHAT, json={**BODY, "outline": "skeleton-graph"})
+                answer = asyncio.create_task(sent)
+                while not service.status().running:
+                    await asyncio.sleep(0.005)
+                is_drained = await service.drain(30)
+                return is_drained, await answer
+
+        is_drained, answer = asyncio.run(asyncio.wait_for(drained(), 30))
+        assert is_drained
+        assert answer.json()["choices"][0]["message"]["content"] == WHOLE
+        assert not service.answers
+
+
 def test_who_leaves_takes_all_points_along() -> None:
     import asyncio
 
