@@ -115,7 +115,8 @@ def generate(
     """
     reporter = as_reporter(progress)
     check_count("batch", batch, MOST_ROWS)
-    how_outlined = Outlining(outline) if isinstance(outline, str) else outline
+    is_named = outline is None or isinstance(outline, Outlining)
+    how_outlined = outline if is_named else Outlining(str(outline))
     sampling, how = _split(sampling, settings)
     wanted = attention_only([drafter], *map(how.get, ("parallel", "policy", "rule")))
     model = target_or_own(target, drafter, wanted=wanted)

@@ -90,7 +90,8 @@ class OutlinedTicket(Ticket):
                 await self._points()
             else:
                 part = self.answer.plain_part()
-                await self._plain(await self._submit(part) if is_outline else first)
+                ticket = await self._submit_in_time(part) if is_outline else first
+                await self._plain(ticket)
         except _Ended as ended:
             self.deliver(ended.piece)
         except SpecctlError as error:
@@ -117,6 +118,18 @@ class OutlinedTicket(Ticket):
         ticket = await self.service.submit(request)
         self._tickets.append(ticket)
         return ticket
+
+    async def _submit_in_time(self, part: AnswerPart) -> Ticket:
+        """An answer that has begun waits where the queue is full, as long as a request may wait in
+        it."""
+        until = time.monotonic() + self.service.limits.queue_timeout
+        while True:
+            try:
+                return await self._submit(part)
+            except Busy:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(PAUSE)
 
     def _checked(self, piece: Piece, ticket: Ticket) -> Piece:
         if piece.finish_reason in FAILED:
@@ -176,7 +189,10 @@ class OutlinedTicket(Ticket):
         for wave in outline.waves:
             numbers = [number for number in wave if number <= self._last]
             if numbers:
-                await self._wave(await self.in_thread(self.answer.parts, numbers))
+                parts = await self.in_thread(self.answer.parts, numbers)
+                for number in set(numbers) - {part.number for part in parts}:
+                    self._give(self._order.end(number - 1))
+                await self._wave(parts)
         for number in self._counts.keys() - self._written:
             self.answer.take_cancelled(self._counts[number])
         text, rest = self._held.end(), self._undelivered
@@ -227,20 +243,12 @@ class OutlinedTicket(Ticket):
         arrived: asyncio.Queue[Arrived],
         free: asyncio.Semaphore,
     ) -> None:
-        """Submit a point, and pass on what comes of it. An answer that has begun waits where the
-        queue is full, as long as a request may wait in it."""
+        """Submit a point, if it is still needed, and pass on what comes of it."""
         try:
             async with free:
-                until = time.monotonic() + self.service.limits.queue_timeout
-                while part.number not in tickets and part.number <= self._last:
-                    try:
-                        tickets[part.number] = await self._submit(part)
-                    except Busy:
-                        if time.monotonic() > until:
-                            raise
-                        await asyncio.sleep(PAUSE)
-                if part.number in tickets:
-                    async for piece in tickets[part.number]:
+                if part.number <= self._last:
+                    ticket = tickets[part.number] = await self._submit_in_time(part)
+                    async for piece in ticket:
                         arrived.put_nowait((part.number, piece))
             arrived.put_nowait((part.number, None))
         except Exception as error:  # raised where the answer is written

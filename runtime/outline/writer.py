@@ -145,7 +145,9 @@ class OneAnswer:
         self.engines, self.target, self.how = engines, engines[0].target, how
         self.decoder, self.chat, self.sampling = decoder, chat, sampling
         encode = encoder_of(self.target)
-        self.answer = OutlinedAnswer(chat.turns, chat.tokens, sampling, how, encode)
+        self.answer = OutlinedAnswer(
+            chat.turns, chat.tokens, sampling, how, encode, engines[0].context
+        )
         self.completions = list[Completion]()
         self._show = show
         self._name = secrets.token_hex(16)  # of what its rows may reuse of one another
@@ -191,7 +193,10 @@ class OneAnswer:
         heads = [[(t, False) for t in plain_ids(self.target, one)] for one in headings]
         self._order, self._last = InOrder(heads), len(heads)
         for wave in outline.waves:
-            parts = self.answer.parts([number for number in wave if number <= self._last])
+            numbers = [number for number in wave if number <= self._last]
+            parts = self.answer.parts(numbers)
+            for number in set(numbers) - {part.number for part in parts}:
+                self._give(self._order.end(number - 1))
             texts = self._texts(parts)
             self._run(parts, partial(self._take, texts))
         return "stop" if self._text.stop is not None else self.answer.reason

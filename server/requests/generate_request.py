@@ -29,7 +29,7 @@ from specctl.server.engine_thread.contract import (
 from specctl.server.errors import ApiError
 from specctl.server.replies.answer_form import answer_form, shown_ids
 from specctl.server.replies.message_parser import MessageParser
-from specctl.server.requests.chat_template import ChatStyle, Written
+from specctl.server.requests.chat_template import ChatStyle, Written, written
 from specctl.server.requests.grammar_compiler import GrammarCompiler
 from specctl.server.requests.protocol import (
     ChatRequest,
@@ -164,10 +164,12 @@ class RequestReader:
         how = Outlining(body.outline, body.outline_points or USUAL_POINTS)
 
         def encode(turns: Sequence[Turn], begun: str) -> tuple[list[int], list[int]]:
-            said_ids = chat_tokens(target, turns, None, (), said.variables)
+            text = written(target, turns, (), said.variables)
+            said_ids = chat_tokens(target, turns, text, (), said.variables)
             return said_ids, plain_ids(target, begun)
 
-        return OutlinedAnswer(said.turns, prompts.tokens[0], sampling, how, encode)
+        context = self.service.status().context
+        return OutlinedAnswer(said.turns, prompts.tokens[0], sampling, how, encode, context)
 
     def _parser(self, body: Common, is_thinking: bool) -> Callable[[], MessageParser] | None:
         """What takes the text of a chat apart."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from specctl.server.engine_thread.contract import Busy, GenerateRequest, Ticket
 from specctl.server.engine_thread.service import Limits, Service
 from specctl.server.requests.generate_request import may_be_kept
 from specctl.server.requests.protocol import ChatRequest
@@ -25,11 +26,15 @@ GRAPH = "1. Roots (needs: none)\n2. The trunk (needs: none)\n3. Leaves (needs: 1
 
 @contextmanager
 def served(
-    script: Callable[[str], str], **limits: Any
+    script: Callable[[str], str], refused: str = "", **limits: Any
 ) -> Iterator[tuple[FastAPI, Service, list[int]]]:
-    """The app, its service, and how many rows every forward had."""
+    """The app, its service, and how many rows every forward had. `refused`: what the template
+    refuses."""
     target, lm = scripted(script)
     target = with_blanks_stripped(target)
+    if refused:
+        refusal = "{% if " + refused + " %}{{ raise_exception('not so') }}{% endif %}"
+        target.tokenizer.chat_template = refusal + target.tokenizer.chat_template
     service = Service(target, limits=Limits(**{"max_len": 1024, "max_batch": 4, **limits}))
     app = make_app(service)  # type: ignore[arg-type]
     while service.status().state == "loading":
@@ -108,6 +113,27 @@ def test_points_do_not_wait_for_one_another_in_the_queue() -> None:
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["message"]["content"] == WHOLE
         assert "refused" not in service.counters.requests
+
+
+@pytest.mark.parametrize("listed", [LIST, "I write no lists."])
+def test_an_answer_that_has_begun_waits_where_the_queue_is_full(
+    monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    with served(Script("1. " + listed.removeprefix("1. "), TEXTS)) as (app, service, _):
+        refused, submit = list[GenerateRequest](), service.submit
+
+        async def full_once(request: GenerateRequest) -> Ticket:
+            if request.goes_on and not refused:
+                refused.append(request)
+                raise Busy(1)
+            return await submit(request)
+
+        monkeypatch.setattr(service, "submit", full_once)
+        answer = post(app, CHAT, {**BODY, "outline": "skeleton"})
+        assert refused
+        assert answer.status_code == 200
+        text = answer.json()["choices"][0]["message"]["content"]
+        assert text == (WHOLE if listed == LIST else "They do.")
 
 
 @pytest.mark.parametrize("more", [{}, {"outline_points": 1}])
@@ -216,6 +242,29 @@ def test_what_speaks_of_one_text_is_refused_by_name(more: dict[str, Any], named:
     answer = post(make_app(), CHAT, {**BODY, "outline": "skeleton", **more})
     assert answer.status_code == 400
     assert named in error_of(answer)["message"]
+
+
+def test_conversations_that_the_template_does_not_take_are_refused() -> None:
+    """Those that are written for the outline, too."""
+    alone = {**BODY, "messages": [{"role": "assistant", "content": "Yes."}]}
+    with served(Script(LIST, TEXTS), "messages|length > 1") as (app, _, _):
+        assert post(app, CHAT, alone).status_code == 200
+        answer = post(app, CHAT, {**alone, "outline": "skeleton"})
+        assert answer.status_code == 400
+        assert "not so" in error_of(answer)["message"]
+
+
+def test_a_point_that_the_context_has_no_room_for_has_no_text() -> None:
+    script = Script(GRAPH, {**TEXTS, 1: TEXTS[1] + " more" * 300})
+    with served(script, max_len=2048) as (app, service, _):
+        post(app, CHAT, {**BODY, "outline": "skeleton-graph"})
+        most = len(service.target.encode(script.prompts[3])) - 100
+    with served(script, max_len=most) as (app, _, _):
+        [choice] = post(app, CHAT, {**BODY, "outline": "skeleton-graph"}).json()["choices"]
+        first, *others = choice["message"]["content"].split("\n\n")
+        assert first.startswith(TEXTS[1] + " more more")
+        assert others == [TEXTS[2], "3. Leaves:"]
+        assert choice["finish_reason"] == "length"
 
 
 def test_outlines_are_written_in_chats_and_kept_nowhere() -> None:
