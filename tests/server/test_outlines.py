@@ -255,15 +255,17 @@ def test_conversations_that_the_template_does_not_take_are_refused() -> None:
 
 
 def test_a_point_that_the_context_has_no_room_for_has_no_text() -> None:
-    script = Script(GRAPH, {**TEXTS, 1: TEXTS[1] + " more" * 300})
-    with served(script, max_len=2048) as (app, service, _):
-        post(app, CHAT, {**BODY, "outline": "skeleton-graph"})
-        most = len(service.target.encode(script.prompts[3])) - 100
-    with served(script, max_len=most) as (app, _, _):
-        [choice] = post(app, CHAT, {**BODY, "outline": "skeleton-graph"}).json()["choices"]
-        first, *others = choice["message"]["content"].split("\n\n")
-        assert first.startswith(TEXTS[1] + " more more")
-        assert others == [TEXTS[2], "3. Leaves:"]
+    """The last of eight, which would read all others."""
+    titles = {number: f"{number}. Part{number}" for number in range(1, 9)}
+    texts = {number: title + ":" + " more" * 300 for number, title in titles.items()}
+    with served(Script("\n".join(titles.values()), texts), max_len=512) as (app, _, _):
+        answer = post(app, CHAT, {**BODY, "outline": "skeleton-graph"})
+        assert answer.status_code == 200
+        [choice] = answer.json()["choices"]
+        written = choice["message"]["content"].split("\n\n")
+        assert written[0].startswith("1. Part1: more more")
+        assert written[-1] == "8. Part8:"
+        assert len(written) == 8
         assert choice["finish_reason"] == "length"
 
 
