@@ -115,7 +115,8 @@ def generate(
     """
     reporter = as_reporter(progress)
     check_count("batch", batch, MOST_ROWS)
-    how_outlined = Outlining(outline) if isinstance(outline, str) else outline
+    if outline is not None and not isinstance(outline, Outlining):
+        outline = Outlining(str(outline))
     sampling, how = _split(sampling, settings)
     wanted = attention_only([drafter], *map(how.get, ("parallel", "policy", "rule")))
     model = target_or_own(target, drafter, wanted=wanted)
@@ -128,8 +129,8 @@ def generate(
         reporter.warn(f"--batch is ignored: {why} one prompt at a time")
     encoded = encode_prompts(model, prompts, chat)
     ids, rows = [prompt.ids for prompt in encoded], min(batch, len(encoded))
-    if how_outlined is not None:
-        rows, chats = how_outlined.points, _chats(model, encoded, how_outlined, draft)
+    if outline is not None:
+        rows, chats = outline.points, _chats(model, encoded, outline, draft)
         if batch > 1:
             reporter.warn("--batch is ignored: the points of one answer are decoded at once")
     first, _ = runtime.by_prompt(sampling, len(ids))
@@ -144,8 +145,8 @@ def generate(
         "on_tokens": on_tokens,
         "on_round": on_round,
     }
-    if how_outlined is not None:
-        made = write_outlined(model, chats, how_outlined, **writing)
+    if outline is not None:
+        made = write_outlined(model, chats, outline, **writing)
     else:
         made = runtime.generate(model, ids, batch=batch, parallel=draft.parallel, **writing)
     for warning in empty_answers(model, encoded, made.outputs):

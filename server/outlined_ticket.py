@@ -72,7 +72,9 @@ class OutlinedTicket(Ticket):
         ticket = cls(service, request, answer, in_thread)
         part = await in_thread(answer.outline_part)
         first = await ticket._submit(answer.plain_part() if part is None else part)
+        service.answers.add(ticket)
         ticket._task = asyncio.create_task(ticket._write(first, part is not None))
+        ticket._task.add_done_callback(lambda _: service.answers.discard(ticket))
         return ticket
 
     def _give_up(self) -> None:
@@ -88,7 +90,8 @@ class OutlinedTicket(Ticket):
                 await self._points()
             else:
                 part = self.answer.plain_part()
-                await self._plain(await self._submit(part) if is_outline else first)
+                ticket = await self._submit_in_time(part) if is_outline else first
+                await self._plain(ticket)
         except _Ended as ended:
             self.deliver(ended.piece)
         except SpecctlError as error:
@@ -109,10 +112,24 @@ class OutlinedTicket(Ticket):
             sampling=sampling,
             conversation=self._name,
             keeps_features=False,
+            num_begun=part.num_begun,
+            goes_on=bool(self._tickets),
         )
         ticket = await self.service.submit(request)
         self._tickets.append(ticket)
         return ticket
+
+    async def _submit_in_time(self, part: AnswerPart) -> Ticket:
+        """An answer that has begun waits where the queue is full, as long as a request may wait in
+        it."""
+        until = time.monotonic() + self.service.limits.queue_timeout
+        while True:
+            try:
+                return await self._submit(part)
+            except Busy:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(PAUSE)
 
     def _checked(self, piece: Piece, ticket: Ticket) -> Piece:
         if piece.finish_reason in FAILED:
@@ -172,7 +189,10 @@ class OutlinedTicket(Ticket):
         for wave in outline.waves:
             numbers = [number for number in wave if number <= self._last]
             if numbers:
-                await self._wave(await self.in_thread(self.answer.parts, numbers))
+                parts = await self.in_thread(self.answer.parts, numbers)
+                for number in set(numbers) - {part.number for part in parts}:
+                    self._give(self._order.end(number - 1))
+                await self._wave(parts)
         for number in self._counts.keys() - self._written:
             self.answer.take_cancelled(self._counts[number])
         text, rest = self._held.end(), self._undelivered
@@ -192,10 +212,12 @@ class OutlinedTicket(Ticket):
         )
 
     async def _wave(self, parts: Sequence[AnswerPart]) -> None:
-        """The points of a wave, to the end of all of them."""
+        """The points of a wave, to the end of all of them: as many at once as there are rows, so
+        that they wait for other answers and not for one another."""
+        free = asyncio.Semaphore(self.service.status().slots)
         arrived, left = asyncio.Queue[Arrived](), {part.number for part in parts}
         tickets: dict[int, Ticket] = {}
-        pumps = [asyncio.create_task(self._pump(part, tickets, arrived)) for part in parts]
+        pumps = [asyncio.create_task(self._pump(part, tickets, arrived, free)) for part in parts]
         try:
             while left:
                 number, item = await arrived.get()
@@ -215,22 +237,19 @@ class OutlinedTicket(Ticket):
                 pump.cancel()
 
     async def _pump(
-        self, part: AnswerPart, tickets: dict[int, Ticket], arrived: asyncio.Queue[Arrived]
+        self,
+        part: AnswerPart,
+        tickets: dict[int, Ticket],
+        arrived: asyncio.Queue[Arrived],
+        free: asyncio.Semaphore,
     ) -> None:
-        """Submit a point, and pass on what comes of it. An answer that has begun waits where the
-        queue is full, as long as a request may wait in it."""
-        until = time.monotonic() + self.service.limits.queue_timeout
+        """Submit a point, if it is still needed, and pass on what comes of it."""
         try:
-            while part.number not in tickets and part.number <= self._last:
-                try:
-                    tickets[part.number] = await self._submit(part)
-                except Busy:
-                    if time.monotonic() > until:
-                        raise
-                    await asyncio.sleep(PAUSE)
-            if part.number in tickets:
-                async for piece in tickets[part.number]:
-                    arrived.put_nowait((part.number, piece))
+            async with free:
+                if part.number <= self._last:
+                    ticket = tickets[part.number] = await self._submit_in_time(part)
+                    async for piece in ticket:
+                        arrived.put_nowait((part.number, piece))
             arrived.put_nowait((part.number, None))
         except Exception as error:  # raised where the answer is written
             arrived.put_nowait((part.number, error))

@@ -33,7 +33,7 @@ FIRST = "1."  # the outline is begun for the target, so that it is a list
 BETWEEN = "\n\n"
 WHOLE = 0  # the number of what is no point
 Turn = Mapping[str, Any]
-Encode = Callable[[Sequence[Turn], str], Sequence[int]]
+Encode = Callable[[Sequence[Turn], str], tuple[Sequence[int], Sequence[int]]]
 
 _OUTLINE = (
     "Do not answer yet. First write the outline of the answer: a numbered list of 3 to {most} "
@@ -114,11 +114,17 @@ class Outlining:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A request that an answer takes: `number` is that of a point, or WHOLE."""
+    """A request that an answer takes: `number` is that of a point, or WHOLE; the last `num_begun`
+    of its `tokens` are of the text that it goes on from."""
 
     number: int
     tokens: tuple[int, ...]
     sampling: Sampling
+    num_begun: int = 0
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        return self.tokens[len(self.tokens) - self.num_begun :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +157,9 @@ class OutlineReport:
 
 class OutlinedAnswer:
     """The answer to one conversation. `plain`: its token ids; `encode(turns, begun)`: token ids of
-    turns up to where the assistant speaks next, and of what its turn begins with. One writer:
-    whoever carries the parts out.
+    turns up to where the assistant speaks next, and those of what its turn begins with; `context`:
+    the most tokens of a prompt and what is written behind it. One writer: whoever carries the parts
+    out.
 
     First `outline_part`, whose text goes to `add_outline`, and `take_outline`; then, with an
     `outline`, the `parts` of every wave, each of whose texts goes to `take_point`; without one,
@@ -166,12 +173,13 @@ class OutlinedAnswer:
         sampling: Sampling,
         how: Outlining,
         encode: Encode,
+        context: int,
     ) -> None:
         self.turns, self.plain, self.sampling, self.how = turns, tuple(plain), sampling, how
         self.outline: Outline | None = None
         self.why_plain: str | None = None
         self.num_tokens = self.outline_tokens = 0
-        self._encode = encode
+        self._encode, self._context = encode, context
         self._listed = FIRST
         self._texts: dict[int, str] = {}
         self._reasons: set[str] = set()
@@ -194,7 +202,11 @@ class OutlinedAnswer:
             ignore_eos=False,
             seed=self._seed(WHOLE),
         )
-        return AnswerPart(WHOLE, tuple(self._encode(self._outlining, FIRST)), sampling)
+        part = self._opened(WHOLE, self._outlining, FIRST, sampling)
+        if self._room(part) < LEAST_TOKENS:
+            self.why_plain = "the context has no room for an outline"
+            return None
+        return part
 
     def add_outline(self, spans: Sequence[str]) -> bool:
         """The text of the next tokens behind FIRST, token by token; whether the list has ended:
@@ -225,10 +237,15 @@ class OutlinedAnswer:
         self.num_tokens += num_tokens
 
     def parts(self, wave: Sequence[int]) -> list[AnswerPart]:
-        """The requests for the points of a wave; those that they need must be written."""
+        """The requests for the points of a wave; those that they need must be written. A point
+        whose prompt fills the context has no request, and no text."""
         assert self.outline is not None, "there are points"
         share = self._left // (len(self.outline.points) - len(self._texts))
-        return [self._part(self.outline.points[number - 1], share) for number in wave]
+        parts = [self._part(self.outline.points[number - 1], share) for number in wave]
+        for part in parts:
+            if self._room(part) < 1:
+                self.take_point(part.number, "", 0, "context")
+        return [part for part in parts if self._room(part) >= 1]
 
     def take_point(self, number: int, text: str, num_tokens: int, reason: str) -> None:
         """The text of a point behind its heading, and why it ended: as the engine says, "eos" where
@@ -266,6 +283,9 @@ class OutlinedAnswer:
 
     # -- what is read -----------------------------------------------------------------------------
 
+    def _room(self, part: AnswerPart) -> int:
+        return self._context - len(part.tokens)
+
     @property
     def _left(self) -> int:
         """Tokens of the budget that are not used."""
@@ -287,7 +307,14 @@ class OutlinedAnswer:
             stop=(*self.sampling.stop, self.next_point(point.number)),
             seed=self._seed(point.number),
         )
-        return AnswerPart(point.number, tuple(self._encode(turns, point.heading)), sampling)
+        return self._opened(point.number, turns, point.heading, sampling)
+
+    def _opened(
+        self, number: int, turns: Sequence[Turn], begun: str, sampling: Sampling
+    ) -> AnswerPart:
+        """The request for an assistant's turn that begins so."""
+        said, opened = self._encode(turns, begun)
+        return AnswerPart(number, (*said, *opened), sampling, len(opened))
 
     def _written(self, numbers: Sequence[int]) -> str:
         assert self.outline is not None, "there are points"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specctl.runtime.engine.request import Emission, Row
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.chat_tokens import ControlTokens
@@ -19,11 +21,14 @@ def plain_ids(target: Target, text: str) -> list[int]:
 
 class RowText:
     """The tokens and the text of one row; tokens whose text may belong to a stop string are held
-    back. What ends the row is no part of either. One writer: whoever reads the row."""
+    back. What ends the row is no part of either. `begun`: the tokens of the text that it goes on
+    from. One writer: whoever reads the row."""
 
-    def __init__(self, target: Target, decoder: TokenDecoder, sampling: Sampling) -> None:
+    def __init__(
+        self, target: Target, decoder: TokenDecoder, sampling: Sampling, begun: Sequence[int] = ()
+    ) -> None:
         self._target, self._stop_ids = target, sampling.stop_token_ids
-        self._stream = TextStream(decoder, sampling.stop)
+        self._stream = TextStream(decoder, sampling.stop, begun=begun)
         self._pieces = list[str]()
         self._held = list[Given]()
         self._num_chars = self._num_given = 0  # of the text, and of the text of tokens given out

@@ -24,7 +24,14 @@ from specctl.runtime.generate import (
     mark_of,
     summarize,
 )
-from specctl.runtime.outline.answer import WHOLE, AnswerPart, OutlinedAnswer, Outlining
+from specctl.runtime.outline.answer import (
+    WHOLE,
+    AnswerPart,
+    Encode,
+    OutlinedAnswer,
+    Outlining,
+    Turn,
+)
 from specctl.runtime.outline.in_order import InOrder
 from specctl.runtime.outline.parse import Outline
 from specctl.runtime.outline.row_text import Given, RowText, plain_ids
@@ -98,12 +105,12 @@ def write_outlined(
     return Generated(tuple(outputs), stats)
 
 
-def encoder_of(target: Target) -> Callable[[Sequence[Mapping[str, Any]], str], list[int]]:
-    """Token ids of a conversation, and of what the assistant's turn begins with: text, whatever it
-    spells."""
+def encoder_of(target: Target) -> Encode:
+    """Token ids of a conversation, and those of what the assistant's turn begins with: text,
+    whatever it spells."""
 
-    def encode(turns: Sequence[Mapping[str, Any]], begun: str) -> list[int]:
-        return [*target.encode_chat(turns), *plain_ids(target, begun)]
+    def encode(turns: Sequence[Turn], begun: str) -> tuple[list[int], list[int]]:
+        return target.encode_chat(turns), plain_ids(target, begun)
 
     return encode
 
@@ -138,7 +145,9 @@ class OneAnswer:
         self.engines, self.target, self.how = engines, engines[0].target, how
         self.decoder, self.chat, self.sampling = decoder, chat, sampling
         encode = encoder_of(self.target)
-        self.answer = OutlinedAnswer(chat.turns, chat.tokens, sampling, how, encode)
+        self.answer = OutlinedAnswer(
+            chat.turns, chat.tokens, sampling, how, encode, engines[0].context
+        )
         self.completions = list[Completion]()
         self._show = show
         self._name = secrets.token_hex(16)  # of what its rows may reuse of one another
@@ -151,7 +160,7 @@ class OneAnswer:
         """The answer; its ids are those of its text, with the headings in it."""
         answer = self.answer
         if (part := answer.outline_part()) is not None:
-            stream = TextStream(self.decoder, part.sampling.stop)
+            stream = TextStream(self.decoder, part.sampling.stop, begun=part.begun)
             [row] = self._run([part], partial(self._take_outline, stream))
             answer.take_outline(is_cut=row.finished in ("length", "context"))
         reason = self._plain() if answer.outline is None else self._points(answer.outline)
@@ -184,7 +193,10 @@ class OneAnswer:
         heads = [[(t, False) for t in plain_ids(self.target, one)] for one in headings]
         self._order, self._last = InOrder(heads), len(heads)
         for wave in outline.waves:
-            parts = self.answer.parts([number for number in wave if number <= self._last])
+            numbers = [number for number in wave if number <= self._last]
+            parts = self.answer.parts(numbers)
+            for number in set(numbers) - {part.number for part in parts}:
+                self._give(self._order.end(number - 1))
             texts = self._texts(parts)
             self._run(parts, partial(self._take, texts))
         return "stop" if self._text.stop is not None else self.answer.reason
@@ -222,7 +234,8 @@ class OneAnswer:
             self._show(kept)
 
     def _texts(self, parts: Sequence[AnswerPart]) -> dict[int, RowText]:
-        return {part.number: RowText(self.target, self.decoder, part.sampling) for part in parts}
+        about = self.target, self.decoder
+        return {part.number: RowText(*about, part.sampling, part.begun) for part in parts}
 
     def _engine(self, number: int) -> Engine:
         """What writes that point, or WHOLE."""

@@ -63,17 +63,23 @@ class TextStream:
     """The text of one continuation. One writer: whoever feeds it. `keeps_stop`: the text ends
     behind the stop string, not before it.
 
-    `position` counts the characters of the text in front of the next token, whether they were given
-    out or are held back."""
+    `begun`: tokens that the continuation goes on from in the middle of a text, where the space in
+    front of its first word belongs to it. `position` counts the characters of the text in front of
+    the next token, whether they were given out or are held back."""
 
     def __init__(
-        self, decoder: TokenDecoder, stops: Sequence[str] = (), keeps_stop: bool = False
+        self,
+        decoder: TokenDecoder,
+        stops: Sequence[str] = (),
+        keeps_stop: bool = False,
+        begun: Sequence[int] = (),
     ) -> None:
         self.position = 0
         self._decoder = decoder
         self._held = HeldText(StopStrings.of(stops, decoder.special_ids), keeps_stop)
-        self._tokens: list[int] = []  # the last clean stretch, then what came after it
-        self._num_base, self._base = 0, ""  # that stretch: its tokens, its text
+        self._tokens = list(begun)  # the last clean stretch, then what came after it
+        self._num_base = len(begun)  # of that stretch: its tokens, and its text below
+        self._base = decoder.decode(begun) if begun else ""
         self._run = bytearray()  # of byte fallback, since that stretch
         self._in_bytes, self._num_chars = False, 0
 

@@ -29,7 +29,9 @@ class GenerateRequest:
     `shown`: control tokens that are spelled in the text. `drafts`: False decodes it plainly.
     `keeps_stop`: the text ends with what ended it, a stop string or a token, not in front of it.
     `tenant`: who may be drafted for from this answer (`Request.tenant`). `keeps_features`: the
-    target's states may be kept for training.
+    target's states may be kept for training. `num_begun`: how many of the last tokens are of a text
+    that the answer goes on from, in the middle. `goes_on`: it is a further request of an answer
+    that is under way (`Serving.answers`), which is served while the service drains.
     """
 
     tokens: tuple[int, ...]
@@ -41,6 +43,8 @@ class GenerateRequest:
     keeps_stop: bool = False
     tenant: str | None = None
     keeps_features: bool = False
+    num_begun: int = 0
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +199,15 @@ class Finished:
 
 class Serving(Protocol):
     """What the HTTP layer is given. `on_finish` callbacks run in the engine thread: be quick.
-    `failure` says why the state is "failed", None while it is not."""
+    `failure` says why the state is "failed", None while it is not. `answers`: those made of several
+    requests that are under way, kept by whoever makes the requests, in the event loop."""
 
     target: Target
     limits: Limits
     counters: Counters
     failure: str | None
     on_finish: list[Callable[[Finished], None]]
+    answers: set[Ticket]
 
     def start(self) -> None:
         """Begin to load; the state becomes "ready" when asks are served."""

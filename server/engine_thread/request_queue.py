@@ -8,7 +8,7 @@ import math
 import threading
 from collections import deque
 
-from specctl.server.engine_thread.contract import Busy, Ticket, Unavailable
+from specctl.server.engine_thread.contract import Busy, GenerateRequest, Ticket, Unavailable
 from specctl.server.engine_thread.exchange import Exchange
 
 
@@ -32,11 +32,15 @@ class RequestQueue:
                 self.state = state
             self._changed.notify_all()
 
+    def check(self, request: GenerateRequest) -> None:
+        """Raises Unavailable where none is taken now, or none but those of answers under way."""
+        if self.state != "ready" and not (request.goes_on and self.state == "draining"):
+            raise Unavailable(self.state)
+
     def admit(self, ticket: Ticket) -> None:
         """Take an ask in. Raises Unavailable or Busy."""
         with self._changed:
-            if self.state != "ready":
-                raise Unavailable(self.state)
+            self.check(ticket.ask)
             if self.num_open >= self.slots + self.max_queue:
                 self.num_refused += 1
                 raise Busy(self.retry_after())

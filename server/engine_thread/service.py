@@ -199,6 +199,7 @@ class Service:
         check_rule(rule, drafter, given)
         self.counters = Counters()
         self.on_finish: list[Callable[[Finished], None]] = []
+        self.answers = set[Ticket]()
         self.room: Capacity = room_for(target, given, self.limits, drafter, keeps_features)
         self.failure: str | None = None
         self._say, self._why_off = say, why_off
@@ -363,9 +364,9 @@ class Service:
         """Refuse new asks and let the others finish; True if all did within that time."""
         self._desk.enter("draining", only_from=("loading", "ready"))
         until = time.monotonic() + seconds
-        while self._desk.num_open and time.monotonic() < until:
+        while (self._desk.num_open or self.answers) and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        return self._desk.num_open == 0
+        return self._desk.num_open == 0 and not self.answers
 
     def stop(self) -> None:
         """End after the round that runs; what is left unfinished is cancelled."""
@@ -378,8 +379,7 @@ class Service:
     async def submit(self, ask: GenerateRequest) -> Ticket:
         """A ticket of an ask that will be served. Raises Busy, Unavailable, TooLong, or another
         SpecctlError for a setting that does not fit the target."""
-        if self._desk.state != "ready":
-            raise Unavailable(self._desk.state)
+        self._desk.check(ask)
         self._check(ask)
         ticket = Ticket(ask, self._desk.give_up)
         try:

@@ -293,7 +293,9 @@ class Worker:
 
     def _enter(self, ticket: Ticket) -> None:
         ask = ticket.ask
-        stream = TextStream(self._decoder(ask.shown), ask.sampling.stop, ask.keeps_stop)
+        begun = ask.tokens[len(ask.tokens) - ask.num_begun :]
+        how = self._decoder(ask.shown), ask.sampling.stop, ask.keeps_stop, begun
+        stream = TextStream(*how)
         job = ServerJob(next(self._numbers), ticket, stream, ticket.since)  # an exchange held it
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:

@@ -29,7 +29,7 @@ from specctl.server.engine_thread.contract import (
 from specctl.server.errors import ApiError
 from specctl.server.replies.answer_form import answer_form, shown_ids
 from specctl.server.replies.message_parser import MessageParser
-from specctl.server.requests.chat_template import ChatStyle, Written
+from specctl.server.requests.chat_template import ChatStyle, Written, written
 from specctl.server.requests.grammar_compiler import GrammarCompiler
 from specctl.server.requests.protocol import (
     ChatRequest,
@@ -152,8 +152,7 @@ class RequestReader:
     def _outlined(
         self, body: ChatRequest | CompletionRequest, prompts: Prompts, sampling: Sampling
     ) -> OutlinedAnswer | None:
-        """The answer from an outline that a request names; its points must find room in the
-        queue."""
+        """The answer from an outline that a request names."""
         if not isinstance(body, ChatRequest) or body.outline is None:
             return None
         said, target = prompts.said, self.service.target
@@ -162,14 +161,15 @@ class RequestReader:
             message = "outline: this target's template opens its thoughts in front of the answer; "
             message += "switch them off (chat_template_kwargs), or leave outline out"
             raise ApiError(400, message, param="outline", code="unsupported_parameter")
-        most = self.service.status().slots + self.service.limits.max_queue
-        how = Outlining(body.outline, min(body.outline_points or USUAL_POINTS, most))
+        how = Outlining(body.outline, body.outline_points or USUAL_POINTS)
 
-        def encode(turns: Sequence[Turn], begun: str) -> list[int]:
-            tokens = chat_tokens(target, turns, None, (), said.variables)
-            return [*tokens, *plain_ids(target, begun)]
+        def encode(turns: Sequence[Turn], begun: str) -> tuple[list[int], list[int]]:
+            text = written(target, turns, (), said.variables)
+            said_ids = chat_tokens(target, turns, text, (), said.variables)
+            return said_ids, plain_ids(target, begun)
 
-        return OutlinedAnswer(said.turns, prompts.tokens[0], sampling, how, encode)
+        context = self.service.status().context
+        return OutlinedAnswer(said.turns, prompts.tokens[0], sampling, how, encode, context)
 
     def _parser(self, body: Common, is_thinking: bool) -> Callable[[], MessageParser] | None:
         """What takes the text of a chat apart."""

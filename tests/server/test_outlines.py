@@ -4,17 +4,18 @@ cancellation, refusals."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
+from specctl.server.engine_thread.contract import Busy, GenerateRequest, Ticket
 from specctl.server.engine_thread.service import Limits, Service
 from specctl.server.requests.generate_request import may_be_kept
 from specctl.server.requests.protocol import ChatRequest
-from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted
+from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted, with_blanks_stripped
 from specctl_testing.runtime.web import error_of, events, make_app, post
 
 CHAT = "/v1/chat/completions"
@@ -24,9 +25,16 @@ GRAPH = "1. Roots (needs: none)\n2. The trunk (needs: none)\n3. Leaves (needs: 1
 
 
 @contextmanager
-def served(script: Script, **limits: Any) -> Iterator[tuple[FastAPI, Service, list[int]]]:
-    """The app, its service, and how many rows every forward had."""
+def served(
+    script: Callable[[str], str], refused: str = "", **limits: Any
+) -> Iterator[tuple[FastAPI, Service, list[int]]]:
+    """The app, its service, and how many rows every forward had. `refused`: what the template
+    refuses."""
     target, lm = scripted(script)
+    target = with_blanks_stripped(target)
+    if refused:
+        refusal = "{% if " + refused + " %}{{ raise_exception('not so') }}{% endif %}"
+        target.tokenizer.chat_template = refusal + target.tokenizer.chat_template
     service = Service(target, limits=Limits(**{"max_len": 1024, "max_batch": 4, **limits}))
     app = make_app(service)  # type: ignore[arg-type]
     while service.status().state == "loading":
@@ -84,6 +92,50 @@ def test_points_are_rows_of_one_batch_and_one_answer(
         assert service.counters.requests.get("eos", 0) + service.counters.requests["stop"] == 8
 
 
+def slowly(script: Script) -> Callable[[str], str]:
+    """That script, which takes its time for every token."""
+
+    def say(prompt: str) -> str:
+        time.sleep(0.02)
+        return script(prompt)
+
+    return say
+
+
+def test_points_do_not_wait_for_one_another_in_the_queue() -> None:
+    """An answer whose points are more than the rows ends, however long it takes."""
+    with served(slowly(Script(LIST, TEXTS)), max_batch=1, max_queue=0, queue_timeout=0.15) as (
+        app,
+        service,
+        _,
+    ):
+        answer = post(app, CHAT, {**BODY, "outline": "skeleton"})
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["message"]["content"] == WHOLE
+        assert "refused" not in service.counters.requests
+
+
+@pytest.mark.parametrize("listed", [LIST, "I write no lists."])
+def test_an_answer_that_has_begun_waits_where_the_queue_is_full(
+    monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    with served(Script("1. " + listed.removeprefix("1. "), TEXTS)) as (app, service, _):
+        refused, submit = list[GenerateRequest](), service.submit
+
+        async def full_once(request: GenerateRequest) -> Ticket:
+            if request.goes_on and not refused:
+                refused.append(request)
+                raise Busy(1)
+            return await submit(request)
+
+        monkeypatch.setattr(service, "submit", full_once)
+        answer = post(app, CHAT, {**BODY, "outline": "skeleton"})
+        assert refused
+        assert answer.status_code == 200
+        text = answer.json()["choices"][0]["message"]["content"]
+        assert text == (WHOLE if listed == LIST else "They do.")
+
+
 @pytest.mark.parametrize("more", [{}, {"outline_points": 1}])
 def test_without_an_outline_the_answer_is_the_plain_one(more: dict[str, int]) -> None:
     with served(Script("1. I do not write lists.", TEXTS)) as (app, _, _):
@@ -127,6 +179,30 @@ def test_the_limit_is_that_of_the_whole_answer() -> None:
         assert all(text.count(f"{number}. ") == 1 for number in TEXTS)
 
 
+def test_draining_finishes_an_answer_that_has_begun() -> None:
+    """Also its points that are not requests yet."""
+    import asyncio
+
+    import httpx
+
+    with served(slowly(Script(GRAPH, TEXTS))) as (app, service, _):
+
+        async def drained() -> tuple[bool, Any]:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                sent = client.post(CHAT, json={**BODY, "outline": "skeleton-graph"})
+                answer = asyncio.create_task(sent)
+                while not service.status().running:
+                    await asyncio.sleep(0.005)
+                is_drained = await service.drain(30)
+                return is_drained, await answer
+
+        is_drained, answer = asyncio.run(asyncio.wait_for(drained(), 30))
+        assert is_drained
+        assert answer.json()["choices"][0]["message"]["content"] == WHOLE
+        assert not service.answers
+
+
 def test_who_leaves_takes_all_points_along() -> None:
     import asyncio
 
@@ -166,6 +242,31 @@ def test_what_speaks_of_one_text_is_refused_by_name(more: dict[str, Any], named:
     answer = post(make_app(), CHAT, {**BODY, "outline": "skeleton", **more})
     assert answer.status_code == 400
     assert named in error_of(answer)["message"]
+
+
+def test_conversations_that_the_template_does_not_take_are_refused() -> None:
+    """Those that are written for the outline, too."""
+    alone = {**BODY, "messages": [{"role": "assistant", "content": "Yes."}]}
+    with served(Script(LIST, TEXTS), "messages|length > 1") as (app, _, _):
+        assert post(app, CHAT, alone).status_code == 200
+        answer = post(app, CHAT, {**alone, "outline": "skeleton"})
+        assert answer.status_code == 400
+        assert "not so" in error_of(answer)["message"]
+
+
+def test_a_point_that_the_context_has_no_room_for_has_no_text() -> None:
+    """The last of eight, which would read all others."""
+    titles = {number: f"{number}. Part{number}" for number in range(1, 9)}
+    texts = {number: title + ":" + " more" * 300 for number, title in titles.items()}
+    with served(Script("\n".join(titles.values()), texts), max_len=512) as (app, _, _):
+        answer = post(app, CHAT, {**BODY, "outline": "skeleton-graph"})
+        assert answer.status_code == 200
+        [choice] = answer.json()["choices"]
+        written = choice["message"]["content"].split("\n\n")
+        assert written[0].startswith("1. Part1: more more")
+        assert written[-1] == "8. Part8:"
+        assert len(written) == 8
+        assert choice["finish_reason"] == "length"
 
 
 def test_outlines_are_written_in_chats_and_kept_nowhere() -> None:

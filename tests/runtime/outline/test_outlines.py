@@ -20,7 +20,7 @@ from specctl.runtime.outline.writer import Chat, encoder_of, write_outlined
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted
+from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted, with_blanks_stripped
 
 QUESTION = "How do trees grow?"
 TURNS = ({"role": "user", "content": QUESTION},)
@@ -139,7 +139,9 @@ def test_an_outline_that_repeats_itself_is_not_written_on() -> None:
     assert report is not None
     assert len(report.titles) == 3
     assert report.outline_tokens <= len(read)
-    one = OutlinedAnswer(TURNS, (1,), GREEDY, Outlining("skeleton"), lambda turns, begun: [1])
+    one = OutlinedAnswer(
+        TURNS, (1,), GREEDY, Outlining("skeleton"), lambda turns, begun: ([1], []), 99
+    )
     assert one.add_outline([" a\n", "2. b\n", "3. a", "\n", "4. c", "\n"])
     assert one.outline_tokens == 4
 
@@ -165,6 +167,17 @@ def test_a_point_of_a_graph_reads_the_texts_that_it_needs() -> None:
     assert max(lm.widths) == 1
     assert "\n\n".join((TEXTS[1], TEXTS[2])) in undeclared.prompts[3]
     assert "point 1 does not say" in str(made.outputs[0].outline and made.outputs[0].outline)
+
+
+def test_texts_go_on_from_how_they_begin_where_tokenizers_strip_blanks() -> None:
+    """The blank behind `1.` and behind a heading is of the text, as in SentencePiece."""
+    target, _ = scripted(script := Script("1. Roots (needs: none)\n2. Leaves (needs: 1)", TEXTS))
+    script.texts = {1: TEXTS[1], 2: "2. Leaves: they eat light."}
+    target = with_blanks_stripped(target)
+    how = Outlining("skeleton-graph")
+    [output] = write_outlined(target, [chat_of(target)], how, sampling=GREEDY).outputs
+    assert output.text == "\n\n".join(script.texts.values())
+    assert TEXTS[1] in script.prompts[2]
 
 
 def test_a_smaller_model_writes_the_points_that_are_easy() -> None:
@@ -210,7 +223,7 @@ def test_every_point_is_what_the_target_writes_behind_its_own_prompt(
     monkeypatch.setattr(planned, "read_outline", lambda *given: outline)
     how, chat = Outlining("skeleton"), chat_of(tiny_target)
     made = write_outlined(tiny_target, [chat], how, sampling=sampling)
-    one = OutlinedAnswer(chat.turns, chat.tokens, sampling, how, encoder_of(tiny_target))
+    one = OutlinedAnswer(chat.turns, chat.tokens, sampling, how, encoder_of(tiny_target), 512)
     report = made.outputs[0].outline
     assert report is not None
     one.add_outline([""] * report.outline_tokens)
@@ -262,6 +275,26 @@ def test_without_an_outline_the_answer_is_the_plain_one(
         extra = ours.outline.tokens - len(theirs.token_ids)
         assert extra == ours.outline.outline_tokens
         assert (extra == 0) == (points == 1)
+
+
+def test_what_the_context_has_no_room_for_is_left_out() -> None:
+    """A prompt that fits is answered, though not all that is requested beside it fits."""
+    listed = "1. Roots (needs: none)\n2. The trunk (needs: none)\n3. Leaves (needs: 1)"
+    target, lm = scripted(Script(listed, {**TEXTS, 1: TEXTS[1] + " more" * 300}))
+    chat, how, most = chat_of(target), Outlining("skeleton-graph"), Sampling(max_new_tokens=3000)
+    one = OutlinedAnswer(chat.turns, chat.tokens, most, how, encoder_of(target), 4096)
+    requested = one.outline_part()
+    assert requested is not None
+    lm.spec = replace(lm.spec, max_positions=len(requested.tokens) + 99)
+    [output] = write_outlined(target, [chat], how, sampling=most).outputs
+    first, *others = output.text.split("\n\n")
+    assert first.startswith(TEXTS[1] + " more more")
+    assert others == [TEXTS[2], "3. Leaves:"]
+    assert output.finish_reason == "context"
+    lm.spec = replace(lm.spec, max_positions=len(requested.tokens))
+    [output] = write_outlined(target, [chat], how, sampling=most).outputs
+    assert output.text == "They do."
+    assert "no room" in str(output.outline)
 
 
 def test_the_points_share_what_the_outline_leaves() -> None:
@@ -362,6 +395,8 @@ def test_what_speaks_of_one_text_is_refused(tiny_target: Target) -> None:
     for given in wrong:
         with pytest.raises(RecipeError, match="outline"):
             Outlining(**given)
+    with pytest.raises(RecipeError, match="skeleton-graph"):
+        specctl.generate(tiny_target, QUESTION, chat=True, outline=True)  # type: ignore[arg-type]
     other = Outlining("skeleton-graph", small=replace(tiny_target, tokenizer_fingerprint="other"))
     with pytest.raises(IncompatibleError, match="same tokens"):
         write_outlined(tiny_target, [], other)

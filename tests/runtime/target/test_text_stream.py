@@ -53,6 +53,18 @@ def streamed(decoder, tokens, stops):
     return spans, stream.end()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_goes_on_from_another(targets, kind):
+    """The space in front of its first word is kept, unlike that of a text of its own."""
+    target = targets[kind]
+    decoder = TokenDecoder.of(target)
+    begun, new = target.encode("the first"), target.encode("the first words of two")
+    assert new[: len(begun)] == begun
+    stream = TextStream(decoder, (" two",), begun=begun)
+    assert stream.position == 0
+    assert "".join(map(stream.add, new[len(begun) :])) + stream.end() == " words of"
+
+
 def trim_stop(text, stops):
     """The text before the first stop string."""
     ends = [text.find(stop) for stop in stops if stop in text]

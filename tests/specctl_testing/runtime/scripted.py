@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from tokenizers import decoders
 from torch import nn
 
 from specctl.core.kv_cache import SlotKV
@@ -74,6 +75,16 @@ def scripted(say: Callable[[str], str]) -> tuple[Target, ScriptedLM]:
     stub = stub_target()
     lm = ScriptedLM(stub, say)
     return replace(stub, lm=lm, name="scripted"), lm
+
+
+def with_blanks_stripped(target: Target) -> Target:
+    """That target, whose tokenizer leaves out the blank that a text begins with, as SentencePiece
+    does."""
+    tokenizer = copy.deepcopy(target.tokenizer)
+    backend = tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(" ", 1, 0)])
+    assert tokenizer.decode(tokenizer.encode(" x", add_special_tokens=False)) == "x"
+    return replace(target, tokenizer=tokenizer)
 
 
 class Script:

@@ -68,6 +68,7 @@ class StubService:
     limits: Limits = field(default_factory=Limits)
     counters: Counters = field(default_factory=Counters)
     on_finish: list = field(default_factory=list)
+    answers: set[Ticket] = field(default_factory=set)
     asks: list[GenerateRequest] = field(default_factory=list)
     state: str = "loading"
     why_off: str | None = None
