@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def test_what_is_said_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None
     assert "no less than a sum over numbers reads here (10.0)" in roof.text(120.0)
     monkeypatch.setattr(FastLlama, "token_bytes", None)
     assert Roof.of(load_target("tiny")) is None, "nothing is said where the bytes are not known"
+    assert "of the 10.0 GB/s that this device can read here" in replace(roof, threads=None).text(60)
 
 
 def test_the_bandwidth_is_of_this_device() -> None:
