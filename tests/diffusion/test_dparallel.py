@@ -235,6 +235,11 @@ def test_the_recipe_distills_a_folder(
     losses = json.loads((out / "dparallel.json").read_text())["losses"]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+    made_files = {f.name: f.read_bytes() for f in (out / "export").iterdir()}
+    again = recipe_file(tmp_path / "again.yaml", target=str(out / "export"), lora=lora, **sizes)
+    assert main(["pretrain", "--recipe", str(again), "--out", str(out)]) != 0
+    assert "would be overwritten" in capsys.readouterr().err
+    assert made_files == {f.name: f.read_bytes() for f in (out / "export").iterdir()}
     (out / "dparallel.json").unlink()
     assert main(["pretrain", "--recipe", str(path), "--out", str(out)]) != 0
     assert "holds another model" in capsys.readouterr().err

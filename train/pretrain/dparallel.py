@@ -210,7 +210,7 @@ def train_dparallel(
 ) -> DParallelReport:
     """Decode, distill, and write OUT/export and OUT/dparallel.json with the figures."""
     reporter = reporter or SilentReporter()
-    folder = folder_of(recipe.target, "dparallel.target")
+    folder = folder_of(recipe.target, "dparallel.target", out / EXPORT)
     _check_export(out)
     target = load_diffusion(folder, choose_device(recipe.device))
     learned, heldout = _decoded(target, recipe, reporter)
