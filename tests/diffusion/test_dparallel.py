@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from specctl.cli.main import main
-from specctl.core.errors import RecipeError
+from specctl.core.errors import DivergedError, RecipeError
 from specctl.diffusion.certainty import BlockRows, block_rows, certainty_loss
 from specctl.diffusion.engine import denoise
 from specctl.diffusion.folder import load_diffusion
@@ -206,6 +206,19 @@ def test_it_becomes_certain_of_its_own_texts(tmp_path: Path) -> None:
             equal[index] += int((torch.tensor(made.token_ids) == texts.ids_BS[row, 2:]).sum())
     assert passes[1] < 0.7 * passes[0]
     assert equal[1] > equal[0]
+
+
+def test_a_model_of_nan_is_not_written(tmp_path: Path) -> None:
+    texts = written(tiny_target("llada"), [[3, 9], [4, 9]], BLOCK, 8)
+    model = tiny_masked("llada").requires_grad_(True)
+    recipe = dparallel_recipe(recipe_file(tmp_path / "r.yaml", block=BLOCK))
+    assert recipe is not None
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.inf
+    before = model.model.embed_tokens.weight.detach().clone()
+    with pytest.raises(DivergedError, match="not finite"):
+        distill(model, texts, recipe, SilentReporter())
+    assert torch.equal(model.model.embed_tokens.weight, before)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 8.0}])

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from specctl.core.errors import FileError
+from specctl.core.errors import DivergedError, FileError
 from specctl.core.files import write_json
 from specctl.core.model_folder import CONFIG
 from specctl.diffusion.certainty import block_rows, certainty_loss
@@ -116,7 +116,7 @@ def distill(
     model: MaskedLM, texts: Trajectories, recipe: DParallelRecipe, reporter: Reporter
 ) -> list[float]:
     """AdamW at a constant rate on whatever of the model requires a gradient; the mean loss of every
-    epoch."""
+    epoch. Raises DivergedError where loss or gradient is not finite."""
     device = model.model.embed_tokens.weight.device
     random = torch.Generator().manual_seed(recipe.seed)
     learned = [p for p in model.parameters() if p.requires_grad]
@@ -133,11 +133,24 @@ def distill(
                 for row_B in group:
                     ids_BS = texts.part(row_B).to(device)
                     seen.append(certainty_step(model, ids_BS, texts.start, recipe, random))
-                nn.utils.clip_grad_norm_(learned, recipe.clip)
+                norm = float(nn.utils.clip_grad_norm_(learned, recipe.clip))
+                _check_finite(math.fsum(seen[-len(group) :]), norm, recipe.learning_rate)
                 optimizer.step()
                 advance(1, f"loss {seen[-1]:.3f}")
             losses.append(math.fsum(seen) / len(seen))
     return losses
+
+
+def _check_finite(loss: float, norm: float, rate: float) -> None:
+    """Refuse a step that would make every weight NaN."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise DivergedError(
+            "loss or gradient is not finite; nothing was written",
+            where="dparallel.learning_rate",
+            found=f"loss {loss}, gradient norm {norm}",
+            expected="finite numbers",
+            do=f"lower the rate: learning_rate: {rate / 3:.2g}",
+        )
 
 
 def _groups(count: int, recipe: DParallelRecipe, random: torch.Generator) -> Iterator[list[Tensor]]:
