@@ -21,8 +21,13 @@ from specctl.diffusion.engine import denoise
 from specctl.diffusion.folder import load_diffusion
 from specctl.diffusion.settings import DenoiseSettings
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.train.pretrain.dparallel import certainty_step, distill, dparallel_recipe
-from specctl.train.pretrain.trajectories import prompt_windows, written
+from specctl.train.pretrain.dparallel import (
+    certainty_figures,
+    certainty_step,
+    distill,
+    dparallel_recipe,
+)
+from specctl.train.pretrain.trajectories import Trajectories, prompt_windows, written
 from specctl_testing.diffusion import MASK, tiny_folder, tiny_masked, tiny_target
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-dparallel.yaml"
@@ -179,6 +184,24 @@ def test_both_masks_and_both_terms_are_learned_from(tmp_path: Path) -> None:
         (gradient,) = torch.autograd.grad(expected, norm)
         assert norm.grad is not None
         assert torch.allclose(norm.grad, gradient / 4)
+
+
+def test_held_out_figures_are_of_rows_that_have_what_is_measured(tmp_path: Path) -> None:
+    """A text of which nothing is guessed rightly does not make the model look more certain."""
+    model, ids_BS = tiny_masked("llada"), IDS[:1].clone()
+    recipe = dparallel_recipe(recipe_file(tmp_path / "r.yaml", block=1))  # one half has nothing
+    assert recipe is not None
+    masked_BS = torch.zeros_like(ids_BS).bool()
+    masked_BS[:, 12] = True
+    rows = BlockRows(ids_BS.masked_fill(masked_BS, MASK), masked_BS)
+    likeliest = model.logits(model(rows.ids_BS)[:, 12]).argmax(-1)
+    for label, right in ((likeliest, 1.0), ((likeliest + 1) % 30, 0.0)):
+        ids_BS[:, 12] = label
+        one = certainty_loss(model, rows, ids_BS, 1.0)
+        found = certainty_figures(model, Trajectories(ids_BS, 12), recipe)
+        assert found.cross_entropy == pytest.approx(float(one.consistency), rel=1e-5)
+        assert found.entropy == pytest.approx(float(one.certainty), rel=1e-5)
+        assert found.right == right
 
 
 def test_it_becomes_certain_of_its_own_texts(tmp_path: Path) -> None:

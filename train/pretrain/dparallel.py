@@ -72,8 +72,9 @@ class DParallelRecipe(Section):
 
 @dataclass(frozen=True, slots=True)
 class CertaintyFigures:
-    """On held-out texts of the model, a masked position of the block: the cross-entropy with what
-    it wrote and its entropy, in nats, and the share whose likeliest token is what it wrote."""
+    """On held-out texts of the model, of masked positions of the block: the cross-entropy with what
+    it wrote, the entropy of those whose likeliest token is what it wrote, both in nats and means
+    over rows that have any, and the share of these positions."""
 
     cross_entropy: float
     entropy: float
@@ -169,7 +170,7 @@ def certainty_figures(
     device = model.model.embed_tokens.weight.device
     random = torch.Generator().manual_seed(HELDOUT_SEED)
     loss = entropy = 0.0
-    right = masked = halves = 0
+    right = masked = rows_masked = rows_right = 0
     for _ in range(HELDOUT_MASKS):
         for first in range(0, len(texts.ids_BS), recipe.batch):
             ids_BS = texts.part(slice(first, first + recipe.batch)).to(device)
@@ -180,8 +181,11 @@ def certainty_figures(
                 loss += float(found.consistency) * len(ids_BS)
                 entropy += float(found.certainty) * len(ids_BS)
                 right, masked = right + found.right, masked + found.masked
-                halves += len(ids_BS)
-    return CertaintyFigures(loss / halves, entropy / halves, right / max(1, masked))
+                rows_masked += found.rows_masked
+                rows_right += found.rows_right
+    return CertaintyFigures(
+        loss / max(1, rows_masked), entropy / max(1, rows_right), right / max(1, masked)
+    )
 
 
 def _made_to_learn(model: MaskedLM, recipe: DParallelRecipe) -> None:
