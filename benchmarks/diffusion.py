@@ -139,6 +139,8 @@ def main() -> None:
         )
     judge = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     lines = (tiny / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    if not 2 <= given.prompts <= len(lines):  # errors are over prompts
+        words.error(f"--prompts: from 2 to {len(lines)}, found {given.prompts}")
     texts = [json.loads(line)["text"] for line in lines[:: max(1, len(lines) // given.prompts)]]
     prompts = [target.encode(t)[: given.prompt_tokens] for t in texts[: given.prompts]]
     if (given.target / FILTER).is_file():

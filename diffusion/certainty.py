@@ -64,13 +64,16 @@ def block_rows(
 
 @dataclass(frozen=True, slots=True)
 class CertaintyLoss:
-    """The two terms in nats, each the mean over rows of a row's mean; of the `masked` positions
-    `right` were guessed rightly."""
+    """The two terms in nats, each the mean over rows of a row's mean, to which a row without such
+    positions adds nothing; of the `masked` positions `right` were guessed rightly. `rows_masked`
+    and `rows_right`: the rows that have any of either."""
 
     consistency: Tensor
     certainty: Tensor
     right: int
     masked: int
+    rows_masked: int
+    rows_right: int
 
 
 def certainty_loss(
@@ -91,6 +94,8 @@ def certainty_loss(
         _mean_of_rows(entropy_Q, row_Q[right_Q], count),
         int(right_Q.sum()),
         len(row_Q),
+        len(set(row_Q.tolist())),
+        len(set(row_Q[right_Q].tolist())),
     )
 
 

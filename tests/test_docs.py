@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from specctl.api.verify import check_level
 from specctl_testing.cli import commands
 
 ROOT = Path(__file__).parents[1]
@@ -117,6 +118,8 @@ def test_every_command_of_ours_is_understood(page: str, command: str) -> None:
     words = launched(shlex.split(command.rpartition("| ")[2], comments=True))
     assert words[0] == "specctl", f"{page}: {command}"
     assert commands.why_not(words[1:]) is None, commands.why_not(words[1:])
+    if words[1] == "verify" and "--level" in words:
+        check_level(words[words.index("--level") + 1])
 
 
 def launched(words: list[str]) -> list[str]:

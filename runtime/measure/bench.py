@@ -351,7 +351,10 @@ def round_cost(times: Sequence[Timed], plain: Sequence[Timed]) -> RoundCost | No
 
 
 def decoding_rate(times: Sequence[Timed]) -> float | None:
-    """Tokens a second of all runs, without the time for reading prompts, where that is known."""
+    """Tokens a second of all runs, without the time for reading prompts. None where that is not
+    known, and where rows are decoded together: the weights are read once for all of them."""
+    if any(answer.seconds <= 0 for one in times for answer in one.answers):
+        return None
     each = [one.spent for one in times if one.spent is not None]
     if len(each) < len(times) or not each:
         return None

@@ -24,11 +24,11 @@ READS = 12  # of which the fastest counts: other work on the machine only slows 
 @dataclass(frozen=True, slots=True)
 class Roof:
     """`token_bytes`: of the weights that a plain token reads; `bandwidth`: bytes a second that
-    this device reads with these threads."""
+    this device reads, a CPU with these threads."""
 
     token_bytes: int
     bandwidth: float
-    threads: int
+    threads: int | None  # None: not on a CPU
 
     @classmethod
     def of(cls, target: Target) -> Roof | None:
@@ -36,7 +36,8 @@ class Roof:
         size = target.lm.token_bytes
         if size is None:
             return None
-        return cls(size, bandwidth(target.device), torch.get_num_threads())
+        threads = torch.get_num_threads() if target.device.type == "cpu" else None
+        return cls(size, bandwidth(target.device), threads)
 
     @property
     def tokens_per_second(self) -> float:
@@ -52,8 +53,9 @@ class Roof:
         )
         if read >= most:
             return f"{about}, no less than a sum over numbers reads here ({most:.1f})"
+        reader = "this device" if self.threads is None else counted(self.threads, "thread")
         return (
-            f"{about} of the {most:.1f} GB/s that {counted(self.threads, 'thread')} can read here, "
+            f"{about} of the {most:.1f} GB/s that {reader} can read here, "
             f"which would be {self.tokens_per_second:.0f} tokens/s"
         )
 

@@ -15,14 +15,19 @@ import yaml
 from torch import Tensor
 
 from specctl.cli.main import main
-from specctl.core.errors import RecipeError
+from specctl.core.errors import DivergedError, RecipeError
 from specctl.diffusion.certainty import BlockRows, block_rows, certainty_loss
 from specctl.diffusion.engine import denoise
 from specctl.diffusion.folder import load_diffusion
 from specctl.diffusion.settings import DenoiseSettings
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.train.pretrain.dparallel import certainty_step, distill, dparallel_recipe
-from specctl.train.pretrain.trajectories import prompt_windows, written
+from specctl.train.pretrain.dparallel import (
+    certainty_figures,
+    certainty_step,
+    distill,
+    dparallel_recipe,
+)
+from specctl.train.pretrain.trajectories import Trajectories, prompt_windows, written
 from specctl_testing.diffusion import MASK, tiny_folder, tiny_masked, tiny_target
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-dparallel.yaml"
@@ -181,6 +186,24 @@ def test_both_masks_and_both_terms_are_learned_from(tmp_path: Path) -> None:
         assert torch.allclose(norm.grad, gradient / 4)
 
 
+def test_held_out_figures_are_of_rows_that_have_what_is_measured(tmp_path: Path) -> None:
+    """A text of which nothing is guessed rightly does not make the model look more certain."""
+    model, ids_BS = tiny_masked("llada"), IDS[:1].clone()
+    recipe = dparallel_recipe(recipe_file(tmp_path / "r.yaml", block=1))  # one half has nothing
+    assert recipe is not None
+    masked_BS = torch.zeros_like(ids_BS).bool()
+    masked_BS[:, 12] = True
+    rows = BlockRows(ids_BS.masked_fill(masked_BS, MASK), masked_BS)
+    likeliest = model.logits(model(rows.ids_BS)[:, 12]).argmax(-1)
+    for label, right in ((likeliest, 1.0), ((likeliest + 1) % 30, 0.0)):
+        ids_BS[:, 12] = label
+        one = certainty_loss(model, rows, ids_BS, 1.0)
+        found = certainty_figures(model, Trajectories(ids_BS, 12), recipe)
+        assert found.cross_entropy == pytest.approx(float(one.consistency), rel=1e-5)
+        assert found.entropy == pytest.approx(float(one.certainty), rel=1e-5)
+        assert found.right == right
+
+
 def test_it_becomes_certain_of_its_own_texts(tmp_path: Path) -> None:
     """Nearer to them than before by the same threshold, in fewer passes."""
     target, count = tiny_target("llada"), 6
@@ -206,6 +229,19 @@ def test_it_becomes_certain_of_its_own_texts(tmp_path: Path) -> None:
             equal[index] += int((torch.tensor(made.token_ids) == texts.ids_BS[row, 2:]).sum())
     assert passes[1] < 0.7 * passes[0]
     assert equal[1] > equal[0]
+
+
+def test_a_model_of_nan_is_not_written(tmp_path: Path) -> None:
+    texts = written(tiny_target("llada"), [[3, 9], [4, 9]], BLOCK, 8)
+    model = tiny_masked("llada").requires_grad_(True)
+    recipe = dparallel_recipe(recipe_file(tmp_path / "r.yaml", block=BLOCK))
+    assert recipe is not None
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.inf
+    before = model.model.embed_tokens.weight.detach().clone()
+    with pytest.raises(DivergedError, match="not finite"):
+        distill(model, texts, recipe, SilentReporter())
+    assert torch.equal(model.model.embed_tokens.weight, before)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 8.0}])
@@ -235,6 +271,11 @@ def test_the_recipe_distills_a_folder(
     losses = json.loads((out / "dparallel.json").read_text())["losses"]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+    made_files = {f.name: f.read_bytes() for f in (out / "export").iterdir()}
+    again = recipe_file(tmp_path / "again.yaml", target=str(out / "export"), lora=lora, **sizes)
+    assert main(["pretrain", "--recipe", str(again), "--out", str(out)]) != 0
+    assert "would be overwritten" in capsys.readouterr().err
+    assert made_files == {f.name: f.read_bytes() for f in (out / "export").iterdir()}
     (out / "dparallel.json").unlink()
     assert main(["pretrain", "--recipe", str(path), "--out", str(out)]) != 0
     assert "holds another model" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,14 @@ def test_the_recipe_trains_one(
     found = json.loads(capsys.readouterr().out)["result"]
     assert found["passes"] == 24
     assert read_filter(out / "export").block == 4
-    (tmp_path / "made").rename(tmp_path / "export")
-    body |= {"target": str(tmp_path / "export")}
-    for out, change, message in (
+    shutil.copytree(tmp_path / "made", tmp_path / "export")
+    for place, change, message in (
         (tmp_path, {}, "holds another model"),
+        (out, {"target": str(out / "export")}, "would be overwritten"),
         (tmp_path / "few", {"prompts": 1}, "too few texts"),
     ):
         path.write_text(yaml.safe_dump({"filter": {**body, **change}}))
-        assert main(["pretrain", "--recipe", str(path), "--out", str(out)]) != 0
+        assert main(["pretrain", "--recipe", str(path), "--out", str(place)]) != 0
         assert message in capsys.readouterr().err
     path.write_text(yaml.safe_dump({"filter": {**body, "epochs": 0}}))
     with pytest.raises(RecipeError, match="epochs"):

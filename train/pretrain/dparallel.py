@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from specctl.core.errors import FileError
+from specctl.core.errors import DivergedError, FileError
 from specctl.core.files import write_json
 from specctl.core.model_folder import CONFIG
 from specctl.diffusion.certainty import block_rows, certainty_loss
@@ -72,8 +72,9 @@ class DParallelRecipe(Section):
 
 @dataclass(frozen=True, slots=True)
 class CertaintyFigures:
-    """On held-out texts of the model, a masked position of the block: the cross-entropy with what
-    it wrote and its entropy, in nats, and the share whose likeliest token is what it wrote."""
+    """On held-out texts of the model, of masked positions of the block: the cross-entropy with what
+    it wrote, the entropy of those whose likeliest token is what it wrote, both in nats and means
+    over rows that have any, and the share of these positions."""
 
     cross_entropy: float
     entropy: float
@@ -116,7 +117,7 @@ def distill(
     model: MaskedLM, texts: Trajectories, recipe: DParallelRecipe, reporter: Reporter
 ) -> list[float]:
     """AdamW at a constant rate on whatever of the model requires a gradient; the mean loss of every
-    epoch."""
+    epoch. Raises DivergedError where loss or gradient is not finite."""
     device = model.model.embed_tokens.weight.device
     random = torch.Generator().manual_seed(recipe.seed)
     learned = [p for p in model.parameters() if p.requires_grad]
@@ -133,11 +134,24 @@ def distill(
                 for row_B in group:
                     ids_BS = texts.part(row_B).to(device)
                     seen.append(certainty_step(model, ids_BS, texts.start, recipe, random))
-                nn.utils.clip_grad_norm_(learned, recipe.clip)
+                norm = float(nn.utils.clip_grad_norm_(learned, recipe.clip))
+                _check_finite(math.fsum(seen[-len(group) :]), norm, recipe.learning_rate)
                 optimizer.step()
                 advance(1, f"loss {seen[-1]:.3f}")
             losses.append(math.fsum(seen) / len(seen))
     return losses
+
+
+def _check_finite(loss: float, norm: float, rate: float) -> None:
+    """Refuse a step that would make every weight NaN."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise DivergedError(
+            "loss or gradient is not finite; nothing was written",
+            where="dparallel.learning_rate",
+            found=f"loss {loss}, gradient norm {norm}",
+            expected="finite numbers",
+            do=f"lower the rate: learning_rate: {rate / 3:.2g}",
+        )
 
 
 def _groups(count: int, recipe: DParallelRecipe, random: torch.Generator) -> Iterator[list[Tensor]]:
@@ -156,7 +170,7 @@ def certainty_figures(
     device = model.model.embed_tokens.weight.device
     random = torch.Generator().manual_seed(HELDOUT_SEED)
     loss = entropy = 0.0
-    right = masked = halves = 0
+    right = masked = rows_masked = rows_right = 0
     for _ in range(HELDOUT_MASKS):
         for first in range(0, len(texts.ids_BS), recipe.batch):
             ids_BS = texts.part(slice(first, first + recipe.batch)).to(device)
@@ -167,8 +181,11 @@ def certainty_figures(
                 loss += float(found.consistency) * len(ids_BS)
                 entropy += float(found.certainty) * len(ids_BS)
                 right, masked = right + found.right, masked + found.masked
-                halves += len(ids_BS)
-    return CertaintyFigures(loss / halves, entropy / halves, right / max(1, masked))
+                rows_masked += found.rows_masked
+                rows_right += found.rows_right
+    return CertaintyFigures(
+        loss / max(1, rows_masked), entropy / max(1, rows_right), right / max(1, masked)
+    )
 
 
 def _made_to_learn(model: MaskedLM, recipe: DParallelRecipe) -> None:
@@ -210,7 +227,7 @@ def train_dparallel(
 ) -> DParallelReport:
     """Decode, distill, and write OUT/export and OUT/dparallel.json with the figures."""
     reporter = reporter or SilentReporter()
-    folder = folder_of(recipe.target, "dparallel.target")
+    folder = folder_of(recipe.target, "dparallel.target", out / EXPORT)
     _check_export(out)
     target = load_diffusion(folder, choose_device(recipe.device))
     learned, heldout = _decoded(target, recipe, reporter)

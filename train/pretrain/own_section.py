@@ -39,8 +39,9 @@ def own_section(path: Path, name: str, kind: type[OneSection], example: str) -> 
         ) from error
 
 
-def folder_of(target: str, where: str) -> Path:
-    """The folder of the diffusion model that such a recipe begins with."""
+def folder_of(target: str, where: str, export: Path) -> Path:
+    """The folder of the diffusion model that such a recipe begins with. Raises FileError where
+    there is none, or where it is `export`, which is written."""
     folder = Path(target).expanduser()
     if not folder.is_dir():
         raise FileError(
@@ -49,5 +50,13 @@ def folder_of(target: str, where: str) -> Path:
             found=target,
             expected="a folder that specctl pretrain --recipe tiny-diffusion wrote",
             do="make it first, or name another folder",
+        )
+    if folder.resolve() == export.resolve():
+        raise FileError(
+            "the recipe's diffusion model would be overwritten by what is made of it",
+            where=where,
+            found=target,
+            expected="another folder than the output",
+            do="give another folder with --out",
         )
     return folder

@@ -148,7 +148,7 @@ def _check_export(export: Path) -> None:
 
 def train_filter(recipe: FilterRecipe, out: Path) -> FilterReport:
     """Decode, fit, and write OUT/export: the model's folder with the filter."""
-    folder = folder_of(recipe.target, "filter.target")
+    folder = folder_of(recipe.target, "filter.target", out / EXPORT)
     _check_export(out / EXPORT)
     target = load_diffusion(folder)
     texts = training_texts(recipe.text_bytes, recipe.seed)[: recipe.prompts]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from specctl.models.fast_llama import FastLlama
+from specctl.runtime.measure.bench import bench, engine_contender
 from specctl.runtime.measure.roof import Roof, bandwidth
+from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
 
 
@@ -41,8 +44,19 @@ def test_what_is_said_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None
     assert "reads 100 MB of weights a token: 6.0 GB/s of the 10.0 GB/s that 2 threads" in text
     assert text.endswith("which would be 100 tokens/s")
     assert "no less than a sum over numbers reads here (10.0)" in roof.text(120.0)
+    assert "of the 10.0 GB/s that this device can read here" in replace(roof, threads=None).text(60)
     monkeypatch.setattr(FastLlama, "token_bytes", None)
     assert Roof.of(load_target("tiny")) is None, "nothing is said where the bytes are not known"
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_that_are_decoded_together_have_no_rate_of_one_token_a_pass(batch: int) -> None:
+    target = load_target("tiny")
+    plain = engine_contender("plain", target, batch=batch)
+    prompts = [target.encode(text) for text in ("import os", "def main(")]
+    found = bench(target, [plain], prompts, [Sampling(max_new_tokens=4)], repeats=1)
+    assert (found.rows[0].decoding_rate is not None) == (batch == 1)
+    assert ("of weights a token" in found.table().markdown()) == (batch == 1)
 
 
 def test_the_bandwidth_is_of_this_device() -> None:
