@@ -164,8 +164,9 @@ class RequestReader:
         how = Outlining(body.outline, body.outline_points or USUAL_POINTS)
 
         def encode(turns: Sequence[Turn], begun: str) -> tuple[list[int], list[int]]:
-            text = written(target, turns, (), said.variables)
-            said_ids = chat_tokens(target, turns, text, (), said.variables)
+            own = [dict(turn) for turn in turns]
+            text = written(target, own, (), said.variables)
+            said_ids = chat_tokens(target, own, text, (), said.variables)
             return said_ids, plain_ids(target, begun)
 
         context = self.service.status().context
