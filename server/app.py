@@ -115,9 +115,9 @@ class Front:
         """The choices, each with its ticket; if one is refused, none is left behind."""
         choices: list[Choice] = []
         try:
-            for index, ask in enumerate(plan.asks):
+            for index, one in enumerate(plan.asks):
                 parser = MessageParser() if plan.parser is None else plan.parser()
-                choices.append(Choice(index, await self._ticket(ask, plan), parser=parser))
+                choices.append(Choice(index, await self._ticket(one, plan), parser=parser))
         except BaseException:
             for choice in choices:
                 choice.ticket.cancel()

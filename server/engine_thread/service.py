@@ -376,12 +376,12 @@ class Service:
 
     # -- asks -----------------------------------------------------------------------------------
 
-    async def submit(self, ask: GenerateRequest) -> Ticket:
-        """A ticket of an ask that will be served. Raises Busy, Unavailable, TooLong, or another
+    async def submit(self, request: GenerateRequest) -> Ticket:
+        """A ticket of a request that will be served. Raises Busy, Unavailable, TooLong, or another
         SpecctlError for a setting that does not fit the target."""
-        self._desk.check(ask)
-        self._check(ask)
-        ticket = Ticket(ask, self._desk.give_up)
+        self._desk.check(request)
+        self._check(request)
+        ticket = Ticket(request, self._desk.give_up)
         try:
             self._desk.admit(ticket)
         except Busy:

@@ -292,9 +292,9 @@ class Worker:
     # -- coming and going -----------------------------------------------------------------------
 
     def _enter(self, ticket: Ticket) -> None:
-        ask = ticket.ask
-        begun = ask.tokens[len(ask.tokens) - ask.num_begun :]
-        how = self._decoder(ask.shown), ask.sampling.stop, ask.keeps_stop, begun
+        request = ticket.ask
+        begun = request.tokens[len(request.tokens) - request.num_begun :]
+        how = self._decoder(request.shown), request.sampling.stop, request.keeps_stop, begun
         stream = TextStream(*how)
         job = ServerJob(next(self._numbers), ticket, stream, ticket.since)  # an exchange held it
         self.jobs[job.index], self._index_of[ticket] = job, job.index

@@ -111,7 +111,7 @@ def test_why_a_message_ended(
 ) -> None:
     piece = Piece((1, 2), (False, True), "Hi", ("H", "i"), None, ended, (0, 1), by)
 
-    ticket = SimpleNamespace(stats=RowStats())
+    ticket = SimpleNamespace(stats=RowStats(), outline=None)
     whole, choice = _answer(ticket, room)
     whole.add(choice, piece)
     found = whole.whole()
@@ -131,7 +131,7 @@ def test_a_stream_that_waits_sends_pings_but_not_before_it_has_begun(
     ended: list[str] = []
 
     class Slow:
-        stats = RowStats()
+        stats, outline = RowStats(), None
 
         async def __aiter__(self) -> AsyncIterator[Piece]:
             try:
