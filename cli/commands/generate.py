@@ -125,9 +125,9 @@ def generate(
         if stats:
             show_stats(console, run.stats)
         _tell_lengths(console, run)
-        show_outlines(console, run.outputs)
         tell_ends(console, run.outputs, settings, model)
         made, result = run, job.to_json(run)
+    show_outlines(console, made.outputs)
     console.result = result
     check_forms(made.outputs)
     console.done(result, next=[_next(target, draft, compare, chat)])

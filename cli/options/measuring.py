@@ -20,8 +20,16 @@ Domain = Annotated[str | None, typer.Option(help="Only the held-out prompts of t
 TokensEach = Annotated[int, typer.Option(min=1, help="Tokens per prompt.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each; the median is shown.")]
 Batch = Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")]
-PLOTTED = "Draw speed-up and acceptance by position into this file (.png, .svg, .pdf)."
-Plot = Annotated[Path | None, typer.Option("--plot", help=PLOTTED)]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot", help="Draw speed-up and acceptance by position into this file (.png, .svg, .pdf)."
+    ),
+]
+PLOTTED = (
+    "Draw speed-ups, acceptance by position and tokens over the cost of a round into this file "
+    "(.png, .svg, .pdf)."
+)
 
 of_questions: partial[Any] = panel("Questions")
 written_option: partial[Any] = panel("What is written")

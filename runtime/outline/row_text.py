@@ -10,6 +10,7 @@ from specctl.runtime.target.chat_tokens import ControlTokens
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.text_stream import TextStream, TokenDecoder
 
+IN_FRONT = "a"  # a letter, which no tokenizer joins with a line's end or a digit behind it
 Given = tuple[int, bool]  # a token, and whether it was drafted and accepted
 
 
@@ -17,6 +18,16 @@ def plain_ids(target: Target, text: str) -> list[int]:
     """Token ids of a text that goes on, none of them a control token."""
     reader = ControlTokens(target)
     return [token for ids in reader.read(reader.spoiled(text)) for token in ids]
+
+
+def ids_behind(target: Target, text: str) -> list[int]:
+    """Token ids of a text with text in front of it. Tokenizers that put a blank in front of all
+    that they encode (SentencePiece) are given something in front, whose ids are taken off again."""
+    ids, before = plain_ids(target, text), plain_ids(target, IN_FRONT)
+    if target.decode([*before, *ids]) == IN_FRONT + text:
+        return ids
+    both = plain_ids(target, IN_FRONT + text)
+    return both[len(before) :] if both[: len(before)] == before else ids
 
 
 class RowText:
@@ -61,7 +72,7 @@ class RowText:
         if row.finished != "stop" or self.stop is None:
             return self._held
         rest = self.text[self._num_given :]
-        return [(token, False) for token in plain_ids(self._target, rest)] if rest else []
+        return [(token, False) for token in ids_behind(self._target, rest)] if rest else []
 
     def _take(self, text: str) -> None:
         self._pieces.append(text)

@@ -34,7 +34,7 @@ from specctl.runtime.outline.answer import (
 )
 from specctl.runtime.outline.in_order import InOrder
 from specctl.runtime.outline.parse import Outline
-from specctl.runtime.outline.row_text import Given, RowText, plain_ids
+from specctl.runtime.outline.row_text import Given, RowText, ids_behind, plain_ids
 from specctl.runtime.policies import Policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
@@ -189,8 +189,9 @@ class OneAnswer:
         self._show([(token, at < accepted) for at, token in enumerate(emission.tokens)])
 
     def _points(self, outline: Outline) -> str:
-        headings = [self.answer.heading(point) for point in outline.points]
-        heads = [[(t, False) for t in plain_ids(self.target, one)] for one in headings]
+        first, *others = [self.answer.heading(point) for point in outline.points]
+        encoded = plain_ids(self.target, first), *(ids_behind(self.target, one) for one in others)
+        heads = [[(token, False) for token in ids] for ids in encoded]
         self._order, self._last = InOrder(heads), len(heads)
         for wave in outline.waves:
             numbers = [number for number in wave if number <= self._last]

@@ -16,10 +16,12 @@ from specctl.runtime.generate import Generated, generate
 from specctl.runtime.outline import answer as planned
 from specctl.runtime.outline.answer import OutlinedAnswer, Outlining
 from specctl.runtime.outline.parse import Outline, read_outline
+from specctl.runtime.outline.row_text import ids_behind, plain_ids
 from specctl.runtime.outline.writer import Chat, encoder_of, write_outlined
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer
 from specctl_testing.runtime.scripted import LIST, TEXTS, Script, scripted, with_blanks_stripped
 
 QUESTION = "How do trees grow?"
@@ -178,6 +180,16 @@ def test_texts_go_on_from_how_they_begin_where_tokenizers_strip_blanks() -> None
     [output] = write_outlined(target, [chat_of(target)], how, sampling=GREEDY).outputs
     assert output.text == "\n\n".join(script.texts.values())
     assert TEXTS[1] in script.prompts[2]
+
+
+def test_headings_behind_text_have_no_blank_that_a_tokenizer_adds(tiny_target: Target) -> None:
+    """As those of Llama 2 do: `\\n\\n2.` alone would be encoded with a blank in front."""
+    text = "\n\n2. end words"
+    assert ids_behind(tiny_target, text) == plain_ids(tiny_target, text)
+    target = replace(tiny_target, tokenizer=byte_fallback_tokenizer())
+    front = plain_ids(target, "then")
+    assert target.decode([*front, *plain_ids(target, text)]) == "then " + text
+    assert target.decode([*front, *ids_behind(target, text)]) == "then" + text
 
 
 def test_a_smaller_model_writes_the_points_that_are_easy() -> None:
