@@ -2,7 +2,7 @@
 #   make quickstart   environment, then a drafter trained, proved and measured in ten minutes, for a
 #                     real chat model (TARGET=tiny: for the embedded one, without a download)
 #   make test         the test suite (make test-fast: a part of it in 90 seconds, between edits)
-# Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md), check (lint, types, tests), real (tests on SmolLM2),
+# Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md, docs/results), check (lint, types, tests), real (tests on SmolLM2),
 #   grpo (the example with TRL), lm-eval (lm-evaluation-harness), proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
 
@@ -199,6 +199,7 @@ docs: $(VENV)/.docs
 # where they are stale.
 docs-tables: $(VENV)/.installed
 	$(BIN)/python docs/site/tables.py
+	$(BIN)/python docs/site/results.py
 
 # Training that cannot lose work; every target of it can be made alone.
 PROOF := $(TEST_ENV) $(BIN)/python benchmarks
@@ -240,6 +241,7 @@ proof-joint: $(VENV)/.dev
 # The server's page in a headless Chromium: apt-get install -y chromium-headless-shell
 proof-page: $(VENV)/.dev
 	$(PROOF)/proof_page.py
+	$(PROOF)/proof_results.py
 
 # Serving; the options of every script make it shorter.
 proof-serve-fuzz: $(VENV)/.dev

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
-from specctl import __version__
+from specctl.core.printable import counted
 from specctl.runtime.measure.bench_report import BenchReport
 
 READING = (
@@ -17,19 +17,24 @@ READING = (
 )
 
 
-def bench_card(report: BenchReport, command: Sequence[str]) -> str:
-    """The card as one text of Markdown."""
+def bench_card(report: BenchReport, made: Mapping[str, Any]) -> str:
+    """The card as one text of Markdown; `made` as `made_by` says it."""
     what = ", ".join(report.suites) or "prompts"
     about = f"{report.target}" + (f", inflated to {report.inflated}" if report.inflated else "")
-    machine = f"{platform.machine()} {platform.system()}, Python {platform.python_version()}"
+    on = made["machine"]
+    machine = (
+        f"{on['chip']}, {counted(on['cores'], 'core')}, "
+        f"{on['system']}, Python {on['python']}, "
+        f"torch {on['torch']}"
+    )
     parts = [
         f"# {about} on {what}",
         "",
-        f"specctl {__version__}; {report.dtype} on {report.device}, {report.threads} threads; "
-        f"{machine}.",
+        f"{made['date']}, specctl {on['specctl']}; {report.dtype} on {report.device}, "
+        f"{counted(report.threads, 'thread')}; {machine}.",
         "",
         "```sh",
-        shlex.join(command),
+        shlex.join(made["command"]),
         "```",
         "",
         report.table().markdown(),

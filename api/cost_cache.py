@@ -10,12 +10,12 @@ import hashlib
 import json
 import math
 import os
-import platform
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import __version__
+from specctl.api.machine import chip
 from specctl.core.cache_folder import cache_folder
 from specctl.models.native.library import INT8_SWITCH, SWITCH
 from specctl.models.native.threads import threads_used
@@ -36,13 +36,11 @@ def describe(
     """All that a table depends on. `source` is the digest of a package, or a name."""
     import torch
 
-    is_cuda = target.device.type == "cuda"
-    chip = torch.cuda.get_device_name(target.device) if is_cuda else _processor()
     return {
         "specctl": __version__,
         "method": METHOD,
         "torch": torch.__version__,
-        "device": f"{target.device.type} {chip}",
+        "device": f"{target.device.type} {chip(target.device)}",
         "threads": torch.get_num_threads(),
         "dtype": target.dtype_name,
         "target": target.fingerprint,
@@ -131,21 +129,3 @@ def _folder() -> Path | None:
         return cache_folder("costs")
     except OSError:  # no place for it
         return None
-
-
-def _processor() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def count_since(moment: float) -> int:
-    """How many tables were written here since that time (seconds since the epoch)."""
-    folder = _folder()
-    if folder is None or not folder.is_dir():
-        return 0
-    return sum(path.stat().st_mtime >= moment for path in folder.glob("*.json"))

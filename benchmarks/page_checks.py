@@ -181,13 +181,18 @@ def accessible(axe: str, width: int, dark: bool) -> Try:
         del server
         page.look(width=width, height=900, dark=dark)
         send(page, PROMPT)
-        page.run(f"{axe}; 0")
-        found = page.run(
-            "axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes[0].html.slice(0, 99)))"
-        )
-        return "; ".join(found) or None
+        return axe_finds(page, axe)
 
     return try_it
+
+
+def axe_finds(page: Page, axe: str) -> str | None:
+    """What axe-core finds on a page as it is."""
+    page.run(f"{axe}; 0")
+    found = page.run(
+        "axe.run().then(r => r.violations.map(v => v.id + ': ' + v.nodes[0].html.slice(0, 99)))"
+    )
+    return "; ".join(found) or None
 
 
 def fits(width: int, height: int, dark: bool, shots: Path | None) -> Callable[..., str | None]:

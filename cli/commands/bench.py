@@ -124,6 +124,7 @@ def bench(
     target = target.or_own(*names)
     from specctl.api.bench import DEFAULT_DRAFTS
     from specctl.api.bench import bench as bench_
+    from specctl.api.machine import made_by
 
     measured: list[BenchReport] = []  # the last one says all that was measured
     console.remains = partial(_remaining, console, measured, time.time())
@@ -157,7 +158,8 @@ def bench(
         **drafting.given(),
     ).after("loading", loading_seconds)
     _show(console, report)
-    result = {**report.to_json(), "target": target_json(model), "batch": batch}
+    made = made_by(["specctl", *sys.argv[1:]], model.device)
+    result = {**report.to_json(), "target": target_json(model), "batch": batch, "made": made}
     console.result = result
     _write(console, report, result, written)
     check_gates(report.rows, gates)
@@ -188,7 +190,7 @@ def _write(
         from specctl.core.files import write_bytes
 
         result["card"] = str(written.card)
-        card = bench_card(report, ["specctl", *sys.argv[1:]])
+        card = bench_card(report, result["made"])
         written.card.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(written.card, card.encode())
         console.say(f"card: {written.card}")

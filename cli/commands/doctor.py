@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 import specctl
+from specctl.api.machine import usable_cores
 from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
 from specctl.core.hub_access import forbidden_by, way_online
@@ -133,8 +134,7 @@ def _namesakes() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("cpu", GREEN, f"{counted(cores or 1, 'core')}, {_vector_units()}")
+    yield Finding("cpu", GREEN, f"{counted(usable_cores(), 'core')}, {_vector_units()}")
     yield _step()
     free = _free_memory()
     if free is not None:

@@ -68,6 +68,10 @@ def test_a_suite_is_measured_by_category(
     text = card.read_text()
     assert "--suite" in text
     assert "| drafter | sampling | tau |" in text
+    made = result["made"]
+    assert made["command"][0] == "specctl"
+    assert made["machine"]["chip"] in text
+    assert made["date"] in text
     assert "## Speed-up (tau) by category, greedy" in text
     assert "## tau by tokens in the context" in text
 
