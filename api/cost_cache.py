@@ -129,3 +129,11 @@ def _folder() -> Path | None:
         return cache_folder("costs")
     except OSError:  # no place for it
         return None
+
+
+def count_since(moment: float) -> int:
+    """How many tables were written here since that time (seconds since the epoch)."""
+    folder = _folder()
+    if folder is None or not folder.is_dir():
+        return 0
+    return sum(path.stat().st_mtime >= moment for path in folder.glob("*.json"))
