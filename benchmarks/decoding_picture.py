@@ -1,11 +1,11 @@
-"""README's picture: one prompt, decoded plainly and with a draft, replayed at its real pace.
+"""README's picture: one question, answered plainly and with a draft, replayed at its real pace.
 
-    python benchmarks/decoding_picture.py --draft runs/quickstart/package --inflate 300m \\
-        --out docs/images/decoding.svg
+    python benchmarks/decoding_picture.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
+        --draft quantspec+prompt-lookup --out docs/images/decoding.svg
 
-Both texts must be identical, or no picture is written. Times are of the second of two runs; a token
-that the draft guessed and the target accepted is green, what the target added itself is white. A
-viewer without animation shows both texts whole.
+Greedily; both texts must be identical, or no picture is written. Times are of the second of two
+runs, the reading of the question included; a token that was drafted and accepted is green, what the
+target added itself is white. A viewer without animation shows both texts whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from specctl import Sampling, load_drafter, load_target
-from specctl.core.drafter import Drafter
+from specctl import generate, load_target
+from specctl.api.drafting import LoadedDraft, load_draft
 from specctl.core.printable import counted
-from specctl.runtime.generate import generate
 from specctl.runtime.target.target import Target
 
 COLUMNS, ROWS = 46, 16
@@ -29,7 +28,7 @@ CHAR, LINE, LEFT, TOP = 8.4, 19, 18, 58  # pixels
 PANEL, GAP = round(COLUMNS * CHAR) + 2 * LEFT, 16
 HEIGHT = TOP + ROWS * LINE + 40
 PAUSE = 3.0  # seconds that the finished picture stands before it starts again
-PROMPT_TEXT = "class Stack:\n    def __init__(self):\n        "
+QUESTION = "Where can you find DNA in the body?"  # of Spec-Bench
 FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 FRAME = 'fill="#0d1117" stroke="#30363d"'
 PROMPT, GUESSED, OWN, DIM = "#8b949e", "#3fb950", "#e6edf3", "#8b949e"
@@ -44,54 +43,60 @@ class Piece:
     colour: str
 
 
-def recorded(
-    target: Target, drafter: Drafter | None, prompt: str, sampling: Sampling
-) -> list[Piece]:
-    """The pieces of one run, timed as they were committed. Under rule target-only a seed gives the
-    same text with a draft and without."""
-    told: list[tuple[float, tuple[int, ...]]] = []
+def recorded(target: Target, draft: LoadedDraft, question: str, tokens: int) -> list[Piece]:
+    """The pieces of one run, timed as they were committed."""
+    rounds: list[tuple[float, tuple[int, ...], int]] = []
 
-    def keep(_: int, new: tuple[int, ...]) -> None:
-        told.append((time.perf_counter(), new))
+    def keep(_: int, new: tuple[int, ...], accepted: int) -> None:
+        rounds.append((time.perf_counter(), new, accepted))
 
     for _ in range(2):  # the first one warms up
-        told.clear()
+        rounds.clear()
         started = time.perf_counter()
-        generate(
-            target,
-            [prompt],
-            drafter=drafter,
-            sampling=sampling,
-            rule="target-only",
-            on_tokens=keep,
-        )
-    pieces = [Piece(prompt, 0.0, PROMPT)]
+        generate(target, question, draft, temperature=0.0, max_new_tokens=tokens, on_round=keep)
+    pieces = [Piece(f"{question}\n\n", 0.0, PROMPT)]
     seen: list[int] = []
     shown = ""
-    for at, new in told:
+    for at, new, accepted in rounds:
         for place, token in enumerate(new):
+            if token in target.eos_ids:
+                continue
             seen.append(token)
             text = target.decode(seen)
-            guessed = drafter is not None and place + 1 < len(new)
-            pieces.append(Piece(text[len(shown) :], at - started, GUESSED if guessed else OWN))
+            colour = GUESSED if place < accepted else OWN
+            pieces.append(Piece(text[len(shown) :], at - started, colour))
             shown = text
     return pieces
 
 
 def laid_out(pieces: list[Piece]) -> list[tuple[int, int, Piece]]:
-    """(column, row, piece) on a grid of COLUMNS x ROWS; long lines break, the rest is cut."""
-    placed, column, row = [], 0, 0
+    """(column, row, piece) on a grid of COLUMNS x ROWS; lines break between words, rows are cut."""
+    placed, row, column = [], 0, 0
+    starts = broken("".join(piece.text for piece in pieces))
+    at = 0
     for piece in pieces:
-        for number, part in enumerate(piece.text.expandtabs(4).split("\n")):
-            if number:
-                column, row = 0, row + 1
-            while part:
-                if column == COLUMNS:
-                    column, row = 0, row + 1
-                fits, part = part[: COLUMNS - column], part[COLUMNS - column :]
-                placed.append((column, row, Piece(fits, piece.at, piece.colour)))
-                column += len(fits)
+        run = ""
+        for char in piece.text:
+            if at in starts:
+                placed.append((column - len(run), row, Piece(run, piece.at, piece.colour)))
+                run, column, row = "", 0, row + 1
+            run, column, at = run + char, column + 1, at + 1
+        placed.append((column - len(run), row, Piece(run, piece.at, piece.colour)))
     return [(c, r, p) for c, r, p in placed if r < ROWS]
+
+
+def broken(text: str) -> set[int]:
+    """Where lines after the first begin: behind a line's end, and at words that do not fit."""
+    starts, begin = set[int](), 0
+    for line in text.splitlines(keepends=True):
+        here, end = begin, begin + len(line)
+        while end - here > COLUMNS and len(text[here:end].rstrip()) > COLUMNS:
+            blank = text.rfind(" ", here, here + COLUMNS + 1)
+            here = blank + 1 if blank > here else here + COLUMNS
+            starts.add(here)
+        begin = end
+        starts.add(begin)
+    return starts
 
 
 def appears(share: float, cycle: float) -> str:
@@ -126,27 +131,24 @@ def panel(left: int, title: str, pieces: list[Piece], cycle: float, foot: str) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="tiny")
-    parser.add_argument("--draft", default="runs/quickstart/package")
-    parser.add_argument(
-        "--inflate", default="300m", help="the target at this cost, with the same answers"
-    )
-    parser.add_argument("--prompt", default=PROMPT_TEXT)
-    parser.add_argument("--temperature", type=float, default=0.5)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=140)
+    parser.add_argument("--target", required=True, help="a chat model")
+    parser.add_argument("--draft", default="quantspec+prompt-lookup")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--question", default=QUESTION)
+    parser.add_argument("--tokens", type=int, default=110)
     parser.add_argument("--out", type=Path, default=Path("docs/images/decoding.svg"))
     args = parser.parse_args()
-    grown = None if args.inflate == "none" else args.inflate
-    target = load_target(args.target, dtype="float32", inflate=grown)
-    drafter = load_drafter(args.draft, target).to(target.device, target.dtype)
-    sampling = Sampling(temperature=args.temperature, seed=args.seed, max_new_tokens=args.tokens)
-    plain = recorded(target, None, args.prompt, sampling)
-    drafted = recorded(target, drafter, args.prompt, sampling)
+    target = load_target(args.target, dtype=args.dtype)
+    runs = [
+        recorded(target, load_draft(name, target), args.question, args.tokens)
+        for name in ("none", args.draft)
+    ]
+    plain, drafted = runs
     if "".join(p.text for p in plain) != "".join(p.text for p in drafted):
         raise SystemExit("the texts differ: no picture of that")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(picture(plain, drafted, grown or args.target), encoding="utf-8")
+    name = f"{Path(args.target).name}, {args.dtype}"
+    args.out.write_text(picture(plain, drafted, name, args.draft), encoding="utf-8")
     print(f"{args.out}: {rate(plain):.1f} tokens/s plain, {rate(drafted):.1f} with the draft")
 
 
@@ -155,7 +157,7 @@ def rate(pieces: list[Piece]) -> float:
     return (len(pieces) - 1) / pieces[-1].at
 
 
-def picture(plain: list[Piece], drafted: list[Piece], size: str) -> str:
+def picture(plain: list[Piece], drafted: list[Piece], target: str, draft: str) -> str:
     """Both runs side by side as one SVG."""
     cycle = plain[-1].at + PAUSE
     gain = f"{rate(drafted) / rate(plain):.1f}x faster"
@@ -165,10 +167,10 @@ def picture(plain: list[Piece], drafted: list[Piece], size: str) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" '
         f'height="{HEIGHT}" font-family="{FONT}" font-size="14" role="img">',
-        f"<title>The same text twice, {gain} with a draft: a target of {size} on "
+        f"<title>The same text twice, {gain} with {draft}: {target} on "
         f"{counted(torch.get_num_threads(), 'CPU core')}</title>",
         *panel(0, "plain decoding", plain, cycle, f"{rate(plain):.0f} tokens/s"),
-        *panel(PANEL + GAP, f"with a draft: {gain}, same text", drafted, cycle, right),
+        *panel(PANEL + GAP, f"{draft}: {gain}, same text", drafted, cycle, right),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

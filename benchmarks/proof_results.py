@@ -3,9 +3,9 @@
     apt-get install -y chromium-headless-shell
     PYTHONPATH=src python benchmarks/proof_results.py --shots runs/results
 
-It shows every line of the CSV, filters and sorts them, asks nobody for anything, can be used by
-keyboard and fits a telephone and a wide window. `--axe FILE` also runs axe-core's rules
-(`npm install axe-core`, then node_modules/axe-core/axe.min.js), in light and in dark.
+It shows every line of the CSV, filters and sorts them, fetches nothing from elsewhere, and fits a
+telephone and a wide window. `--axe FILE` also runs axe-core's rules (`npm install axe-core`, then
+node_modules/axe-core/axe.min.js), in light and in dark.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def sorts(page: Page, lines: list[dict[str, str]]) -> str | None:
     return None
 
 
-def asks_nobody(page: Page, lines: list[dict[str, str]]) -> str | None:
+def fetches_nothing(page: Page, lines: list[dict[str, str]]) -> str | None:
     thrown = page.happened(["Runtime.exceptionThrown"])
-    asked = [e["request"]["url"] for e in page.happened(["Network.requestWillBeSent"])]
-    foreign = [url for url in asked if not url.startswith("file:")]
+    urls = [e["request"]["url"] for e in page.happened(["Network.requestWillBeSent"])]
+    foreign = [url for url in urls if not url.startswith("file:")]
     return f"{thrown} {foreign}" if thrown or foreign else None
 
 
@@ -105,7 +105,7 @@ def main() -> None:
         ("shows every line of the CSV", shows_every_line),
         ("filters by drafter and by sampling", filters),
         ("sorts by speed, both ways", sorts),
-        ("nothing is fetched, nothing thrown", asks_nobody),
+        ("nothing is fetched, nothing thrown", fetches_nothing),
     ]
     for dark in (False, True):
         for width in (360, 768, 1400):
