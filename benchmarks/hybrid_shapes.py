@@ -42,7 +42,7 @@ from specctl.runtime.generate import default_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 
-WIDTHS = (1, 4, 16)
+WIDTHS = (1, 4, 8, 16)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-0.8b": {
         "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584,

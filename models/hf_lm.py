@@ -31,6 +31,7 @@ from specctl.core.only_shapes import has_only_shapes
 from specctl.core.slot_state import StateShape
 from specctl.core.sub_layers import SubLayers
 from specctl.models.as_published import is_head_changed, own_attention
+from specctl.models.few_rows import few_row_products
 from specctl.models.hf_parts import DecoderParts, check_parts, refused
 from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
 from specctl.models.hf_spec import (
@@ -312,9 +313,9 @@ class HfLM(LanguageModel):
         some = {"logits_to_keep": feed.ids_BT.shape[1] - first} if first else {}
         given = None if feed.residual_BTD is None else {0: feed.residual_BTD}
         is_whole = feed.parts is None and given is None
-        reads_latents = self._absorbs and kv is not None
         with (
-            running(feed.ids_BT.shape[1]) if reads_latents else nullcontext(),
+            few_row_products(feed, kv),
+            running(feed.ids_BT.shape[1]) if self._absorbs and kv is not None else nullcontext(),
             nullcontext() if is_whole else self._parts().only(feed.parts, given),
             nullcontext() if feed.added is None else self._parts().adding(feed.added),
         ):

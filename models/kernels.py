@@ -89,8 +89,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedWeight):
         if weight.plain is not None and x.numel() == x.shape[-1]:
             return F.linear(x, weight.plain, bias)
-        out: Tensor = _packed_linear(x, weight.packed, bias, "none", [], "")
-        return out
+        return packed_linear(x, weight.packed, bias)
     if x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled():
         rows = x.numel() // x.shape[-1]
         if 2 <= rows <= 3:
@@ -98,6 +97,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             swapped = swapped if bias is None else swapped + bias
             return swapped.reshape(*x.shape[:-1], weight.shape[0])
     return F.linear(x, weight, bias)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias by oneDNN; `weight` in its layout or as it is. Only where `can_pack`."""
+    out: Tensor = _packed_linear(x, weight, bias, "none", [], "")
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from specctl import __version__
@@ -263,10 +263,13 @@ def _api(app: FastAPI, front: Front) -> None:
 
     @app.get("/v1/models", responses=REFUSALS)
     async def models(
-        request: Request, after_id: str | None = None, before_id: str | None = None
+        request: Request,
+        after_id: str | None = None,
+        before_id: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     ) -> dict[str, Any]:
         """The one model that is served; with a header `anthropic-version` in the shape of that
-        API, else in OpenAI's."""
+        API, else in OpenAI's. A `limit` of a page that the API allows has room for it."""
         if not is_for_anthropic(request.scope):
             return {"object": "list", "data": [front.model()]}
         is_beside = after_id is not None or before_id is not None  # of the one there is

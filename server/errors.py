@@ -220,7 +220,9 @@ def unknown_field(path: Path, known: Sequence[str]) -> ApiError:
 
 def _path(error: Mapping[str, Any], body: Any) -> Path:
     """Where an error is: the keys that lead through the body, the names of alternative types left
-    out."""
+    out; of a parameter of the address, its name."""
+    if error["loc"][0] == "query":
+        return (str(error["loc"][-1]),)
     path: list[int | str] = []
     location = error["loc"][1:]
     for at, part in enumerate(location, start=1):

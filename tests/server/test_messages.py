@@ -178,6 +178,8 @@ def test_models_have_the_shape_of_the_client_that_lists_them(
     assert listed.max_tokens == 400 < listed.max_input_tokens
     assert client.models.retrieve("tiny") == listed
     assert not client.models.list(after_id="tiny").data
+    with pytest.raises(anthropic.BadRequestError, match="limit"):
+        client.models.list(limit=0)
     with pytest.raises(anthropic.NotFoundError) as refused:
         client.models.retrieve("other")
     assert refused.value.body["error"]["type"] == "not_found_error"
