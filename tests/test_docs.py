@@ -51,6 +51,7 @@ PROVEN_ELSEWHERE = {
     "specctl generate --draft SOME/": "tests/drafters/test_short_context.py, small",
     "specctl generate runs/": "tests/cli/test_words.py, and with --draft in test_commands.py",
     "specctl generate --target SmolLM2": "make real (tests/real/test_first_minutes.py)",
+    "specctl generate --target HuggingFaceTB/": "the same, from a hub's cache made there",
     "specctl show SmolLM2": "make real (tests/real/test_first_minutes.py)",
     "specctl generate --target target-gguf": "tests/runtime/target/test_gguf_target.py",
     "specctl show target-gguf": "tests/cli/test_show_gguf.py",
