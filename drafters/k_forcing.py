@@ -40,15 +40,16 @@ from specctl.core.drafter import Budget, Family, Needs, RoundView, Space
 from specctl.core.inverse_cdf import inverse_cdf
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
-from specctl.core.sub_layers import NOTHING, SubLayers
+from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
+from specctl.drafters.frames.place_chain import PlaceChainState, embedded
 from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.losses.align import AlignedRows, ahead_mask, teacher_of
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, weighted_sum
 from specctl.drafters.nets.options import ADDED
-from specctl.drafters.nets.routed import read_head, served_head
+from specctl.drafters.nets.routed import read_head
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
-from specctl.drafters.states.borrowed_state import KnownTokensState, groups_behind
+from specctl.drafters.states.borrowed_state import groups_behind
 from specctl.models.kernels import linear
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
@@ -311,52 +312,22 @@ class KForcing(PlacesDrafter):
         return KForcingState(self, space)
 
 
-def embedded(lm: LanguageModel, ids_BT: Tensor, position_BT: Tensor, span: int) -> Tensor:
-    """[B, T, D]: tokens at positions below `span`, in front of the first layer."""
-    any_mask = lm.chain_masks(position_BT[:, 0] * 0, ids_BT.shape[1], span)
-    return lm.run(Feed(ids_BT, position_BT, any_mask, (0,), False, None, NOTHING), None).taps[0]
-
-
-class KForcingState(KnownTokensState):
-    """All of a draft is there when its first token is asked for."""
-
-    may_draft_nothing = True
+class KForcingState(PlaceChainState):
+    """Slots stand at the places behind the newest token, each with the noise of the round."""
 
     def __init__(self, drafter: KForcing, space: Space) -> None:
-        super().__init__(drafter.lm, drafter.attention, space, extra=drafter.options.num_heads)
-        self.drafter, self._depth = drafter, 0
-        self._ready_BMD = torch.empty(0)
-        self._head = served_head(drafter.head_weight(), drafter.options)
+        super().__init__(drafter, space)
+        self.drafter = drafter
 
-    @torch.no_grad()
-    def root(self, view: RoundView) -> Tensor:
-        drafter, T = self.drafter, self.drafter.options.num_heads
-        kept = [self.num_known[slot] for slot in view.slots]
-        at_B1 = view.kept_len_B[:, None]
-        same = kept[0] if min(kept) == max(kept) else None
-        self.kv.begin(view.slots, view.slot_B, view.kept_len_B, T, max(kept) + T, same)
-        token_B1D = embedded(self.lm, view.root_B[:, None], self.within(at_B1), max(kept) + T)
-        position_BT = self.within(at_B1 + torch.arange(T, device=at_B1.device))
-        masks = self.lm.chain_masks(view.kept_len_B, T, max(kept) + T)
-        feed = Feed(torch.zeros_like(position_BT), position_BT, masks, logits=False)
+    def ready(self, view: RoundView, root_B1D: Tensor, feed: Feed) -> Tensor:
+        (B, T), device = feed.position_BT.shape, root_B1D.device
         if view.shared is None:  # another rule: what is likeliest
-            uniform_BN = torch.full(position_BT.shape, MIDDLE, device=at_B1.device)
-            heat_B = torch.zeros(len(at_B1), device=at_B1.device)
+            uniform_BN = torch.full((B, T), MIDDLE, device=device)
+            heat_B = torch.zeros(B, device=device)
         else:
             uniform_BN, heat_B = view.shared.uniform(T), view.shared.temperature_B
-        code_BNI = drafter.codes(uniform_BN, heat_B)
-        self._ready_BMD = drafter.behind_tokens(feed, token_B1D, code_BNI, self.kv, self.lm)
-        self._depth = 0
-        return read_head(self._ready_BMD[:, 0], self._head)
-
-    @torch.no_grad()
-    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-        """Of a chain: what the next slot says, whatever the token."""
-        self._depth += 1
-        if self._depth < self.drafter.options.num_heads:
-            return read_head(self._ready_BMD[:, self._depth], self._head)[:, None]
-        shape = (*token_BM.shape, self.drafter.head_weight().shape[0])
-        return torch.full(shape, -torch.inf, device=token_BM.device)
+        code_BNI = self.drafter.codes(uniform_BN, heat_B)
+        return self.drafter.behind_tokens(feed, root_B1D, code_BNI, self.kv, self.lm)
 
     @torch.no_grad()
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
@@ -373,9 +344,6 @@ class KForcingState(KnownTokensState):
             row_BN[:, 0] = inverse_cdf(prob_BK, view.shared.uniform(1)[:, 0])
         token_BN = self.drafter._target_ids(row_BN)
         return chain_tree(token_BN, torch.ones_like(token_BN, dtype=torch.bool), NodeKind.POINT)
-
-    def hidden(self) -> Tensor:
-        return self._ready_BMD[:, min(self._depth, self._ready_BMD.shape[1] - 1)]
 
 
 FAMILY = Family(

@@ -6,12 +6,12 @@ predicts the one that comes i later (Ak). They are sampled, and a second forward
 target is frozen; the embeddings, learned behind random places of the text against what the target
 says there, are all there is to train. The first draft is the target's own and always accepted, so
 that a round of two forwards emits two tokens at least.
-Letters: A anchors, B rows, D hidden width, M new nodes, T fed tokens.
+Letters: A anchors, B rows, D hidden width, T fed tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Family, RoundView, Space
 from specctl.core.language_model import Feed
-from specctl.core.sub_layers import NOTHING
+from specctl.drafters.frames.place_chain import PlaceChainState
 from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions
-from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.option_checks import Within
-from specctl.drafters.states.borrowed_state import KnownTokensState
 
 LOUD = 16.0  # embeddings are kept this much smaller, to learn as fast as other weights do
 
@@ -69,47 +67,16 @@ class LookAhead(PlacesDrafter):
         return LookAheadState(self, space)
 
 
-class LookAheadState(KnownTokensState):
-    """All of a draft is there when its first token is asked for."""
-
-    may_draft_nothing = True
+class LookAheadState(PlaceChainState):
+    """Look-ahead tokens stand at the places behind the newest token."""
 
     def __init__(self, drafter: LookAhead, space: Space) -> None:
-        super().__init__(drafter.lm, drafter.attention, space, extra=drafter.options.num_heads)
-        self.drafter, self._depth = drafter, 0
-        self._ready_BMD = torch.empty(0)
-        self._head = served_head(drafter.head_weight(), drafter.options)
+        super().__init__(drafter, space)
+        self.drafter = drafter
 
-    @torch.no_grad()
-    def root(self, view: RoundView) -> Tensor:
-        lm, T = self.lm, self.drafter.options.num_heads
-        kept = [self.num_known[slot] for slot in view.slots]
-        root_B1, at_B1 = view.root_B[:, None], view.kept_len_B[:, None]
-        same = kept[0] if min(kept) == max(kept) else None
-        self.kv.begin(view.slots, view.slot_B, view.kept_len_B, T, max(kept) + T, same)
-        any_mask = lm.chain_masks(view.kept_len_B, 1, max(kept) + T)
-        first = lm.run(
-            Feed(root_B1, self.within(at_B1), any_mask, (0,), False, None, NOTHING), None
-        )
-        position_BT = self.within(at_B1 + torch.arange(T, device=at_B1.device))
-        x_BTD = self.drafter.behind(first.taps[0])
-        masks = lm.chain_masks(view.kept_len_B, T, max(kept) + T)
-        none_BT = torch.zeros_like(position_BT)
-        feed = Feed(none_BT, position_BT, masks, logits=False, residual_BTD=x_BTD)
-        self._ready_BMD, self._depth = self.drafter.through(feed, self.kv, lm), 0
-        return read_head(self._ready_BMD[:, 0], self._head)
-
-    @torch.no_grad()
-    def expand(self, token_BM: Tensor, parent_BM: Tensor) -> Tensor:
-        self._depth += 1
-        if self._depth < self.drafter.options.num_heads:
-            return read_head(self._ready_BMD[:, self._depth], self._head)[:, None]
-        size = self.drafter.head_weight().shape[0]
-        shape = (*token_BM.shape, size)
-        return torch.full(shape, -torch.inf, device=token_BM.device)
-
-    def hidden(self) -> Tensor:
-        return self._ready_BMD[:, min(self._depth, self._ready_BMD.shape[1] - 1)]
+    def ready(self, view: RoundView, root_B1D: Tensor, feed: Feed) -> Tensor:
+        x_BTD = self.drafter.behind(root_B1D)
+        return self.drafter.through(replace(feed, residual_BTD=x_BTD), self.kv, self.lm)
 
 
 FAMILY = Family(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from specctl.drafters.attention import flex
+from specctl.drafters.attention.joined import JoinedSoftmax
 from specctl.drafters.attention.seen import KeySet, Seen, Span
 
 SLICE_SCORES = 2**24  # of one slice of queries, over all heads
@@ -106,17 +107,15 @@ def _joined_backward(
 ) -> list[Tensor]:
     """Gradients of the query and of all keys and values."""
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
-    delta = (grad.to(lse.dtype) * out).sum(-1)
+    joined = JoinedSoftmax.of(query, grad, out, lse)
     into_query: Tensor | None = None
     found = list[Tensor]()
     for seen, (key, value) in zip(kinds, pairs, strict=True):
-        state = (grad, query, key, value, out, lse)
         if seen is None:
-            by_query, by_key, by_value = _own_backward(*state, delta)
-        elif seen.spans is not None:
-            by_query, by_key, by_value = _text_backward(*state, seen)
+            by_query, by_key, by_value = _own_backward(joined, key, value)
         else:
-            by_query, by_key, by_value = _any_backward(*state, delta, seen)
+            run = _any_backward if seen.spans is None else _text_backward
+            by_query, by_key, by_value = run(joined, key, value, seen)
         into_query = by_query if into_query is None else into_query.add_(by_query)
         found += [by_key, by_value]
     assert into_query is not None
@@ -141,19 +140,13 @@ def _own_score(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _own_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    joined: JoinedSoftmax, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     J = key.shape[1]
-    grad, query = _grouped(grad.contiguous(), J), _grouped(query.contiguous(), J)
-    weight = (_own_score(query.flatten(1, 2), key) - lse).exp_()
-    by_weight = (grad * value[:, :, None]).sum(-1, dtype=lse.dtype).flatten(1, 2)
-    by_score = weight * (by_weight - delta) * query.shape[-1] ** -0.5
+    grad, query = (_grouped(x.contiguous(), J) for x in (joined.grad, joined.query))
+    weight = (_own_score(query.flatten(1, 2), key) - joined.lse).exp_()
+    by_weight = (grad * value[:, :, None]).sum(-1, dtype=joined.lse.dtype).flatten(1, 2)
+    by_score = weight * (by_weight - joined.delta) * query.shape[-1] ** -0.5
     score = _grouped(by_score[..., None], J).to(query.dtype)
     share = _grouped(weight[..., None], J).to(query.dtype)
     return (
@@ -188,9 +181,10 @@ def _text(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> tuple[Tensor
 
 
 def _text_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, seen: Seen
+    joined: JoinedSoftmax, key: Tensor, value: Tensor, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert seen.spans is not None
+    grad, query, out, lse = joined.grad, joined.query, joined.out, joined.lse
     if _has_flash(query):
         state = [_packed(x) for x in (grad, query, key, value, out)]
         log = lse.transpose(0, 1).flatten(1).contiguous()
@@ -198,8 +192,7 @@ def _text_backward(
         grads = _cuda_backward(*state, log, *_lengths(seen), 0.0, True, seed, seed[:0])
         return tuple(_unpacked(x, query) for x in grads)  # type: ignore[return-value]
     if query.device.type != "cpu":
-        delta = (grad.to(lse.dtype) * out).sum(-1)
-        return _any_backward(grad, query, key, value, out, lse, delta, seen)
+        return _any_backward(joined, key, value, seen)
     J = key.shape[1]
     grad, key, value = grad.contiguous(), _spread(key, query), _spread(value, query)
     if len(seen.spans) == len(query):
@@ -267,19 +260,11 @@ def _any(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> tuple[Tensor,
 
 
 def _any_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    seen: Seen,
+    joined: JoinedSoftmax, key: Tensor, value: Tensor, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if flex.is_at_hand(query):
-        bounds = seen.first_BT, seen.last_BT
-        return flex.backward(grad, query, key, value, out, lse, *bounds)
-    return _sliced_backward(grad, query, key, value, out, lse, delta, seen)
+    if flex.is_at_hand(joined.query):
+        return flex.backward(joined, key, value, seen.first_BT, seen.last_BT)
+    return _sliced_backward(joined, key, value, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,15 +310,9 @@ def _sliced(query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> tuple[Tens
 
 
 def _sliced_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    seen: Seen,
+    joined: JoinedSoftmax, key: Tensor, value: Tensor, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
+    query, lse = joined.query, joined.lse
     H, J, scale = query.shape[1], key.shape[1], query.shape[-1] ** -0.5
     by_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     by_key, by_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
@@ -341,9 +320,9 @@ def _sliced_backward(
         at, keys = slice(part.start, part.stop), slice(part.low, part.high)
         score = _scores(query, key, seen, part)
         weight = _exp(score.sub_(_folded(lse[:, :, at, None], J)))
-        grad_folded = _folded(grad[:, :, at], J)
+        grad_folded = _folded(joined.grad[:, :, at], J)
         by_weight = _product(grad_folded, value[:, :, keys].transpose(-1, -2))
-        by_score = by_weight.sub_(_folded(delta[:, :, at, None], J)).mul_(weight).mul_(scale)
+        by_score = by_weight.sub_(_folded(joined.delta[:, :, at, None], J)).mul_(weight).mul_(scale)
         by_value[:, :, keys] += _product(weight.transpose(-1, -2), grad_folded)
         by_key[:, :, keys] += _product(by_score.transpose(-1, -2), _folded(query[:, :, at], J))
         by_query[:, :, at] = _unfolded(_product(by_score, key[:, :, keys]), H)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.gpu_kernels import has_triton
+from specctl.drafters.attention.joined import JoinedSoftmax
 
 BLOCK = 128
 KINDS = 64  # of calls, each compiled: by dtype, heads, with and without gradient
@@ -104,27 +105,21 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first_BT: Tensor,
-    last_BT: Tensor,
+    joined: JoinedSoftmax, key: Tensor, value: Tensor, first_BT: Tensor, last_BT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, keys and values of this set, given `out` and `lse` of all sets together.
+    """Gradients of query, keys and values of this set.
 
     With o, l of the set alone, its weight in the whole is w = exp(l - lse), and out = sum w o. So o
     has the gradient w grad, and l has w grad . (o - out).
     """
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        leaves = [x.detach().requires_grad_() for x in (joined.query, key, value)]
         own, own_lse = forward(leaves[0], leaves[1], leaves[2], first_BT, last_BT)
     with torch.no_grad():
-        share = (own_lse - lse).exp()[..., None]
-        by_own = grad * share
-        by_lse = (by_own.to(lse.dtype) * (own.to(lse.dtype) - out)).sum(-1)
+        share = (own_lse - joined.lse).exp()[..., None]
+        by_own = joined.grad * share
+        wide = joined.lse.dtype
+        by_lse = (by_own.to(wide) * (own.to(wide) - joined.out)).sum(-1)
         # A query that sees nothing here has no log-sum-exp to move.
         by_lse = by_lse.masked_fill(own_lse == -torch.inf, 0.0)
     wanted = (by_own.to(own.dtype), by_lse.to(own_lse.dtype))

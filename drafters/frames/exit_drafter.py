@@ -18,7 +18,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +25,16 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Needs, Space
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Borrowed, Feed
+from specctl.core.language_model import Feed
 from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.frames.self_drafter import SelfDrafter, check_layer
+from specctl.drafters.frames.self_drafter import check_layer
+from specctl.drafters.frames.shared_head import SharedHeadDrafter
 from specctl.drafters.losses.align import AlignedRows, aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, attending
-from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import ServedHead, read_head, served_head
 from specctl.drafters.states.borrowed_state import BorrowedState
@@ -66,8 +65,8 @@ class LayerNet(ExitNet):
         self.layer = layer
 
 
-class ExitDrafter(SelfDrafter):
-    """Binding, trimming, loss. A family gives its module and how deep it leaves."""
+class ExitDrafter(SharedHeadDrafter):
+    """The loss. A family gives its module and how deep it leaves."""
 
     module: ExitNet
     options: ExitOptions
@@ -81,7 +80,6 @@ class ExitDrafter(SelfDrafter):
         self.parts = SubLayers.span(0, check_layer("layers", layers, spec.num_layers))
         self.shape = LayerShape.of(spec)
         self.module = self.make_net(self.shape)
-        self._head_KD: Tensor | None = None
 
     @abstractmethod
     def make_net(self, shape: LayerShape) -> ExitNet:
@@ -113,27 +111,9 @@ class ExitDrafter(SelfDrafter):
         teacher = self.options.loss != "ce"
         return Needs(taps, teacher=teacher, teacher_rows=True, borrow=True, copied=self.copied)
 
-    def bind(self, borrowed: Borrowed) -> None:
-        super().bind(borrowed)
-        self._head_KD = head_rows(borrowed, self.vocab)
-
-    @property
-    def head_width(self) -> int | None:
-        return self.spec.hidden_size
-
     def head_weight(self) -> Tensor:
-        """[K, D]: the target's LM head over the draft vocabulary."""
-        assert self._head_KD is not None, "bind() the target's LM head first"
-        return self._head_KD.to(self.dtype)
-
-    def trimmed(self, vocab: VocabMap) -> Self:
-        small = type(self)(self.options, self.spec, vocab)
-        small.module.to(self.module.norm.weight)
-        small.module.load_state_dict(self.module.state_dict())
-        small._lm = self._lm
-        if self._head_KD is not None:
-            small._head_KD = cut_rows(self._head_KD, self.vocab, vocab)
-        return small
+        """[K, D]: in the module's precision."""
+        return super().head_weight().to(self.dtype)
 
     def version(self) -> int:
         """Changes whenever a weight does."""

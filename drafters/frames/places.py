@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.kv_cache import SlotKV
-from specctl.core.language_model import Borrowed, Feed, LanguageModel
+from specctl.core.language_model import Feed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
-from specctl.drafters.frames.self_drafter import SelfDrafter
+from specctl.drafters.frames.shared_head import SharedHeadDrafter
 from specctl.drafters.losses.align import AlignedRows, ahead_mask, aim
 from specctl.drafters.losses.head_losses import (
     LinearHead,
@@ -32,7 +32,6 @@ from specctl.drafters.losses.head_losses import (
     weighted_sum,
 )
 from specctl.drafters.losses.pace import paced
-from specctl.drafters.nets.heads import cut_rows, head_rows
 from specctl.drafters.nets.options import HeadOptions
 from specctl.drafters.option_checks import Count
 from specctl.drafters.states.borrowed_state import groups_behind
@@ -45,18 +44,16 @@ class PlacesOptions(HeadOptions):
     anchors: Count = 32
 
 
-class PlacesDrafter(SelfDrafter):
-    """What a family leaves to the frame: binding, trimming, and the loss."""
+class PlacesDrafter(SharedHeadDrafter):
+    """What a family leaves to the frame: the loss."""
 
     teaches_target = True
-    module: nn.Module
     reach: ClassVar[int]
     replaces_anchor: ClassVar[bool]  # the first place is the token's own
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         super().__init__(options, spec, vocab)
         self.module = self.make_net()
-        self._head_KD: Tensor | None = None
 
     # -- what a family gives --------------------------------------------------------------------
 
@@ -91,28 +88,6 @@ class PlacesDrafter(SelfDrafter):
 
     def needs(self) -> Needs:
         return Needs(self.attention, teacher=self.options.loss != "ce", borrow=True)
-
-    def bind(self, borrowed: Borrowed) -> None:
-        super().bind(borrowed)
-        self._head_KD = head_rows(borrowed, self.vocab)
-
-    @property
-    def head_width(self) -> int | None:
-        return self.spec.hidden_size
-
-    def head_weight(self) -> Tensor:
-        """[K, D]: the target's LM head over the draft vocabulary."""
-        assert self._head_KD is not None, "bind() the target's LM head first"
-        return self._head_KD
-
-    def trimmed(self, vocab: VocabMap) -> Self:
-        small = type(self)(self.options, self.spec, vocab)
-        small.module.to(next(self.module.parameters()))
-        small.module.load_state_dict(self.module.state_dict())
-        small._lm = self._lm
-        if self._head_KD is not None:
-            small._head_KD = cut_rows(self._head_KD, self.vocab, vocab)
-        return small
 
     def loss(self, batch: TrainBatch) -> LossOut:
         """Sum over places of the loss of predicting `reach` + i ahead, times decay^i or D-PACE's

@@ -22,12 +22,12 @@ from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.dflash import DFlashOptions
 from specctl.drafters.frames.block_drafter import BlockState
 from specctl.drafters.nets.block_net import Block
-from specctl.drafters.states.kept_rows import KeptRows
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.head_cases import make_heads
+from specctl_testing.drafters.moved_rows import moved_rows
 from specctl_testing.drafters.random_texts import packed, random_text
 
 LONG = 64
@@ -137,16 +137,8 @@ def test_what_has_left_the_window_is_not_missed(
 ) -> None:
     """Chains and trees drafted from rows that move in the cache, against the block that training
     computes of the whole text."""
-    drafter, moved = make(target, family, window=12, **options), list[int]()
-    make_room = KeptRows.make_room
-
-    def counted(self: KeptRows, kv: Any, slot: int, have: int, last: int) -> None:
-        before = self.dropped[slot]
-        make_room(self, kv, slot, have, last)
-        moved.append(self.dropped[slot] - before)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(KeptRows, "make_room", counted)
+    drafter = make(target, family, window=12, **options)
+    with moved_rows() as moved:
         rounds = rounds_of(target, drafter, policy, monkeypatch)
     assert sum(map(bool, moved)) >= 3
     for tokens, state_X in rounds:

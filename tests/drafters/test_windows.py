@@ -24,6 +24,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.head_cases import make_heads
 from specctl_testing.drafters.kept_logits import kept_logits
+from specctl_testing.drafters.moved_rows import moved_rows
 from specctl_testing.drafters.random_texts import packed, random_text
 
 STEPS, LONG = 3, 64
@@ -145,16 +146,8 @@ def test_what_has_left_the_window_is_not_missed(
     target: Target, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], policy: dict[str, Any]
 ) -> None:
     """Rows of true positions that move in the cache, against a cache that keeps everything."""
-    drafter, moved = make(target, **options), list[int]()
-    make_room = KeptRows.make_room
-
-    def counted(self: KeptRows, kv: Any, slot: int, have: int, last: int) -> None:
-        before = self.dropped[slot]
-        make_room(self, kv, slot, have, last)
-        moved.append(self.dropped[slot] - before)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(KeptRows, "make_room", counted)
+    drafter = make(target, **options)
+    with moved_rows() as moved:
         bounded = logits_of(target, drafter, policy, monkeypatch)
     assert sum(map(bool, moved)) >= 4
     with monkeypatch.context() as patch:

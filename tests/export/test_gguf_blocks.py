@@ -3,7 +3,6 @@ here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,12 @@ from specctl.export.formats.gguf import FILE
 from specctl.export.layouts.llama_cpp import blocks
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import exported, shaken
-from specctl_testing.export.gguf_cases import byte_tokenizer
-
-KEPT = (0, 1, 2, *range(3, 300, 3))
-Tensors = dict[str, torch.Tensor]
+from specctl_testing.export.gguf_writing import KEPT, Tensors, mistaken, six_layers
 
 
 @pytest.fixture(scope="module")
-def target(make_target: Any) -> Target:
-    made: Target = make_target(num_layers=6, hidden=16, vocab=320, rope_theta=5000.0)
-    return replace(
-        made,
-        tokenizer=byte_tokenizer(),
-        tokenizer_fingerprint="b" * 64,
-        template_digest="c" * 64,
-        eos_ids=(1, 2),
-    )
+def target() -> Target:
+    return six_layers()
 
 
 @pytest.mark.parametrize("family", ["dflash", "dspark"])
@@ -117,14 +106,7 @@ def other_order(tensors: Tensors) -> None:
 def test_a_mistake_in_the_selectors_file_is_caught(
     change: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = blocks.tensors_of
-
-    def wrong(source: Any) -> Tensors:
-        tensors = right(source)
-        change(tensors)
-        return tensors
-
-    monkeypatch.setattr(blocks, "tensors_of", wrong)
+    mistaken(monkeypatch, blocks, change)
     with pytest.raises(GateError, match=r"differ by|other token ids"):
         exported(shaken("dflash2", target, None), target, tmp_path / "out", "gguf")
 
@@ -174,14 +156,7 @@ def less_sure(tensors: Tensors) -> None:
 def test_a_mistake_of_the_writer_is_caught(
     change: Any, said: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = blocks.tensors_of
-
-    def wrong(source: Any) -> Tensors:
-        tensors = right(source)
-        change(tensors)
-        return tensors
-
-    monkeypatch.setattr(blocks, "tensors_of", wrong)
+    mistaken(monkeypatch, blocks, change)
     with pytest.raises(GateError, match=said):
         exported(shaken("dspark", target, KEPT, num_heads=3), target, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,12 @@ from specctl.export.formats.gguf import FILE
 from specctl.export.layouts.llama_cpp import eagle3 as eagle3_
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import exported, shaken
-from specctl_testing.export.gguf_cases import byte_tokenizer
-
-KEPT = (0, 1, 2, *range(3, 300, 3))
-Tensors = dict[str, torch.Tensor]
+from specctl_testing.export.gguf_writing import KEPT, Tensors, mistaken, six_layers
 
 
 @pytest.fixture(scope="module")
-def target(make_target: Any) -> Target:
-    made: Target = make_target(num_layers=6, hidden=16, vocab=320, rope_theta=5000.0)
-    return replace(
-        made,
-        tokenizer=byte_tokenizer(),
-        tokenizer_fingerprint="b" * 64,
-        template_digest="c" * 64,
-        eos_ids=(1, 2),
-    )
+def target() -> Target:
+    return six_layers()
 
 
 @pytest.mark.parametrize(
@@ -102,14 +91,7 @@ def test_a_mistake_is_caught_before_an_engine_sees_it(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    right = eagle3_.tensors_of
-
-    def wrong(*given: Any) -> Tensors:
-        tensors = right(*given)
-        change(tensors)
-        return tensors
-
-    monkeypatch.setattr(eagle3_, "tensors_of", wrong)
+    mistaken(monkeypatch, eagle3_, change)
     with pytest.raises(GateError, match=said):
         exported(shaken("eagle3", target, KEPT), target, tmp_path / "out", "gguf")
 

@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 
 from specctl.core.errors import GateError, SpecctlError
 from specctl.export.formats import export
-from specctl.export.imports import Imported, import_published
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS
 from specctl.runtime.target.target import Target
 from specctl_testing.export.engine_cases import KEPT, Change, saying, swapped, without
-from specctl_testing.export.import_cases import Config, Tensors, same_tensors, taken
+from specctl_testing.export.import_cases import Config, Tensors, same_tensors, stopped, taken
 
 FAMILIES = ("dflash", "dspark")
 NESTED = ("mask_token_id", "target_layer_ids")
@@ -116,15 +115,7 @@ def test_without_a_word_a_block_is_dflashs(
 ) -> None:
     """As every reader takes it. NeMo's JetSpec said nothing at first: there both are measured."""
     _, folder = publish("sglang", change, family="dflash", mask_id=9, causal=True)
-    seen: list[Imported] = []
-
-    def stop(found: Imported, serve: Any) -> Any:
-        seen.append(found)
-        raise GateError("read", found="it", expected="it", do="go on")
-
-    with pytest.raises(GateError, match="read"):
-        import_published(folder, target, tmp_path / "out", command=["x"], measure=stop)
-    (found,) = seen
+    found = stopped(folder, target, tmp_path / "out")
     assert not found.drafter.options.causal
     assert [named.split(",")[0] for named in found.readings] == others
     assert all(other.options.causal for other in found.readings.values())

@@ -28,6 +28,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.run import train_draft
 from specctl_testing.export.mtp_cases import checkpoint
 from specctl_testing.models import build_model
+from specctl_testing.runtime.twins import greedy_text, twins
 from specctl_testing.train.small_runs import Talk, random_target, small_recipe, words
 
 WIDTHS: dict[str, Any] = {  # no two alike, so that taking one for another shows
@@ -121,20 +122,12 @@ class Rounds:
 @cache
 def made(kind: str) -> tuple[Target, Any]:
     """A target, and its twin in transformers."""
-    model = tiny(kind)
-    oracle = copy.deepcopy(model)
-    oracle.set_attn_implementation("eager")
-    return Target.from_model(model), oracle
+    return twins(tiny(kind))
 
 
 @cache
 def said(kind: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    ids = torch.tensor([prompt])
-    whole = made(kind)[1].generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
-        pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    return tuple(whole[0, len(prompt) :].tolist())
+    return greedy_text(made(kind)[1], prompt, NEW)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,6 +35,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
 from specctl_testing.hybrids import FEW, HYBRIDS, tiny_hybrid
 from specctl_testing.runtime.knowing import Knowing, KnowingState
+from specctl_testing.runtime.twins import greedy_text, twins
 
 PROMPTS = ((7, 8, 9, 7, 8, 9, 7), tuple(range(40, 63)), (11, 12, 13) * 23)
 KNOWING = {
@@ -48,20 +49,12 @@ NEW = 24
 @cache
 def made(kind: str) -> tuple[Target, Any]:
     """A target, and its twin in transformers."""
-    model = tiny_hybrid(kind)
-    oracle = copy.deepcopy(model)
-    oracle.set_attn_implementation("eager")
-    return Target.from_model(model), oracle
+    return twins(tiny_hybrid(kind))
 
 
 @cache
 def said(kind: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    ids = torch.tensor([prompt])
-    whole = made(kind)[1].generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
-        pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    return tuple(whole[0, len(prompt) :].tolist())
+    return greedy_text(made(kind)[1], prompt, NEW)
 
 
 def engine_of(
