@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from specctl import __version__
-from specctl.train.planning.hardware import machine_bytes
 
 GIB = 1 << 30
 
@@ -26,6 +25,8 @@ def machine(device: Any) -> dict[str, Any]:
     the machine or container (None where it does not say); system and versions."""
     import torch
     import transformers
+
+    from specctl.train.planning.hardware import machine_bytes
 
     memory = machine_bytes()
     return {
