@@ -113,7 +113,7 @@ def _configured(name: str) -> dict[str, Any] | None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specctl.models.from_config import architecture_of
+    from specctl.models.hf.from_config import architecture_of
     from specctl.recipes.schema import TargetPart
     from specctl.train.planning.target_shape import target_shape
 

@@ -24,7 +24,7 @@ from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.check import check_package
 from specctl.export.package.folder import save_package
 from specctl.export.package.origin import redacted
-from specctl.models.llama import LlamaShape
+from specctl.models.llama.llama import LlamaShape
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target, load_part

@@ -29,7 +29,7 @@ from specctl import Sampling, generate, load_drafter, load_target
 from specctl.export.formats import export
 from specctl.export.formats.gguf import FILE
 from specctl.export.layouts.llama_cpp.target import write_target
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from specctl.core.language_model import LanguageModel, Masks
 from specctl.core.masks import chain_mask
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target, load_target
 from specctl.runtime.target.variants.inflate import SIZES

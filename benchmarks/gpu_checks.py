@@ -38,7 +38,7 @@ from specctl.drafters.attention.attention import attend_seen
 from specctl.drafters.attention.seen import KeySet, Seen
 from specctl.drafters.states import recorded
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import FastLlama, LlamaModel
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from specctl.core.errors import Exit, SpecctlError
 from specctl.core.files import write_json
 from specctl.core.spec import ModelSpec
-from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.target import Target
 
 Body = Callable[[], dict[str, Any]]

@@ -46,7 +46,7 @@ from specctl.drafters import family
 from specctl.drafters.states import recorded
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.models.compiled import CompiledLM
-from specctl.models.llama import LlamaShape
+from specctl.models.llama.llama import LlamaShape
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

@@ -29,7 +29,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.head_losses import LinearHead, LossOptions, head_loss
-from specctl.models.llama import LlamaShape
+from specctl.models.llama.llama import LlamaShape
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target

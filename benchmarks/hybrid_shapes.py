@@ -33,9 +33,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specctl.core.language_model import Feed
 from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.models import state_mixers
-from specctl.models.state_forms import DecayedInputs, FedTokens, parents_of
-from specctl.models.state_lm import StateLM
+from specctl.models.recurrent import state_mixers
+from specctl.models.recurrent.state_forms import DecayedInputs, FedTokens, parents_of
+from specctl.models.recurrent.state_lm import StateLM
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import default_policy

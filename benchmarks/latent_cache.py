@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from specctl.core.language_model import Feed
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
 
 WIDTHS = (1, 4, 16)
 CHUNK = 512  # of a prompt, as the engine reads it

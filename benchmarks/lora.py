@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.drafters import families
-from specctl.models.fast_llama import fast_llama_from_hf
+from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl.recipes.low_rank import LoraPart
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture

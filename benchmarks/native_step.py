@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 
 from specctl import generate, load_target
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native import library as built
 from specctl.runtime.target.target import Target
 

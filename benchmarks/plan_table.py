@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.spec import ModelSpec
-from specctl.models.hf_spec import spec_of
+from specctl.models.hf.hf_spec import spec_of
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.train.optim import Gradient

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specctl import load_target
 from specctl.core.language_model import LanguageModel
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native.library import LayerAddresses
 from specctl.models.native.packed import TYPES, PackedMatrix, PackedWeights, from_gguf, row_bytes
 from specctl.models.native.step import MATRICES

@@ -45,8 +45,8 @@ from specctl.core.exit_states import ExitStates
 from specctl.core.language_model import Feed, LmOut
 from specctl.core.sub_layers import SubLayers
 from specctl.drafters import family
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

@@ -94,7 +94,7 @@ def found_by_map(folder: Path) -> str:
 
 def layers_of(target: Target) -> str:
     """Where its layers are in transformers' module."""
-    from specctl.models.spread import layer_path
+    from specctl.models.hf.spread import layer_path
     from specctl.runtime.target.checkpoint import as_transformers
 
     return layer_path(as_transformers(target.lm), target.spec.num_layers)

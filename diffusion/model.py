@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.diffusion.shape import DiffusionShape
-from specctl.models.llama import LlamaModel
+from specctl.models.llama.llama import LlamaModel
 
 
 class KeptKeys(Protocol):

@@ -16,7 +16,7 @@ from typing import Any
 
 from specctl.core.diffusion_kinds import DREAM, KINDS, LLADA, diffusion_kind
 from specctl.core.errors import IncompatibleError
-from specctl.models.llama import LlamaShape
+from specctl.models.llama.llama import LlamaShape
 
 # Field: its key in the config of each layout.
 _KEYS = {

@@ -60,10 +60,10 @@ from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState, Fed
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.tree_layout import Place
-from specctl.models.copies import Copies
 from specctl.models.kernels import Weight, linear, prepared, rms_norm
 from specctl.models.native.step import RESIDUAL, Stack
 from specctl.models.rope import scaled_frequencies
+from specctl.models.weights.copies import Copies
 
 LM_HEADS = ("init", "frozen", "scratch")
 

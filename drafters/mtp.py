@@ -40,8 +40,8 @@ from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.mtp_state import ModulesState, MtpState
-from specctl.models.foreign_layer import ForeignLayer, read_config
-from specctl.models.mtp_layout import KINDS, MOST_MODULES
+from specctl.models.hf.foreign_layer import ForeignLayer, read_config
+from specctl.models.weights.mtp_layout import KINDS, MOST_MODULES
 
 LAST_NORM = "last_norm"  # what keeps the weights of the target's last norm
 

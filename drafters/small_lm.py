@@ -35,8 +35,8 @@ from specctl.drafters.option_checks import Within
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.recurrent_lm_state import FILL_CHUNK, RecurrentLmState
 from specctl.drafters.states.short_context import LEAST, ShortContextState
-from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
-from specctl.models.from_config import WHERE, lm_from, move, tied_names
+from specctl.models.hf.from_config import WHERE, lm_from, move, tied_names
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.rope import rope_of
 
 

@@ -33,8 +33,8 @@ from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits, weighted_sum
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.tree_layout import TreeLayout, aim_cache, expansions
-from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import rms_norm
+from specctl.models.llama.fast_llama import FastLlama
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from specctl.drafters.states.ngram_distributions import (
     tail,
 )
 from specctl.drafters.states.tree_layout import aim_cache
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 
 PENALTY = 200.0  # of the formula above
 TOPK = 4  # tokens kept of each of the target's distributions

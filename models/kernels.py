@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.gpu_kernels import has_triton
-from specctl.models.copies import Copies
-from specctl.models.int4 import Int4Weight, linear_int4
+from specctl.models.weights.copies import Copies
+from specctl.models.weights.int4 import Int4Weight, linear_int4
 
 SMALL_WEIGHT = 200_000  # elements; below it a single float32 row is faster unpacked
 PIECE = 192  # queries of a forward that attend together
@@ -210,7 +210,7 @@ def _is_planned_once(query_BHTE: Tensor, key_BJLE: Tensor) -> bool:
 @cache
 def layer_kernels() -> Any:
     """The module of what stands between products on CUDA; None without Triton."""
-    return importlib.import_module("specctl.models.layer_kernels") if has_triton() else None
+    return importlib.import_module("specctl.models.triton.layer_kernels") if has_triton() else None
 
 
 def small_kernels(x: Tensor) -> Any:
@@ -222,4 +222,6 @@ def small_kernels(x: Tensor) -> Any:
 @cache
 def split_kernel() -> Any:
     """The module of our attention on CUDA; None without Triton."""
-    return importlib.import_module("specctl.models.split_attention") if has_triton() else None
+    return (
+        importlib.import_module("specctl.models.triton.split_attention") if has_triton() else None
+    )

@@ -20,8 +20,8 @@ from specctl.core.errors import Exit, NumbersError
 from specctl.core.language_model import Feed, LanguageModel
 from specctl.core.sub_layers import SubLayers
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import FastLlama
-from specctl.models.spread import is_parallel
+from specctl.models.hf.spread import is_parallel
+from specctl.models.llama.fast_llama import FastLlama
 
 MOST_NAMED = 3  # damaged weights that a message lists
 

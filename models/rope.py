@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
-from specctl.models.llama import default_inv_freq
+from specctl.models.llama.llama import default_inv_freq
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_named
 from specctl.drafters.nets.options import read_options
 from specctl.drafters.nets.shortlist import check_shortlist
-from specctl.models.hf_spec import refuse_with_states
+from specctl.models.hf.hf_spec import refuse_with_states
 from specctl.recipes.low_rank import JointPart
 from specctl.recipes.schema import DataPart, DrafterPart, TrainPart
 from specctl.recipes.serve import ServePart

@@ -38,7 +38,7 @@ from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm, atte
 from specctl.drafters.nets.options import CompareOptions
 from specctl.drafters.nets.routed import ServedHead, read_head, served_head
 from specctl.drafters.states.borrowed_state import BorrowedState
-from specctl.models.copies import num_writes
+from specctl.models.weights.copies import num_writes
 
 
 @dataclass(frozen=True, slots=True)

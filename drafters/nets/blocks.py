@@ -142,7 +142,7 @@ def attend_chains(
 
 def sink_pair(key_BJLE: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Keys and values [B, J, length, E] of sinks: a key that no query but
-    its sink scores (see `models.foreign_layer`), without a value."""
+    its sink scores (see `models.hf.foreign_layer`), without a value."""
     B, J, _, E = key_BJLE.shape
     value_BJLE = key_BJLE.new_zeros(B, J, length, E)
     return torch.cat([value_BJLE[..., :-1], value_BJLE[..., -1:] + 1], dim=-1), value_BJLE

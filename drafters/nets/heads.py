@@ -18,7 +18,7 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.models.copies import num_writes
+from specctl.models.weights.copies import num_writes
 
 
 class ResBlock(nn.Module):

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
-from specctl.models.copies import Copies
 from specctl.models.kernels import Weight, linear, prepared
+from specctl.models.weights.copies import Copies
 
 MOST_GATHERED = 2**24  # numbers of gathered rows alive at once
 ROWS_AT_ONCE = 8192

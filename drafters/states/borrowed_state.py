@@ -36,7 +36,7 @@ from specctl.core.masks import document_mask
 from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.core.tree import DraftTree
 from specctl.drafters.states.tree_layout import Place, TreeLayout
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native.chain import NextToken
 from specctl.models.native.step import RESIDUAL
 

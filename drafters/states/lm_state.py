@@ -21,7 +21,7 @@ from specctl.drafters.nets.routed import RoutedHead, Router, served_head
 from specctl.drafters.nets.shortlist import ShortlistHead
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache, expansions
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import FastLlama, LlamaModel
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel
 from specctl.models.native.chain import NextToken
 
 PREFILL_CHUNK = 512

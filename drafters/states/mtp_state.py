@@ -27,7 +27,7 @@ from specctl.drafters.frames.feature_drafter import FeatureDrafter, TrunkState
 from specctl.drafters.nets.blocks import Attending, attend, sink_pair
 from specctl.drafters.states.feature_state import Fed
 from specctl.drafters.states.tree_layout import Place
-from specctl.models.foreign_layer import LayerCache
+from specctl.models.hf.foreign_layer import LayerCache
 from specctl.models.native.step import Stack
 
 

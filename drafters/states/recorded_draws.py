@@ -66,7 +66,7 @@ class RecordedDraws(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """int64 [B, 1], what `RoundNoise.draft_draw_BM` draws at that index, and the distribution
         [B, 1, K] of which; `given` are the inputs."""
-        from specctl.models import draw_kernel
+        from specctl.models.triton import draw_kernel
 
         seed_B, counter_B = next(given)
         scores_B1K = logits_B1K / next(given)

@@ -1,9 +1,9 @@
 """RecurrentLmState: the memory of a draft model with recurrent layers, and its steps.
 
 A recurrent state has no place for each token, so it stands behind the known tokens while a round
-grows: every step feeds all nodes so far, each read on its own path (`models.state_forms`), and the
-accepted nodes move the state when the round is over. Steps of a few tokens cost about as much as
-one: they read the same weights.
+grows: every step feeds all nodes so far, each read on its own path
+(`models.recurrent.state_forms`), and the accepted nodes move the state when the round is over.
+Steps of a few tokens cost about as much as one: they read the same weights.
 Letters: B rows, D hidden width, M new nodes, N nodes, P path, T fed tokens, X any axes, Z slots.
 """
 

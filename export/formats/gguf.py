@@ -45,7 +45,7 @@ from specctl.export.readers.trial import (
     twin,
     without_router,
 )
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.recipes.targets import resolve
 
 FILE = "draft.gguf"

@@ -37,8 +37,8 @@ from specctl.export.package.files import list_files
 from specctl.export.package.manifest import WEIGHTS, check_files
 from specctl.export.package.pretrained import inspect_folder, quietly
 from specctl.export.package.tensors import compare_tensors, write_tensors
-from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
-from specctl.models.from_config import move
+from specctl.models.hf.from_config import move
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.checkpoint_folder import from_folder
 from specctl.runtime.target.save_target import write_tokenizer
 

@@ -28,7 +28,7 @@ from specctl.export.package.manifest import CARD, MANIFEST, check_files
 from specctl.export.package.tensors import compare_tensors, refuse_not_finite, write_tensors
 from specctl.export.readers.mtp import ENGINE, MtpReader, fed_back
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
-from specctl.models.mtp_layout import MIMO, MIMO_7B, NEXTN, MtpLayout, layout_of
+from specctl.models.weights.mtp_layout import MIMO, MIMO_7B, NEXTN, MtpLayout, layout_of
 from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
 from specctl.runtime.target.mtp_checkpoint import (
     checkpoint_of,

@@ -19,7 +19,7 @@ from specctl.export.imports import Imported, Importer
 from specctl.export.imports.published import Published
 from specctl.export.readers.mtp import ENGINE, MtpReader, fed_back
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
-from specctl.models.mtp_layout import KINDS, MIMO_7B, NEXTN
+from specctl.models.weights.mtp_layout import KINDS, MIMO_7B, NEXTN
 from specctl.runtime.target.mtp_checkpoint import drafter_of, read_layout
 from specctl.runtime.target.target import Target
 

@@ -27,7 +27,7 @@ from specctl.export.package.files import (
 )
 from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, read_manifest
 from specctl.export.package.tensors import read_tensors, write_tensors
-from specctl.models.mtp_layout import KINDS
+from specctl.models.weights.mtp_layout import KINDS
 from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
 from specctl.runtime.target.mtp_checkpoint import read_layout, stored_module
 from specctl.runtime.target.stored_names import check_unwrapped, plain_name, wrapper_note

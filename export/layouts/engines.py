@@ -23,7 +23,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.export.formats import FOLDER, TARGET, ExportSource
-from specctl.models.hf_spec import head_scale
+from specctl.models.hf.hf_spec import head_scale
 
 LENGTH = 3  # tokens drafted a round where the package names no number
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.models.fast_llama import LlamaShape
+from specctl.models.llama.fast_llama import LlamaShape
 
 MARGIN = 1e4  # below every kept logit: probability 0 in float32 up to temperature 90
 MAX_ROW = 1e30  # far from overflow in float32 and bfloat16

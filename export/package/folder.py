@@ -52,8 +52,8 @@ from specctl.export.package.tensors import (
     widest_float,
     write_tensors,
 )
-from specctl.models.fast_llama import LlamaModel
-from specctl.models.without_fills import without_fills
+from specctl.models.hf.without_fills import without_fills
+from specctl.models.llama.fast_llama import LlamaModel
 from specctl.recipes.drafter_names import drafter_names
 from specctl.recipes.ollama_store import PREFIX
 from specctl.recipes.serve import is_relaxed

@@ -9,7 +9,7 @@ from specctl.core.drafter import Drafter
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.pretrained import check_tokenizer, check_vocab, described, has_ids_of
 from specctl.export.package.tensors import refuse_not_finite
-from specctl.models.released import Released
+from specctl.models.weights.released import Released
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.target.target import Target, load_target
 

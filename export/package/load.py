@@ -51,8 +51,8 @@ from specctl.export.package.manifest import (
 from specctl.export.package.padding import DrafterParts, padded_parts, padded_small_lm
 from specctl.export.package.target_rows import check_target_rows, with_target_rows
 from specctl.export.package.tensors import MAP_NAMES, read_tensors, widest_float
-from specctl.models.from_config import config_of
-from specctl.models.without_fills import without_fills
+from specctl.models.hf.from_config import config_of
+from specctl.models.hf.without_fills import without_fills
 from specctl.runtime.target.checkpoint_folder import check_counts, check_size, refuse_code
 from specctl.runtime.target.target import Target
 

@@ -29,8 +29,8 @@ from specctl.export.package.files import (
 )
 from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.export.package.tensors import refuse_not_finite
-from specctl.models.fast_llama import LlamaModel, fast_llama_from_hf
-from specctl.models.from_config import architecture_of
+from specctl.models.hf.from_config import architecture_of
+from specctl.models.llama.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint_folder import (

@@ -17,9 +17,9 @@ from transformers import AutoModel
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import gate
 from specctl.export.readers.trial import Trial, chained, embedding_of, head_of
-from specctl.models.foreign_layer import from_published, one_layer, read_config
-from specctl.models.fused_qkv import unfused
-from specctl.models.mtp_layout import KINDS, MtpLayout
+from specctl.models.hf.foreign_layer import from_published, one_layer, read_config
+from specctl.models.weights.fused_qkv import unfused
+from specctl.models.weights.mtp_layout import KINDS, MtpLayout
 from specctl.runtime.target.mtp_checkpoint import last_norm
 
 ENGINE = "transformers 5"

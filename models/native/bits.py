@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.models.copies import Copies
+from specctl.models.weights.copies import Copies
 
 GROUP, SIDE, FOUR = 64, 16, 4
 SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)

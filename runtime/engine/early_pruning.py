@@ -28,8 +28,8 @@ from specctl.core.language_model import Feed, LanguageModel, LmOut
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import rms_norm
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.policies.base import Policy, Pruning
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut
 from specctl.core.tree import DraftTree
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 
 MOST_SHARE = 0.85  # of true tokens among the fed ones up to which they are gathered
 

@@ -4,7 +4,7 @@ On a CPU a compiled function finds it from counters, without computing most of t
 (`models/native/draw.h`): in a fifth of the sum's time for 2,048 scores, an eighth for 128,256
 (benchmarks/draw_cost.py). What it cannot tell from another token within rounding is left to the
 sum, so that both always agree. On a GPU a kernel adds the numbers as it hashes them
-(`models/draw_kernel.py`).
+(`models/triton/draw_kernel.py`).
 Letters: B rows, M new nodes, V target vocabulary.
 """
 
@@ -70,7 +70,7 @@ def drawn(scores_BMV: Tensor, code_V: Tensor, of: NoiseCounters) -> Tensor | Non
 def _drawn_on_gpu(scores_BMV: Tensor, code_V: Tensor, of: NoiseCounters) -> Tensor | None:
     if not has_triton():
         return None
-    from specctl.models import draw_kernel
+    from specctl.models.triton import draw_kernel
 
     if not draw_kernel.takes(scores_BMV):
         return None

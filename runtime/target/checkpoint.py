@@ -31,8 +31,8 @@ from specctl.core.foreign_calls import is_panic
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import check_spec
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_spec import refuse_stateful, refuse_with_states, spec_of
+from specctl.models.hf.hf_spec import refuse_stateful, refuse_with_states, spec_of
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native.packed import TYPES, PackedWeights
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.sampling.generation_config import Suggested, read_suggested

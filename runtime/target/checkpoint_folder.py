@@ -33,7 +33,7 @@ from specctl.core.model_folder import (
     refuse_stand_ins,
     something_else,
 )
-from specctl.models.added_kinds import make_known
+from specctl.models.hf.added_kinds import make_known
 from specctl.runtime.target.stored_names import check_unwrapped, renamed
 from specctl.runtime.target.variants.adapter_alone import AdapterAlone
 
@@ -334,7 +334,7 @@ def check_size(config: Any, shapes: Iterable[tuple[int, ...]], where: str) -> No
     it is allocated."""
     from transformers import AutoModelForCausalLM
 
-    from specctl.models.without_fills import without_fills
+    from specctl.models.hf.without_fills import without_fills
 
     stored = list(shapes)
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)

@@ -17,9 +17,10 @@ from transformers import AutoConfig
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.drafters.mtp import LAST_NORM, Mtp, MtpOptions
-from specctl.models.foreign_layer import as_published, from_published, one_layer, read_config
-from specctl.models.fused_qkv import FUSED, fused, says_fused, unfused
-from specctl.models.mtp_layout import (
+from specctl.models.hf.foreign_layer import as_published, from_published, one_layer, read_config
+from specctl.models.hf.spread import whole_weight
+from specctl.models.weights.fused_qkv import FUSED, fused, says_fused, unfused
+from specctl.models.weights.mtp_layout import (
     EMBEDDING,
     KINDS,
     MOST_MODULES,
@@ -28,7 +29,6 @@ from specctl.models.mtp_layout import (
     number_of,
     ours,
 )
-from specctl.models.spread import whole_weight
 from specctl.recipes.targets import resolve
 from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint_folder import read_settings, weight_files

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError, nearest
-from specctl.models.spread import layer_path, place_of
+from specctl.models.hf.spread import layer_path, place_of
 from specctl.runtime.target.device import available_bytes
 from specctl.runtime.target.quantised import StoredTensor
 

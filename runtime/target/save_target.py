@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.target.target import Target
 
 _PRIVATE = ("name_or_path", "_name_or_path", "tokenizer_file", "is_local", "local_files_only")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from specctl.core.errors import IncompatibleError, IntegrityError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
-from specctl.models.hf_spec import head_scale, spec_of
+from specctl.models.hf.hf_spec import head_scale, spec_of
 from specctl.recipes.targets import ResolvedTarget, resolve
 from specctl.runtime.sampling.generation_config import read_suggested
 from specctl.runtime.target import hub

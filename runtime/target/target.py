@@ -20,12 +20,12 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import Identity, ModelSpec
 from specctl.models.compiled import PATIENCE, CompiledLM
-from specctl.models.fast_llama import FastLlama, fast_llama_from_hf
-from specctl.models.hf_lm import HfLM
-from specctl.models.hf_probe import check_reading
-from specctl.models.hf_spec import holds_states, spec_of
-from specctl.models.read_only import ReadingLM
-from specctl.models.spread import whole_weight
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.hf.hf_probe import check_reading
+from specctl.models.hf.hf_spec import holds_states, spec_of
+from specctl.models.hf.read_only import ReadingLM
+from specctl.models.hf.spread import whole_weight
+from specctl.models.llama.fast_llama import FastLlama, fast_llama_from_hf
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
@@ -278,7 +278,7 @@ def any_lm(model: Any, eos_ids: tuple[int, ...] = (), is_read_only: bool = False
     try:
         if not holds_states(type(model), model.config):
             return HfLM(model, eos_ids)
-        from specctl.models.state_lm import StateLM  # reads caches of newer transformers
+        from specctl.models.recurrent.state_lm import StateLM  # reads caches of newer transformers
 
         return StateLM(model, eos_ids)
     except IncompatibleError as error:

@@ -10,8 +10,8 @@ from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target, fingerprint_of
 

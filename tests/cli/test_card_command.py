@@ -18,7 +18,7 @@ from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.formats import export
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target

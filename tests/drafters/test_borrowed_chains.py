@@ -16,7 +16,7 @@ from specctl.core.sub_layers import SubLayers
 from specctl.drafters import family
 from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.drafters.swift import SwiftState
-from specctl.models.llama import LlamaModel
+from specctl.models.llama.llama import LlamaModel
 from specctl.models.native import library as built
 from specctl.models.native.chain import NextToken
 from specctl.runtime.generate import generate

@@ -14,8 +14,8 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
 from specctl.core.masks import chain_mask, tree_mask
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.models.fast_llama import fast_llama_from_hf
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl_testing.drafters.lm_cases import difference, random_ids, whole
 
 MakeModel = Callable[..., Any]

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, Qwen2Config, Qwen2ForCausalLM
 from specctl import load_target
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters.mtp import Mtp
-from specctl.models.from_config import lm_from
+from specctl.models.hf.from_config import lm_from
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.mtp_checkpoint import own_module
 from specctl.runtime.target.target import Target
@@ -141,7 +141,7 @@ def test_a_draft_model_of_that_kind_is_built_from_its_package_alone(
 ) -> None:
     """In a process that has met no checkpoint of it."""
     monkeypatch.delitem(CONFIG_MAPPING._extra_content, "mimo", raising=False)
-    monkeypatch.delitem(sys.modules, "specctl.models.mimo", raising=False)
+    monkeypatch.delitem(sys.modules, "specctl.models.hf.mimo", raising=False)
     made = lm_from({
         "model_type": "mimo", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16,
         "num_attention_heads": 2, "num_key_value_heads": 1,

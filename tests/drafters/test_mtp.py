@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from specctl.core.drafter import RoundView
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.mtp import Mtp, MtpNet, MtpOptions
-from specctl.models.foreign_layer import ForeignLayer, as_published, one_layer, read_config
-from specctl.models.mtp_layout import KINDS
+from specctl.models.hf.foreign_layer import ForeignLayer, as_published, one_layer, read_config
+from specctl.models.weights.mtp_layout import KINDS
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling

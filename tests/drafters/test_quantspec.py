@@ -13,10 +13,10 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.kv_cache import KVShape
 from specctl.drafters.quantspec import QuantSpec, QuantSpecOptions, QuantSpecState
 from specctl.drafters.states.plane_kv import PlaneKV, rounded
-from specctl.models import int4
-from specctl.models.fast_llama import FastLlama
-from specctl.models.int4 import in_int4, linear_int4
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native.library import no_int8
+from specctl.models.weights import int4
+from specctl.models.weights.int4 import in_int4, linear_int4
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode
 
@@ -175,7 +175,7 @@ def test_in_other_groups_or_without_that_step_pytorch_reads_them(
     other = quantspec(target, kv_bits=16, weight_group=32)
     assert other.rounded().int4 is not None  # type: ignore[attr-defined]
     assert (other.needs().copied, quantspec(target).needs().copied) == (other.attention, ())
-    monkeypatch.setattr("specctl.models.fast_llama.no_int8", lambda: "no AVX2")
+    monkeypatch.setattr("specctl.models.llama.fast_llama.no_int8", lambda: "no AVX2")
     without = quantspec(target, kv_bits=16)
     assert without.rounded().int4 is not None  # type: ignore[attr-defined]
     ran = decode(target, without, PROMPTS, policy="chain", length=3, slots=3, tokens=20)

@@ -151,7 +151,7 @@ def test_a_drawn_chain_is_that_of_token_by_token(
     if device == "cpu":
         monkeypatch.setattr(recorded_draws, "has_triton", lambda: True)
         kernel = SimpleNamespace(draw=drawn)
-        monkeypatch.setitem(sys.modules, "specctl.models.draw_kernel", kernel)
+        monkeypatch.setitem(sys.modules, "specctl.models.triton.draw_kernel", kernel)
     graph: Any = CudaGraph if device == "cuda" else lambda call, device: call
     monkeypatch.setattr(
         "specctl.drafters.states.feature_state.RecordedCalls", lambda: RecordedCalls(graph, 2)

@@ -17,7 +17,7 @@ from specctl.core.language_model import LanguageModel, LmOut
 from specctl.drafters import family
 from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.drafters.team import Team, TeamState
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
 from specctl.runtime.controllers.base import Arm
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request, Row

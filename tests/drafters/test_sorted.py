@@ -14,7 +14,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.masks import tree_mask
 from specctl.drafters.sorted_lm import ExitState, SortedLm, SortedOptions, default_exits
 from specctl.drafters.states.tree_layout import TreeLayout
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

@@ -17,7 +17,7 @@ from specctl.core.language_model import Feed
 from specctl.core.row_additions import RowAdditions
 from specctl.core.tree import NodeKind
 from specctl.drafters.uno import Uno, UnoOptions
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
 from specctl.runtime.proof.enumerate import Case, enumerate_case
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode

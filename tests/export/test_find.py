@@ -27,8 +27,8 @@ from specctl.drafters.small_lm import SmallLm
 from specctl.drafters.team import Team
 from specctl.export.package.find import Kind, locate
 from specctl.export.package.folder import load_drafter
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

@@ -486,5 +486,5 @@ def test_every_reading_by_transformers_is_local_and_runs_no_code() -> None:
                 assert given.get("use_safetensors") == "True", where
                 doors.append(str(path.relative_to(ROOT)))
     engine = "export/engines/hosts/answer_transformers.py"  # runs in an environment of its own
-    layer = "models/foreign_layer.py"  # reads no folder: the tensors are given
+    layer = "models/hf/foreign_layer.py"  # reads no folder: the tensors are given
     assert doors == [engine, layer, "runtime/target/checkpoint_folder.py"]

@@ -23,7 +23,7 @@ from specctl.export.layouts.widen import MARGIN, residual_bound, widen
 from specctl.export.package.check import check_package
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.manifest import check_files, read_manifest
-from specctl.models.fast_llama import LlamaModel, LlamaShape
+from specctl.models.llama.fast_llama import LlamaModel, LlamaShape
 from specctl.runtime.target.target import Target
 
 KEPT = torch.tensor([0, 2, 3, 4, 5, 7, 11, 20, 21, 22, 30, 31, 40, 47])

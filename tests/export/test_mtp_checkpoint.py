@@ -17,7 +17,7 @@ from specctl.export.formats import export
 from specctl.export.imports import import_published
 from specctl.export.imports.published import read_published
 from specctl.export.package.folder import load_drafter, save_package
-from specctl.models.mtp_layout import layout_of, ours
+from specctl.models.weights.mtp_layout import layout_of, ours
 from specctl.runtime.target.mtp_checkpoint import first_module, own_module, stored_module
 from specctl.runtime.target.target import Target
 from specctl_testing.export.import_cases import same_tensors, taken

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.formats import export
 from specctl.export.package.folder import load_drafter, save_package
-from specctl.models.slice import Inside, Keep, sliced
+from specctl.models.llama.slice import Inside, Keep, sliced
 from specctl.runtime.target.target import Target
 from specctl.train.prune.cut import fitted
 

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AttentionInterface
 
 from specctl.core.errors import IncompatibleError
-from specctl.models.as_published import added_to, change_of
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.as_published import added_to, change_of
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target

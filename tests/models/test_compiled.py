@@ -14,9 +14,9 @@ import torch
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.models import compiled
 from specctl.models.compiled import SPAN, WIDTHS, CompiledLM
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
-from specctl.models.llama import Rotary, default_inv_freq
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import FastLlama
+from specctl.models.llama.llama import Rotary, default_inv_freq
 from specctl.runtime.generate import Generated, generate
 from specctl.runtime.measure.bench import Contender, bench
 from specctl.runtime.measure.timed import Timed

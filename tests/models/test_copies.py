@@ -5,8 +5,8 @@ import weakref
 
 import torch
 
-from specctl.models.copies import Copies, num_writes
 from specctl.models.native.bits import packed
+from specctl.models.weights.copies import Copies, num_writes
 
 
 def test_a_copy_is_made_once_and_anew_after_a_change():

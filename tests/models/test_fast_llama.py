@@ -13,9 +13,9 @@ from torch import nn
 from specctl.core.language_model import Masks
 from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
-from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.kernels import can_pack, linear, pack
-from specctl.models.llama import in_one
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.models.llama.llama import in_one
 from specctl_testing.drafters.lm_cases import difference, random_ids, whole
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from specctl.core.language_model import Feed, RunMasks
-from specctl.models import few_rows
-from specctl.models.few_rows import few_row_products
+from specctl.models.hf import few_rows
+from specctl.models.hf.few_rows import few_row_products
 from specctl.models.kernels import can_pack, packed_linear
 
 WEIGHT = torch.randn(800, 640, generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from specctl.models.hf_lm import _attention
+from specctl.models.hf.hf_lm import _attention
 
 
 def test_no_mask_means_every_token_sees_all_before_it() -> None:

@@ -16,9 +16,9 @@ from specctl.core.drafter import Drafter
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.drafters.mtp import Mtp
 from specctl.drafters.small_lm import SmallLm
-from specctl.models import latent
-from specctl.models.hf_lm import HfLM
-from specctl.models.latent import LatentHeads
+from specctl.models.hf import latent
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.hf.latent import LatentHeads
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

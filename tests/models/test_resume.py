@@ -14,8 +14,8 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut
 from specctl.core.sub_layers import SubLayers
 from specctl.models.compiled import CompiledLM
-from specctl.models.fast_llama import FastLlama, fast_llama_from_hf
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import FastLlama, fast_llama_from_hf
 from specctl.models.native.library import library
 
 STARTS, EXIT, LAYERS, SPAN = (5, 9, 6), 2, 4, 13

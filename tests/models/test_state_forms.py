@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.models.state_forms import (
+from specctl.models.recurrent.state_forms import (
     DecayedInputs,
     FedTokens,
     SelectiveTokens,

@@ -14,9 +14,9 @@ from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.models import state_forms
-from specctl.models.state_forms import FedTokens
-from specctl.models.state_lm import StateLM
+from specctl.models.recurrent import state_forms
+from specctl.models.recurrent.state_forms import FedTokens
+from specctl.models.recurrent.state_lm import StateLM
 from specctl.runtime.target.target import Target
 from specctl_testing.hybrids import FEW, HYBRIDS, VOCABULARY, tiny_hybrid
 
@@ -120,7 +120,7 @@ def _neighbours(ancestor_BTT: Tensor, width: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
 def test_a_neighbours_convolution_is_wrong(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_forms, "_windows", _neighbours)
-    monkeypatch.setattr("specctl.models.hf_lm.check_rounds", lambda *_: None)
+    monkeypatch.setattr("specctl.models.hf.hf_lm.check_rounds", lambda *_: None)
     assert Rounds(kind).round() > WRONG
 
 
@@ -131,8 +131,8 @@ def test_siblings_in_the_state_are_wrong(kind: str, monkeypatch: pytest.MonkeyPa
 
     for name in ("read_decayed", "read_selective"):
         mixed = as_run(getattr(state_forms, name))
-        monkeypatch.setattr(f"specctl.models.state_mixers.{name}", mixed)
-    monkeypatch.setattr("specctl.models.hf_lm.check_rounds", lambda *_: None)
+        monkeypatch.setattr(f"specctl.models.recurrent.state_mixers.{name}", mixed)
+    monkeypatch.setattr("specctl.models.hf.hf_lm.check_rounds", lambda *_: None)
     assert Rounds(kind).round() > WRONG
 
 
@@ -238,7 +238,7 @@ def test_states_of_unknown_kinds_are_refused_by_name(kind: str, make_model: Any)
 def test_a_release_that_goes_round_our_functions_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specctl.models.state_lm.install", lambda model: None)
+    monkeypatch.setattr("specctl.models.recurrent.state_lm.install", lambda model: None)
     model = tiny_hybrid("olmo_hybrid")
     file = __import__(type(model).__module__, fromlist=["_"])
     for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):

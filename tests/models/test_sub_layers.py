@@ -14,8 +14,8 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError
 from specctl.core.language_model import Feed, LanguageModel
 from specctl.core.sub_layers import NOTHING, SubLayers
-from specctl.models.fast_llama import fast_llama_from_hf
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import fast_llama_from_hf
 
 LAYERS, WIDTH = 4, 32
 SOME = SubLayers((0, 2, 3), (0, 1, 3))

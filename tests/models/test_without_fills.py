@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specctl.models.without_fills import without_fills
+from specctl.models.hf.without_fills import without_fills
 
 BUILDERS = [
     lambda: nn.Linear(3, 4),

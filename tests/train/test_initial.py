@@ -17,7 +17,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.drafters.staged import Staged
-from specctl.models.fast_llama import fast_llama_from_hf
+from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target

@@ -24,9 +24,9 @@ from specctl.export.formats import export
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import MANIFEST, read_manifest
-from specctl.models import read_only
-from specctl.models.from_config import architecture_of
-from specctl.models.state_lm import StateLM
+from specctl.models.hf import read_only
+from specctl.models.hf.from_config import architecture_of
+from specctl.models.recurrent.state_lm import StateLM
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
 from specctl.train.planning.plan import plan

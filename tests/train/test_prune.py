@@ -13,8 +13,8 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.models.fast_llama import FastLlama, LlamaModel
-from specctl.models.slice import Keep, sliced, with_layers
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel
+from specctl.models.llama.slice import Keep, sliced, with_layers
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling

@@ -11,7 +11,7 @@ import torch
 from specctl.core.errors import SpecctlError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.models.llama import LlamaShape
+from specctl.models.llama.llama import LlamaShape
 from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.measure.stats import expected_tau

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specctl.core.spec import ModelSpec
 from specctl.drafters import family as family_named
 from specctl.drafters.attention.seen import Seen
-from specctl.models.hf_spec import spec_of
+from specctl.models.hf.hf_spec import spec_of
 from specctl.models.kernels import kept_scalar, rms_norm
 from specctl.models.native import kl
 from specctl.models.native.library import Library

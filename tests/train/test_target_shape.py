@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from specctl.core.errors import IncompatibleError
-from specctl.models.state_lm import StateLM
+from specctl.models.recurrent.state_lm import StateLM
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TargetPart
 from specctl.runtime.target.target import Target

@@ -17,7 +17,7 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
 from specctl.recipes.schema import DataPart, TargetPart, TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.distributed.ranks import Ranks

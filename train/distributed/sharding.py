@@ -28,8 +28,8 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, DraftState, Needs, Space
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.language_model import Borrowed
-from specctl.models.hf_lm import HfLM
-from specctl.models.read_only import ReadingLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.hf.read_only import ReadingLM
 from specctl.recipes.schema import DataPart, TrainPart
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target

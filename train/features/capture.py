@@ -15,8 +15,8 @@ from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.language_model import LanguageModel
 from specctl.core.sub_layers import SubLayers
-from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import linear
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.not_finite import is_bad, not_numbers
 from specctl.runtime.target.target import Target
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from specctl.models.fast_llama import FastLlama, LlamaModel
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.target.device import has_fast_bf16
 from specctl.runtime.target.target import Target

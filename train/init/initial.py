@@ -26,7 +26,7 @@ from specctl.drafters import family
 from specctl.drafters.mtp import Mtp
 from specctl.drafters.nets.heads import fitting_rows
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.models.fast_llama import LlamaModel
+from specctl.models.llama.fast_llama import LlamaModel
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, DrafterPart, VocabPart
 from specctl.runtime.measure.reporter import SilentReporter

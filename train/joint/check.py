@@ -10,8 +10,8 @@ import torch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters import family as family_named
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.recipes.low_rank import ALONE, JointPart
 from specctl.recipes.schema import DataPart, TargetPart, TrainPart
 from specctl.runtime.target.device import FEW_BITS, PACKED

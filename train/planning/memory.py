@@ -15,7 +15,7 @@ import torch
 
 from specctl.core.slot_state import PENDING
 from specctl.core.spec import ModelSpec
-from specctl.models.llama import PACK_SHARE
+from specctl.models.llama.llama import PACK_SHARE
 from specctl.recipes.schema import DataPart, TargetPart, TrainPart
 from specctl.train.data.suite_prompts import MOST_TOKENS
 from specctl.train.data.written.regenerate import HOST_BYTES, HOST_ROWS, rows_within

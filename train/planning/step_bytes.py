@@ -38,10 +38,10 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.head_losses import fitting_chunk
-from specctl.models.fast_llama import fast_llama_from_hf
-from specctl.models.hf_lm import HfLM
-from specctl.models.hf_spec import refuse_stateful
-from specctl.models.read_only import ReadingLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.hf.hf_spec import refuse_stateful
+from specctl.models.hf.read_only import ReadingLM
+from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl.recipes.schema import DrafterPart, TrainPart
 from specctl.runtime.target.device import DTYPES
 from specctl.runtime.target.served import ServedLM, StoredWeights

@@ -15,9 +15,9 @@ from specctl.core.gguf_header import read_header
 from specctl.core.hub_access import forbidden_by, way_online
 from specctl.core.slot_state import RowShape
 from specctl.core.spec import ModelSpec
-from specctl.models.fast_llama import fast_llama_from_hf
-from specctl.models.hf_probe import row_shape_of
-from specctl.models.hf_spec import holds_states, spec_of
+from specctl.models.hf.hf_probe import row_shape_of
+from specctl.models.hf.hf_spec import holds_states, spec_of
+from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config

@@ -2,7 +2,7 @@
 
 What stays is decided by scores measured on text (`specctl.train.prune.scores`), once: ranking anew
 after every cut does not pay (Minitron, arXiv 2407.14679). The cutting itself is
-`specctl.models.slice`.
+`specctl.models.llama.slice`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.heads import cut_rows
 from specctl.drafters.small_lm import SmallLm
-from specctl.models.fast_llama import FastLlama
-from specctl.models.llama import LlamaShape
-from specctl.models.slice import Inside, Keep, sliced
+from specctl.models.llama.fast_llama import FastLlama
+from specctl.models.llama.llama import LlamaShape
+from specctl.models.llama.slice import Inside, Keep, sliced
 from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import to_device

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specctl.core.drafter import Drafter
-from specctl.models.llama import LlamaShape
+from specctl.models.llama.llama import LlamaShape
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target

@@ -17,9 +17,9 @@ import torch
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.models.fast_llama import FastLlama
-from specctl.models.llama import LlamaShape
-from specctl.models.slice import Keep, sliced
+from specctl.models.llama.fast_llama import FastLlama
+from specctl.models.llama.llama import LlamaShape
+from specctl.models.llama.slice import Keep, sliced
 from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options, trainable_family

@@ -24,11 +24,11 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.language_model import LanguageModel
 from specctl.drafters.losses.align import ahead_mask
-from specctl.models.fast_llama import FastLlama
 from specctl.models.kernels import rms_norm
-from specctl.models.llama import LayerWeights
+from specctl.models.llama.fast_llama import FastLlama
+from specctl.models.llama.llama import LayerWeights
+from specctl.models.llama.slice import with_layers
 from specctl.models.not_finite import check_logits, is_bad, not_numbers
-from specctl.models.slice import with_layers
 
 
 @dataclass(frozen=True, slots=True)

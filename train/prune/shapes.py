@@ -37,7 +37,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.models.llama import LlamaModel, LlamaShape
+from specctl.models.llama.llama import LlamaModel, LlamaShape
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost import measure_costs

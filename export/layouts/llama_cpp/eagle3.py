@@ -28,7 +28,7 @@ from specctl.export.layouts.llama_cpp.model import (
 )
 from specctl.export.layouts.llama_cpp.vocab import vocabulary_of
 from specctl.export.layouts.speculators.eagle3 import written_tensors
-from specctl.models.llama import default_inv_freq
+from specctl.models.llama.llama import default_inv_freq
 
 ARCH, NUM_TAPS, LAYER = "eagle3", 3, "layers.0."
 NAMES = {

@@ -25,8 +25,8 @@ from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.export.layouts.llama_cpp import library
 from specctl.export.layouts.llama_cpp.vocab import Vocabulary
-from specctl.models.fast_llama import LlamaShape
-from specctl.models.llama import default_inv_freq
+from specctl.models.llama.fast_llama import LlamaShape
+from specctl.models.llama.llama import default_inv_freq
 from specctl.models.rope import rope_of
 from specctl.runtime.target.gguf.weights import INNER, OUTER
 

@@ -13,7 +13,7 @@ from specctl.export.layouts.llama_cpp.reader import GgufReader
 from specctl.export.layouts.llama_cpp.tokens import PROBES
 from specctl.export.layouts.llama_cpp.vocab import Vocabulary, vocabulary_of
 from specctl.export.package.atomic import new_folder
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.target.target import Target
 
 FILE = "target.gguf"

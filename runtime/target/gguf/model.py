@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.gguf_header import GgufHeader, read_header
 from specctl.core.spec import check_spec
-from specctl.models.hf_spec import spec_of
-from specctl.models.released import Released
+from specctl.models.hf.hf_spec import spec_of
+from specctl.models.weights.released import Released
 from specctl.runtime.target.gguf.blocks import library
 from specctl.runtime.target.gguf.config import fields_of
 from specctl.runtime.target.gguf.tokens import id_named

@@ -5,7 +5,7 @@ For int8 and int4, weights and the inputs of each matrix are rounded in groups
 (models/native/bits.py). That is another model than the one published, so that it is never chosen
 but by name, and every result says which. For gguf, the inputs alone are rounded, as in llama.cpp.
 Text is lossless with respect to either. The matrices of the layers are kept in these bits alone:
-what needs them as they were stored is refused (models/released.py).
+what needs them as they were stored is refused (models/weights/released.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from specctl.core.errors import IncompatibleError, one_of_two
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native.library import no_int8
 from specctl.models.native.packed import PackedWeights
 from specctl.runtime.target.device import FEW_BITS, PACKED

@@ -36,7 +36,7 @@ from specctl.core.language_model import (
 )
 from specctl.core.row_additions import RowAdditions, linear_sizes
 from specctl.core.sub_layers import SubLayers
-from specctl.models.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.device import check_memory
 
 ROUND = 32  # rows of an MLP come in multiples of this

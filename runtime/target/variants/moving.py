@@ -6,10 +6,10 @@ memory of the policy's. It needs no gradient and is in evaluation mode, which th
 learns, must not be.
 
 Serving keeps packed copies of weights, and makes them anew when PyTorch has counted a write
-(`models/copies.py`, `LlamaModel.weights`). Some writes are not counted: those of fused optimizers,
-which transformers' Trainer uses by default, and those through `.data`. So every call of `now`
-counts one itself. The counters are the copy's own: autograd checks the policy's between its forward
-and its backward pass.
+(`models/weights/copies.py`, `LlamaModel.weights`). Some writes are not counted: those of fused
+optimizers, which transformers' Trainer uses by default, and those through `.data`. So every call of
+`now` counts one itself. The counters are the copy's own: autograd checks the policy's between its
+forward and its backward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from specctl.core.errors import IncompatibleError
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.target.target import Target
 
 

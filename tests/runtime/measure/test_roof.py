@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.measure.bench import bench, engine_contender
 from specctl.runtime.measure.roof import Roof, bandwidth
 from specctl.runtime.sampling.sampling import Sampling

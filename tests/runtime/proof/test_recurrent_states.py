@@ -20,9 +20,9 @@ from torch import Tensor
 
 from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.models import state_forms
-from specctl.models.state_forms import FedTokens
-from specctl.models.state_lm import StateLM
+from specctl.models.recurrent import state_forms
+from specctl.models.recurrent.state_forms import FedTokens
+from specctl.models.recurrent.state_lm import StateLM
 from specctl.runtime.proof.cases import CHAINS, TREES, depth_of, random_distributions
 from specctl.runtime.proof.enumerate import Case, Exact, all_drafts, enumerate_case
 from specctl.runtime.verify.scalar_parts import Distribution
@@ -191,7 +191,7 @@ def test_siblings_in_a_state_are_caught(kind: str, monkeypatch: pytest.MonkeyPat
 
     for name in ("read_decayed", "read_selective"):
         mixed = as_run(getattr(state_forms, name))
-        monkeypatch.setattr(f"specctl.models.state_mixers.{name}", mixed)
+        monkeypatch.setattr(f"specctl.models.recurrent.state_mixers.{name}", mixed)
     assert enumerated(kind, "multi-round", NodeKind.IID, "two-uneven").error > WRONG
 
 

@@ -26,8 +26,8 @@ from specctl.export.package.card import render_card
 from specctl.export.package.compat import mismatches
 from specctl.export.package.folder import load_drafter, save_package
 from specctl.export.package.manifest import read_manifest
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target import target as targets
 from specctl.runtime.target.checkpoint import Loaded

@@ -20,10 +20,10 @@ import transformers
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters import prompt_lookup
-from specctl.models import hf_probe
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
-from specctl.models.hf_spec import head_scale, spec_of
+from specctl.models.hf import hf_probe
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.hf.hf_spec import head_scale, spec_of
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.checkpoint import as_transformers

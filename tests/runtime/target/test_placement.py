@@ -16,11 +16,11 @@ import specctl.recipes
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.drafters import families
-from specctl.models import hf_lm
-from specctl.models.fast_llama import FastLlama
-from specctl.models.hf_lm import HfLM
-from specctl.models.hf_probe import Plain, ask_plainly
-from specctl.models.spread import layer_devices
+from specctl.models.hf import hf_lm
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.hf.hf_probe import Plain, ask_plainly
+from specctl.models.hf.spread import layer_devices
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target import placement

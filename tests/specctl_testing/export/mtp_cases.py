@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specctl.models.added_kinds import make_known
-from specctl.models.foreign_layer import ForeignLayer, as_published, one_layer, read_config
-from specctl.models.mtp_layout import EMBEDDING, KINDS, MIMO, MIMO_7B, MTP, layout_of
+from specctl.models.hf.added_kinds import make_known
+from specctl.models.hf.foreign_layer import ForeignLayer, as_published, one_layer, read_config
+from specctl.models.weights.mtp_layout import EMBEDDING, KINDS, MIMO, MIMO_7B, MTP, layout_of
 from specctl.runtime.target.target import Target
 from specctl_testing.models import build_model
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import specctl.recipes
 from specctl.drafters import families
-from specctl.models.spread import is_piece
+from specctl.models.hf.spread import is_piece
 from specctl.recipes.schema import TargetPart
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.models.hf_spec import field_of
+from specctl.models.hf.hf_spec import field_of
 
 FUSED = "self_attn.qkv_proj.weight"
 PARTS = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-ADDED = {"mimo": "specctl.models.mimo"}  # by model type: what makes it known
+ADDED = {"mimo": "specctl.models.hf.mimo"}  # by model type: what makes it known
 
 
 def make_known(model_type: object) -> None:

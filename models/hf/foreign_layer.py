@@ -23,9 +23,9 @@ from transformers.utils import logging
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
-from specctl.models.added_kinds import make_known
-from specctl.models.hf_spec import field_of
-from specctl.models.latent import heads_at_hand, install, running
+from specctl.models.hf.added_kinds import make_known
+from specctl.models.hf.hf_spec import field_of
+from specctl.models.hf.latent import heads_at_hand, install, running
 
 ATTENTION = "specctl-handed"
 FIRST = "model.layers.0."  # what transformers puts before the names of the layer

@@ -19,9 +19,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specctl.core.errors import RecipeError, SpecctlError, is_out_of_memory, nearest
 from specctl.core.language_model import LanguageModel
-from specctl.models.added_kinds import make_known
-from specctl.models.hf_lm import HfLM
-from specctl.models.hf_spec import holds_states
+from specctl.models.hf.added_kinds import make_known
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.hf.hf_spec import holds_states
 
 WHERE = "drafter.options.architecture"
 KINDS = ("lfm2", "qwen3_5_text", "mamba2")  # named where a type is wanted
@@ -95,7 +95,7 @@ def lm_from(architecture: Mapping[str, Any], vocab_size: int) -> LanguageModel:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if not holds_states(type(model), model.config):
         return HfLM(model)
-    from specctl.models.state_lm import StateLM  # reads caches of newer transformers
+    from specctl.models.recurrent.state_lm import StateLM  # reads caches of newer transformers
 
     return StateLM(model)
 

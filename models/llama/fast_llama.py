@@ -33,9 +33,11 @@ from specctl.core.language_model import (
 from specctl.core.row_additions import linear_sizes
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
-from specctl.models.as_published import GivenModel, change_of, is_about
 from specctl.models.compiled import PATIENCE, CompiledLM
-from specctl.models.hf_spec import spec_of
+from specctl.models.hf.as_published import GivenModel, change_of, is_about
+from specctl.models.hf.hf_spec import spec_of
+from specctl.models.hf.spread import is_spread
+from specctl.models.hf.without_fills import without_fills
 from specctl.models.kernels import (
     MaskPiece,
     Weight,
@@ -46,14 +48,12 @@ from specctl.models.kernels import (
     rms_norm,
     small_kernels,
 )
-from specctl.models.llama import LayerAdditions, LayerWeights, LlamaModel, LlamaShape, Weights
+from specctl.models.llama.llama import LayerAdditions, LayerWeights, LlamaModel, LlamaShape, Weights
 from specctl.models.native.bits import GROUP
 from specctl.models.native.chain import NextToken, whole_chain
 from specctl.models.native.library import no_int8
 from specctl.models.native.step import MOST_ROWS, Bits, NativeStep, drafts_in_int8
-from specctl.models.spread import is_spread
 from specctl.models.torch_threads import forward_threads, may_choose
-from specctl.models.without_fills import without_fills
 
 __all__ = ["FastLlama", "LlamaModel", "LlamaShape", "fast_llama_from_hf"]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Feed, LmOut, Masks
-from specctl.models.hf_lm import HfLM
-from specctl.models.hf_spec import refuse_stateful
+from specctl.models.hf.hf_lm import HfLM
+from specctl.models.hf.hf_spec import refuse_stateful
 
 NO_KV = (KVShape(0, 0, 0, 0),)
 

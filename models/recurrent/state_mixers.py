@@ -26,8 +26,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from specctl.core.slot_state import WHOLE, SlotState
-from specctl.models.hf_spec import CONVOLUTION, DELTA, KIMI, MAMBA1, MAMBA2
-from specctl.models.state_forms import (
+from specctl.models.hf.hf_spec import CONVOLUTION, DELTA, KIMI, MAMBA1, MAMBA2
+from specctl.models.recurrent.state_forms import (
     DecayedInputs,
     DecayedTokens,
     FedTokens,

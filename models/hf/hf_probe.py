@@ -32,9 +32,9 @@ from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import LanguageModel
 from specctl.core.slot_state import RowShape, StateKV, StateShape
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.models.hf_spec import ALIBI, field_of, holds_states, numbers_added, scans_of
+from specctl.models.hf.hf_spec import ALIBI, field_of, holds_states, numbers_added, scans_of
+from specctl.models.hf.spread import is_piece
 from specctl.models.not_finite import first_bad_module, is_bad, numbers_error, numbers_in
-from specctl.models.spread import is_piece
 
 KEPT = (9, 5)  # prompt tokens of the two rows
 WINDOW = 4  # what a longer window is narrowed to

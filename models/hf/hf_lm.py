@@ -30,20 +30,20 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Ma
 from specctl.core.only_shapes import has_only_shapes
 from specctl.core.slot_state import StateShape
 from specctl.core.sub_layers import SubLayers
-from specctl.models.as_published import is_head_changed, own_attention
-from specctl.models.few_rows import few_row_products
-from specctl.models.hf_parts import DecoderParts, check_parts, refused
-from specctl.models.hf_probe import ask_plainly, check_rounds, narrowed
-from specctl.models.hf_spec import (
+from specctl.models.hf.as_published import is_head_changed, own_attention
+from specctl.models.hf.few_rows import few_row_products
+from specctl.models.hf.hf_parts import DecoderParts, check_parts, refused
+from specctl.models.hf.hf_probe import ask_plainly, check_rounds, narrowed
+from specctl.models.hf.hf_spec import (
     PLAIN_HEADS,
     field_of,
     head_scale,
     refuse_stateful,
     spec_of,
 )
+from specctl.models.hf.latent import heads_at_hand, install, running
+from specctl.models.hf.spread import is_parallel, is_spread, layer_devices, whole_weight
 from specctl.models.kernels import attend
-from specctl.models.latent import heads_at_hand, install, running
-from specctl.models.spread import is_parallel, is_spread, layer_devices, whole_weight
 from specctl.models.torch_threads import forward_threads, may_choose
 
 ATTENTION = "specctl"

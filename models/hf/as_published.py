@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from specctl.models.without_fills import without_fills
+from specctl.models.hf.without_fills import without_fills
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")

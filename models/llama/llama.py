@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specctl.core.row_additions import RowAdditions
-from specctl.models.int4 import in_int4
 from specctl.models.kernels import Weight, can_pack, pack
 from specctl.models.native.packed import PackedWeights
 from specctl.models.native.step import Bits, NativeStep, Stack, native_step, packed_step
-from specctl.models.released import Released
+from specctl.models.weights.int4 import in_int4
+from specctl.models.weights.released import Released
 
 PACK_SHARE = 0.25  # of the host's memory that copies of the weights may take
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from specctl.models.fast_llama import FastLlama
-from specctl.models.llama import LlamaModel, LlamaShape
+from specctl.models.llama.fast_llama import FastLlama
+from specctl.models.llama.llama import LlamaModel, LlamaShape
 
 _READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _WRITERS = ("o_proj", "down_proj")

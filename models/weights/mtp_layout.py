@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.models.hf_spec import field_of
+from specctl.models.hf.hf_spec import field_of
 
 EMBEDDING, HEAD = "embedding", "head"  # the target's, of which there may be copies
 MOST_MODULES = 64

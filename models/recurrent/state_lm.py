@@ -20,11 +20,11 @@ from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut, Masks, RunMasks
 from specctl.core.slot_state import RowShape, StateKV
-from specctl.models.hf_lm import HfLM, SlotLayer
-from specctl.models.hf_spec import STATE_KINDS
-from specctl.models.read_only import ReadingLM
-from specctl.models.state_forms import FedTokens
-from specctl.models.state_mixers import (
+from specctl.models.hf.hf_lm import HfLM, SlotLayer
+from specctl.models.hf.hf_spec import STATE_KINDS
+from specctl.models.hf.read_only import ReadingLM
+from specctl.models.recurrent.state_forms import FedTokens
+from specctl.models.recurrent.state_mixers import (
     StateCacheLayer,
     StateForward,
     at_hand,

@@ -1,0 +1,1 @@
+"""Llama-shaped models by our own forward: their parameters, rounds of few tokens, smaller cuts."""

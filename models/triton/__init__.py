@@ -1,0 +1,1 @@
+"""Kernels written in Triton, for rounds on a GPU."""

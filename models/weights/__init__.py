@@ -1,0 +1,1 @@
+"""How weights are kept: the layouts of checkpoints, copies that serving reads, few bits."""
