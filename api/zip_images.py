@@ -1,4 +1,4 @@
-"""zip_images(): pictures whose rows are decoded at once (ZipAR), as `specctl generate` makes them."""
+"""zip_images(): pictures whose rows are decoded at once (ZipAR), as `specctl generate` does."""
 
 from __future__ import annotations
 

@@ -52,12 +52,14 @@ from specctl.runtime.target.target import Target
 
 REFERENCES, REFERENCE_SEED = 3000, 77
 JACOBI = "speculative-jacobi"
+FILLS = ("uniform", "repeat", "last-token", "above", "above-token")
+GROUPS = ("grouped:1:0.15", "grouped:3:0.15", "grouped:7:0.15")
 DRAFTED = (
-    ("plain", None, {}, 0),
-    ("prompt-lookup", "prompt-lookup", {}, 8),
-    *((f"{JACOBI}, {fill}", JACOBI, {"fill": fill}, 16)
-      for fill in ("uniform", "repeat", "last-token", "above", "above-token")),
-)  # fmt: skip
+    ("plain", None, {}, 0, "auto"),
+    ("prompt-lookup", "prompt-lookup", {}, 8, "auto"),
+    *((f"{JACOBI}, {fill}", JACOBI, {"fill": fill}, 16, "auto") for fill in FILLS),
+    *((f"{JACOBI}, above, {rule}", JACOBI, {"fill": "above"}, 16, rule) for rule in GROUPS),
+)
 WINDOWS = (11, 8, 6, 5, 4, 3, 2, 1)
 
 
@@ -74,7 +76,7 @@ def drafted(
     target: Target, codebook: Codebook, prompts: Sequence[list[int]], way: Any, given: Any
 ) -> Pictures:
     """Pictures of the engine with a drafter."""
-    _, name, options, length = way
+    _, name, options, length, rule = way
     drafter, rounds = None, [0] * len(prompts)
     if name is not None:
         found = family(name)
@@ -93,6 +95,7 @@ def drafted(
         drafter=drafter,
         sampling=sampling,
         policy=make_policy({"policy": policy, "length": length}) if length else None,
+        rule=rule,
         batch=given.batch,
         on_round=count,
     )

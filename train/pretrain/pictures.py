@@ -83,6 +83,6 @@ def check_sizes(recipe: PretrainRecipe, images: ImageRecipe) -> None:
                 "the recipe's sizes are not those of its pictures",
                 where=name,
                 found=str(found),
-                expected=f"{expected}: a row is one picture, the vocabulary its codes and {FIRST_CODE} more",
+                expected=f"{expected}: a row is a picture, {FIRST_CODE} tokens are no codes",
                 do=f"write {name.split('.')[1]}: {expected}",
             )
