@@ -121,6 +121,14 @@ def check(lm: LanguageModel, prompts: Sequence[Sequence[int]], grid: int, window
             expected="a model whose layers all attend to the whole text",
             do="leave out image.window",
         )
+    if prompts and max(map(len, prompts)) + grid * grid > lm.spec.max_positions:
+        raise IncompatibleError(
+            "a prompt and its picture do not fit the target's context",
+            where="the prompts",
+            found=f"{max(map(len, prompts)):,} tokens, and {grid * grid:,} of the picture",
+            expected=f"at most {lm.spec.max_positions:,} in all",
+            do="give a shorter prompt",
+        )
     if len({len(prompt) for prompt in prompts}) != 1 or not prompts[0]:
         raise RecipeError(
             "pictures that are decoded together begin behind prompts of one length",

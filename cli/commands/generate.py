@@ -116,7 +116,7 @@ def generate(
     outline = outlines.with_small(outline, target)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     if codebook is not None and images.window is not None:
-        check_zipped(sampling, given)
+        check_zipped(settings, given)
         generate_zipped(console, model, codebook, images, settings, prompts, stats)
         return
     loaded = draft.load(model)

@@ -11,7 +11,6 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.picturing import ImageFlags
 from specctl.cli.options.prompts import PromptText
-from specctl.cli.options.sampling import NONE, SamplingFlags
 from specctl.core.errors import IncompatibleError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
 
-TAKEN = ("temperature", "seed", "max_new_tokens", "generation_config")
+TAKEN = ("temperature", "seed", "ignore_eos")
 
 
 def generate_zipped(
@@ -56,19 +55,21 @@ def generate_zipped(
     console.done({**made.to_json(), "target": target_json(target)}, next=[follow])
 
 
-def check_zipped(sampling: SamplingFlags, others: Sequence[str]) -> None:
-    """Refuse what rows that are decoded at once do not have; `others`: what was given of it."""
-    plain = SamplingFlags(generation_config=NONE)
-    given = list(others) + [
+def check_zipped(sampling: Sampling, others: Sequence[str]) -> None:
+    """Refuse what rows that are decoded at once do not have, whoever set it; `others`: what was
+    given beside the sampling."""
+    plain = type(sampling)()
+    given = [
         f"sample.{field.name}"
         for field in fields(plain)
         if field.name not in TAKEN and getattr(sampling, field.name) != getattr(plain, field.name)
     ]
-    if given:
+    if found := [*others, *given]:
         raise IncompatibleError(
             "ZipAR decodes whole pictures, without drafter, with temperature and seed alone",
             where="image.window",
-            found=", ".join(given),
+            found=", ".join(found),
             expected="a target, prompts, temperature and seed",
-            do=f"leave out {given[0]}, or image.window",
+            do=f"leave out {found[0]} (sample.generation_config=none: what the target suggests), "
+            "or image.window",
         )

@@ -17,7 +17,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl_testing.drafters.parallel_runs import PROMPTS, decode
 
 FAMILY = family("speculative-jacobi")
-COLUMNS = 3
+COLUMNS = 5
 
 
 @pytest.mark.parametrize("fill", FILLS)
@@ -41,10 +41,10 @@ def test_texts_follow_the_target_whatever_stands_first(make_target: Any, fill: s
 )
 def test_the_row_above_is_repeated(make_target: Any, fill: str, temperature: float) -> None:
     """Greedily the likeliest token there is the one that was written."""
-    target = make_target(vocab=24)
+    target = make_target(vocab=8)
     drafter = FAMILY.build(FAMILY.options(fill=fill, columns=COLUMNS), target.spec, None)
     ran = decode(
-        target, drafter, tokens=40, policy="chain", length=5, slots=2, temperature=temperature
+        target, drafter, tokens=80, policy="chain", length=5, slots=2, temperature=temperature
     )
     known, same, count = dict[int, int](), 0, 0
     for outcome in ran.outcomes:

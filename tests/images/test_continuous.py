@@ -83,7 +83,7 @@ def test_paths_of_denoising_end_as_those_of_the_target() -> None:
     cells = truth.quantile(torch.linspace(0, 1, 21, dtype=torch.float64))[1:-1]
 
     def counts(ends: Tensor) -> Tensor:
-        return torch.bucketize(ends, cells).bincount(minlength=20).double()
+        return torch.bucketize(ends.contiguous(), cells).bincount(minlength=20).double()
 
     kept, raw = counts(made.points[:, -1, 0]), counts(drawn[:, -1, 0])
     both = counts(truth) + kept

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specctl.core.errors import RecipeError
+from specctl.core.errors import FileError, RecipeError
 from specctl.images.codebook import Codebook, has_codebook
 from specctl.images.digits import CLASSES, Pixels, digits
 from specctl.train.pretrain.data import EOS, PAD, Ids, PretrainData, load_tokenizer
@@ -47,6 +47,15 @@ def prepare_pictures(recipe: PretrainRecipe, images: ImageRecipe, out: Path) -> 
         most = recipe.model["max_position_embeddings"]
         image_tokenizer(images.codes, most).save_pretrained(folder)
     seed, size = recipe.data.seed, images.grid * images.side
+    tokenizer = load_tokenizer(folder)
+    if (known := len(tokenizer)) != FIRST_CODE + images.codes:
+        raise FileError(
+            f"{out} holds the tokens of another recipe",
+            where=str(folder),
+            found=f"{known:,} tokens",
+            expected=f"{FIRST_CODE + images.codes:,}, or no tokenizer yet",
+            do="choose another --out",
+        )
     if not has_codebook(out):
         pictures, _ = digits(min(images.pictures, LEARNED_FROM), size, seed)
         Codebook.learned(pictures, images.codes, images.side, FIRST_CODE, seed).save(out)
@@ -58,7 +67,7 @@ def prepare_pictures(recipe: PretrainRecipe, images: ImageRecipe, out: Path) -> 
         if not path.exists():
             documents(codebook, *digits(count, size, part_seed)).tofile(path)
         ids[name] = np.fromfile(path, dtype=np.uint16)
-    return PretrainData(load_tokenizer(folder), ids["train"], ids["heldout"], codebook)
+    return PretrainData(tokenizer, ids["train"], ids["heldout"], codebook)
 
 
 def documents(codebook: Codebook, pictures: Pixels, shown: np.ndarray) -> Ids:

@@ -53,7 +53,7 @@ def judges(tree: DraftTree, scores_BTV: Tensor, noise: Noise, values: Sequence[f
 
 def group(p_BNV: Tensor, token_BN: Tensor, size: float, spread: float) -> Tensor:
     """bool [B, N, V]: the group of each node's token, itself among it."""
-    rank_BNV = p_BNV.argsort(-1, stable=True).argsort(-1)
+    rank_BNV = p_BNV.argsort(dim=-1, stable=True).argsort(dim=-1)
     own_BN1 = rank_BNV.gather(2, token_BN[:, :, None])
     p_BN1 = p_BNV.gather(2, token_BN[:, :, None])
     is_near_BNV = (rank_BNV - own_BN1).abs() <= size
