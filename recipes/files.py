@@ -26,6 +26,7 @@ PRETRAINED = (
     "tiny-diffusion",
     "tiny-learn2pd",
     "tiny-dparallel",
+    "tiny-digits",
 )  # recipes of `specctl pretrain`
 NOT_RECIPES = ("sources", "targets", *PRETRAINED)
 NODE_BYTES = 64  # of a value in memory, about, beside its text

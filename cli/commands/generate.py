@@ -15,11 +15,13 @@ from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.app.settings import Setting
 from specctl.cli.commands.denoised import generate_denoised, is_denoised
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
+from specctl.cli.commands.zipped import check_zipped, generate_zipped
 from specctl.cli.options.denoising import DenoisingFlags
 from specctl.cli.options.flags import Chat, Compile
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.measuring import chat_words
 from specctl.cli.options.outlining import OutlineFlags, show_outlines, warn_of
+from specctl.cli.options.picturing import ImageFlags
 from specctl.cli.options.positional import looks_like_package
 from specctl.cli.options.prompts import PromptText, read_prompts, tell_chat
 from specctl.cli.options.sampling import GrammarFlags, SamplingFlags
@@ -45,6 +47,7 @@ def generate(
     grammar: GrammarFlags,
     denoising: DenoisingFlags,
     outlines: OutlineFlags,
+    images: ImageFlags,
     target: WritingChoice = OWN_WRITING,
     words: Annotated[
         list[str] | None,
@@ -91,12 +94,13 @@ def generate(
     prompts = read_prompts(prompt, file, limit)
     sampling.sampling()  # what cannot be is refused before the target is read
     outline = outlines.outlining()
+    drafts = draft.draft if draft.draft != NO_DRAFTER else None
+    others = {"draft": drafts, "grammar": grammar.file, "compare": compare, "compile": compiled}
+    others |= {"batch": batch > 1, "set outline.kind": outlines.kind}
+    given = [f"--{name}" for name, value in others.items() if value]
+    given += [" ".join(draft.words())] if draft.words() else []
     if is_denoised(target, OWN, denoising):
-        drafts = draft.draft if draft.draft != NO_DRAFTER else None
-        others = {"draft": drafts, "grammar": grammar.file, "compare": compare, "compile": compiled}
-        others |= {"batch": batch > 1, "set outline.kind": outlines.kind}
-        given = [f"--{name}" for name, value in others.items() if value]
-        given += [" ".join(draft.words())] if draft.words() else []
+        given += ["--set image.*"] if images != ImageFlags() else []
         flags = sampling, denoising, prompts, chat, stats, given
         generate_denoised(console, target, *flags)
         return
@@ -104,12 +108,17 @@ def generate(
         draft = replace(draft, draft="prompt-lookup")
         console.warn("--compare without --draft compares with prompt-lookup")
     target = target.or_own(draft.draft)
+    codebook = images.codebook(target.name)
     if target.tensor_parallel:
         draft = draft.in_step()
     wanted = draft.wanted(draft.draft)
     model = target.load(console, compiled, is_in_step=True, wanted=wanted)
     outline = outlines.with_small(outline, target)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
+    if codebook is not None and images.window is not None:
+        check_zipped(settings, given)
+        generate_zipped(console, model, codebook, images, settings, prompts, stats)
+        return
     loaded = draft.load(model)
     loaded.announce(console)
     if outline is not None:
@@ -129,6 +138,7 @@ def generate(
         made, result = run, job.to_json(run)
     show_outlines(console, made.outputs)
     console.result = result
+    images.write(console, codebook, made.outputs)
     check_forms(made.outputs)
     console.done(result, next=[_next(target, draft, compare, chat)])
 

@@ -41,7 +41,8 @@ def pretrain(
     smaller model with recurrent layers and the same tokenizer, some minutes on one.
     tiny-diffusion: a masked diffusion model that begins as the embedded target; tiny-learn2pd: the
     filter that decodes it in parallel; tiny-dparallel: the same model, distilled to be certain
-    earlier. The same command continues a stopped run of a model.
+    earlier. tiny-digits: a target whose tokens are pictures of digits. The same command continues a
+    stopped run of a model.
 
     Example:
 
@@ -58,6 +59,7 @@ def pretrain(
     if (distilled := dparallel_recipe(path)) is not None:
         _distilled(console, distilled, out)
         return
+    from specctl.images.codebook import has_codebook
     from specctl.train.pretrain.run import has_state
     from specctl.train.pretrain.run import pretrain as pretrain_
 
@@ -76,6 +78,11 @@ def pretrain(
         "peak_bytes": peak_memory(),
     }
     following = command_line("train-draft", "--target", out / "export", "--recipe", "distill")
+    if has_codebook(out / "export"):
+        following = command_line(
+            "generate", "--target", out / "export", "--temperature", 1,
+            "--set", f"image.out={out / 'seven.png'}", "7",
+        )  # fmt: skip
     if is_masked:  # nothing drafts for it
         following = command_line("generate", "--target", out / "export", "--stats", "def main(")
     console.done(result, next=[following])

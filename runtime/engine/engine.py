@@ -257,6 +257,8 @@ class Engine:
         """What the lossless rule would choose, and what may stand beside it."""
         if round.sampling.all_greedy:
             choice_BT = best_token(scores_BTV)
+        elif relaxed.rule.judges is not None:
+            return relaxed.rule.judges(tree, scores_BTV, round.noise, relaxed.values)
         else:
             depth_BT = None if tree.is_chain else tree.depth_BT()
             choice_BT = round.noise.target_draw_BT(scores_BTV, depth_BT)

@@ -17,7 +17,8 @@ from specctl.runtime.verify.relaxed import relaxation
 
 def native(rule: str) -> str:
     """The rule that a relaxed one keeps all drafts of; any other rule itself."""
-    return rule if relaxation(rule) is None else "target-only"
+    relaxed = relaxation(rule)
+    return rule if relaxed is None else relaxed.rule.native
 
 
 def check_rule(rule: str, drafter: Drafter | None, policy: Policy) -> None:
@@ -34,6 +35,8 @@ def check_rule(rule: str, drafter: Drafter | None, policy: Policy) -> None:
                 expected="policy chain, or direct (trees among its drafts are not relaxed)",
                 do="--set serve.policy=chain, or rule typical",
             )
+        if relaxed.rule.judges is not None:
+            check_legal(relaxed.rule.native, policy.kind(sampled=True), policy.is_chain)
         return
     check_legal(rule, policy.kind(sampled=rule != "target-only"), policy.is_chain)
 

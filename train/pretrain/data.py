@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.files import write_bytes
+from specctl.images.codebook import Codebook
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.spoken_to import PRETRAINED_TEMPLATE
 from specctl.train.data.corpus import heldout_texts, training_texts
@@ -73,8 +74,9 @@ def train_tokenizer(
 
 
 def end_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids that end a text: of a document, and of a turn in the chat template."""
-    return [int(tokenizer.convert_tokens_to_ids(token)) for token in (EOS, END)]
+    """The ids that end a text: of a document, and of a turn where there is a chat template."""
+    known = tokenizer.get_vocab()
+    return [int(known[token]) for token in (EOS, END) if token in known]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -148,11 +150,13 @@ def encode_documents(
 
 @dataclass(frozen=True, slots=True)
 class PretrainData:
-    """A tokenizer and the ids of both splits, documents as bos ... eos."""
+    """A tokenizer and the ids of both splits, documents as bos ... eos; with a `codebook` they are
+    pictures."""
 
     tokenizer: Any
     train: Ids
     heldout: Ids
+    codebook: Codebook | None = None
 
 
 def prepare_data(recipe: PretrainRecipe, out: Path) -> PretrainData:

@@ -74,15 +74,28 @@ class DiffusionRecipe(Section):
     init: str | None = None
 
 
+class ImageRecipe(Section):
+    """Pictures in the place of text: `pictures` rendered digits to learn from and `heldout` others,
+    each of `grid` x `grid` patches with `side` pixels a side, out of a codebook of `codes`."""
+
+    pictures: Positive
+    heldout: Positive
+    grid: Positive
+    side: Positive
+    codes: Positive
+
+
 class PretrainRecipe(Section):
     """All that decides a run; `model` is handed to the configuration of its `model_type` (a Llama
-    where it names none) as it is. `diffusion`: of a masked diffusion model alone."""
+    where it names none) as it is. `diffusion`: of a masked diffusion model alone; `images`: of a
+    target whose tokens are pictures."""
 
     model: dict[str, Any]
     data: DataRecipe
     train: TrainRecipe
     report: ReportRecipe
     diffusion: DiffusionRecipe | None = None
+    images: ImageRecipe | None = None
 
 
 def load_pretrain_recipe(path: Path) -> PretrainRecipe:

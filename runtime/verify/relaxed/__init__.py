@@ -3,9 +3,10 @@
 A relaxed rule is named with its numbers, `fly` or `fly:0.5` or `fly:0.5:4`. It keeps every draft
 that the lossless rule would keep (`greedy`, and `target-only` for sampled rows) and lets more of
 them stand; what a round adds behind them is the target's own choice (`reflect` has the target read
-the draft once more before it chooses). With numbers that let nothing stand the output is that of
-the lossless rule, token by token. These rules are no entries of `verify.RULES`, so no proof counts
-them; every result of theirs is marked approximate.
+the draft once more before it chooses; `grouped` relaxes speculative sampling, and of sampled rows
+neither holds). With numbers that let nothing stand the output is that of the lossless rule, token
+by token. These rules are no entries of `verify.RULES`, so no proof counts them; every result of
+theirs is marked approximate.
 """
 
 from __future__ import annotations

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from specctl.core.tree import DraftTree
+from specctl.runtime.sampling.noise import Noise
 from specctl.runtime.verify.greedy import follow, hits, kept
 from specctl.runtime.verify.walk import Verdict
 
+# (tree, scores_BTV, noise, numbers) -> the verdict on sampled drafts
+Judges = Callable[[DraftTree, Tensor, Noise, Sequence[float]], Verdict]
 # (tree, hit_BN, scores_BNV of what each node was drafted for, numbers) -> which nodes stand
 Stands = Callable[[DraftTree, Tensor, Tensor, Sequence[float]], Tensor]
 
@@ -46,7 +49,9 @@ class Knob:
 class RelaxedRule:
     """A relaxed rule. `stands` may let any node stand; what the target cannot write (probability
     zero, by a grammar, a ban or a truncation) never does. `reads_again`: the target reads drafts
-    twice, and the first number weighs the second reading."""
+    twice, and the first number weighs the second reading. `native`: the lossless rule that it
+    relaxes where text is sampled; `judges`: its verdict then, for a rule that reads what drafts
+    were drawn from."""
 
     name: str
     summary: str
@@ -55,6 +60,8 @@ class RelaxedRule:
     knobs: tuple[Knob, ...]
     chains_only: bool = False
     reads_again: bool = False
+    native: str = "target-only"
+    judges: Judges | None = None
 
 
 @dataclass(frozen=True, slots=True)

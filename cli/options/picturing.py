@@ -1,0 +1,73 @@
+"""Pictures out of image tokens: settings of `specctl generate` with a target that writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from specctl.cli.app.console import Console
+from specctl.cli.app.settings import Setting
+from specctl.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from specctl.images.codebook import Codebook
+    from specctl.runtime.generate import Output
+
+COLUMNS, ZOOM = 10, 4  # pictures beside each other in a sheet, and pixels of a sheet for one
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFlags:
+    """How pictures are decoded, and where they are written."""
+
+    out: Annotated[
+        str | None,
+        Setting(
+            "image.out",
+            "PNG file of what was written, by a target of image tokens (docs/images-out.md).",
+            metavar="FILE",
+        ),
+    ] = None
+    window: Annotated[
+        int | None,
+        Setting(
+            "image.window",
+            "ZipAR: a row of the picture begins so many tokens behind the row above (approximate).",
+            min=1,
+        ),
+    ] = None
+
+    def codebook(self, target: str) -> Codebook | None:
+        """The codebook of the target; None where no setting wants it. Raises FileError where the
+        target has none, RecipeError where `out` is no PNG."""
+        if self.out is None and self.window is None:
+            return None
+        from specctl.images.codebook import Codebook
+        from specctl.recipes.targets import resolve
+
+        if self.out is not None and not self.out.lower().endswith(".png"):
+            raise RecipeError(
+                "pictures are written as PNG alone",
+                where="image.out",
+                found=self.out,
+                expected="a name that ends in .png",
+                do="--set image.out=picture.png",
+            )
+        return Codebook.load(resolve(target).path or Path(target))
+
+    def write(self, console: Console, codebook: Codebook | None, outputs: Sequence[Output]) -> None:
+        """Write the pictures of all outputs into one file; say what of them is missing."""
+        if codebook is None or self.out is None:
+            return
+        from specctl.images.png import sheet, write_png
+
+        made = [codebook.decode(output.token_ids) for output in outputs]
+        if short := sum(missing > 0 for _, missing in made):
+            console.warn(
+                f"{short:,} of {len(made):,} pictures lack patches, which are black: a whole one "
+                f"has {codebook.num_tokens:,} image tokens (--max-new-tokens)"
+            )
+        write_png(Path(self.out), sheet([pixels for pixels, _ in made], COLUMNS, ZOOM))
+        console.say(f"{len(made):,} pictures in {self.out}")

@@ -1,0 +1,145 @@
+"""Codebook: a picture as a grid of tokens, each the nearest of K patches found by k-means.
+
+It lies beside the weights of the target whose tokens these are (`codebook.safetensors`), so that a
+grid can be shown as a picture. The patches are the plainest of vector quantisers: pixels
+themselves, no encoder.
+Letters: B rows, K draft vocabulary, L positions, Q picked rows, X any axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from specctl.core.errors import FileError, IncompatibleError
+from specctl.images.digits import Floats, Pixels
+
+CODEBOOK = "codebook.safetensors"
+SAMPLE, TURNS = 20_000, 25  # patches that k-means reads, and its iterations
+MOST_SIDE = 1024  # patches along a side, and pixels along a patch
+Codes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Codebook:
+    """`patch_KX` float32 [K, side * side] in 0 .. 255; a picture is `grid` x `grid` patches, and
+    code k is token `first_id` + k of the target."""
+
+    patch_KX: npt.NDArray[np.float32]
+    grid: int
+    first_id: int
+
+    @property
+    def side(self) -> int:
+        """Pixels along a patch."""
+        return math.isqrt(self.patch_KX.shape[1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a picture."""
+        return self.grid**2
+
+    @classmethod
+    def learned(cls, pictures: Pixels, codes: int, side: int, first_id: int, seed: int) -> Self:
+        """k-means over the patches of pictures [B, size, size]; `codes` of them."""
+        patch_LX = patches(pictures, side).reshape(-1, side * side)
+        random = np.random.default_rng(seed)
+        patch_LX = patch_LX[random.permutation(len(patch_LX))[:SAMPLE]]
+        distinct_LX = np.unique(patch_LX, axis=0)
+        if len(distinct_LX) < codes:
+            raise IncompatibleError(
+                "the pictures have too few different patches for the codebook",
+                where="images.codes",
+                found=f"{len(distinct_LX)} patches",
+                expected=f"{codes} or more",
+                do="lower images.codes, or raise images.pictures",
+            )
+        centre_KX = distinct_LX[random.permutation(len(distinct_LX))[:codes]]
+        for _ in range(TURNS):
+            code_L = nearest(patch_LX, centre_KX)
+            for code in np.unique(code_L):
+                centre_KX[code] = patch_LX[code_L == code].mean(0)
+        return cls(centre_KX.astype(np.float32), pictures.shape[1] // side, first_id)
+
+    def encode(self, pictures: Pixels) -> Codes:
+        """Token ids [B, L] of pictures [B, size, size], in raster order."""
+        patch_BLX = patches(pictures, self.side)
+        code_L = nearest(patch_BLX.reshape(-1, patch_BLX.shape[-1]), self.patch_KX)
+        return self.first_id + code_L.reshape(len(pictures), -1)
+
+    def decode(self, ids: Sequence[int]) -> tuple[Pixels, int]:
+        """The picture [size, size] of a grid's tokens in raster order, and how many of its places
+        have none: those behind the last token, and those with a token that is no patch; they are
+        black."""
+        picture_LX = np.zeros((self.num_tokens, self.side**2))
+        missing = self.num_tokens
+        for place, token in enumerate(ids[: self.num_tokens]):
+            if 0 <= token - self.first_id < len(self.patch_KX):
+                picture_LX[place] = self.patch_KX[token - self.first_id]
+                missing -= 1
+        rows = picture_LX.reshape(self.grid, self.grid, self.side, self.side)
+        size = self.grid * self.side
+        pixels = rows.transpose(0, 2, 1, 3).reshape(size, size)
+        return pixels.round().clip(0, 255).astype(np.uint8), missing
+
+    def save(self, folder: Path) -> None:
+        """Write it into the folder of its target."""
+        words = {"grid": str(self.grid), "first_id": str(self.first_id)}
+        save_file({"patches": self.patch_KX}, folder / CODEBOOK, metadata=words)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """The codebook of a target's folder. Raises FileError where there is none, or where it is
+        another file than `save` writes."""
+        path = folder / CODEBOOK
+        try:
+            with safe_open(path, framework="np") as file:
+                words, patch_KX = file.metadata() or {}, file.get_tensor("patches")
+            made = cls(patch_KX.astype(np.float32), int(words["grid"]), int(words["first_id"]))
+            is_whole = patch_KX.ndim == 2 and made.side**2 == patch_KX.shape[1]
+            is_whole &= 1 <= made.grid <= MOST_SIDE and 1 <= made.side <= MOST_SIDE
+            is_whole &= made.first_id >= 0 and bool(np.isfinite(patch_KX).all())
+        except (OSError, SafetensorError, KeyError, ValueError, IndexError) as error:
+            raise _unread(path, f"{type(error).__name__}: {error}"[:120]) from error
+        if not is_whole:
+            raise _unread(path, f"patches {list(patch_KX.shape)}, {words}"[:120])
+        return made
+
+
+def has_codebook(folder: Path | None) -> bool:
+    """Whether a target's folder holds one."""
+    return folder is not None and (folder / CODEBOOK).is_file()
+
+
+def patches(pictures: Pixels, side: int) -> Floats:
+    """[B, L, side * side]: the patches of pictures [B, size, size] in raster order."""
+    count, size = len(pictures), pictures.shape[1] // side
+    cut = pictures.reshape(count, size, side, size, side).transpose(0, 1, 3, 2, 4)
+    return cut.reshape(count, size * size, side * side).astype(np.float64)
+
+
+def nearest(patch_LX: Floats, centre_KX: npt.NDArray[np.floating]) -> Codes:
+    """[L]: the number of the nearest of K centres."""
+    found = [
+        ((centre_KX**2).sum(1) - 2 * part @ centre_KX.T).argmin(1)
+        for part in np.array_split(patch_LX, len(patch_LX) // 4096 + 1)
+    ]
+    return np.concatenate(found)
+
+
+def _unread(path: Path, found: str) -> FileError:
+    return FileError(
+        "the target has no codebook of image tokens",
+        where=str(path),
+        found=found,
+        expected="a file that specctl pretrain --recipe tiny-digits writes beside the weights",
+        do="name such a folder with --target: docs/images-out.md",
+    )
