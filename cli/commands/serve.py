@@ -125,7 +125,7 @@ def serve(
     ] = False,
     images: Annotated[
         bool,
-        typer.Option("--images", help="Read images in chats: a multimodal target with its vision."),
+        Setting("api.images", "Read images in chats: a multimodal target with its vision."),
     ] = False,
     generation_config: GenerationConfig = None,
     compiled: Compile = None,

@@ -100,6 +100,8 @@ def decoded(data: bytes, where: str) -> Any:
     except SpecctlError:
         raise
     except Exception as error:  # decoders raise many kinds for damaged files
+        if isinstance(error, pillow.DecompressionBombError):
+            raise _too_large(str(error)[:60], where) from error
         raise FileError(
             "an image cannot be decoded",
             where=where,

@@ -347,7 +347,7 @@ def no_vision(name: str, kind: str | None) -> IncompatibleError:
         expected="a multimodal target that was loaded with its vision",
         do="choose a target such as LLaVA or Qwen2-VL"
         if kind is None
-        else "specctl.load_target(NAME, images=True); specctl serve --images",
+        else "specctl.load_target(NAME, images=True); specctl serve --set api.images=true",
     )
 
 

@@ -246,9 +246,9 @@ class RequestReader:
         target = self.service.target
         if isinstance(body, ChatRequest):
             self._check_tools(body)
+            images = read_images(target, body.messages) if body.has_images else []
             said = self.style.write(target, body)
             self.check_room(said.text, "messages")
-            images = read_images(body.messages) if body.has_images else []
             how = said.text, said.tools, said.variables
             tokens, seen = turn_tokens(target, said.turns, images, *how)
             tags = self.style.think_tags

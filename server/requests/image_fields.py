@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specctl.runtime.target.image_files import MOST_BYTES, of_data_uri
+from specctl.runtime.target.image_prompts import vision_of
+from specctl.runtime.target.target import Target
 from specctl.server.errors import ApiError
 from specctl.server.requests.fields import Strict, Unused
 
@@ -57,9 +59,10 @@ class ImageBlock(Strict):
         return {"type": "image_url", "image_url": {"url": url}}
 
 
-def read_images(messages: Iterable[Any]) -> list[Any]:
-    """The images of a conversation in order (PIL, RGB). ApiError and SpecctlError for more than are
-    read, and for what is none."""
+def read_images(target: Target, messages: Iterable[Any]) -> list[Any]:
+    """The images of a conversation in order (PIL, RGB). ApiError and SpecctlError for a target that
+    reads none, for more than are read, and for what is none."""
+    vision_of(target)
     found = list(_parts(messages))
     if len(found) > MOST_IMAGES:
         message = f"messages: at most {MOST_IMAGES} images are read per request"

@@ -43,8 +43,10 @@ def test_images_stand_where_the_prompt_says_or_in_front(folder: Path) -> None:
 
 def test_the_command_reads_images(folder: Path, run: Run) -> None:
     words = ["generate", "--target", str(folder), "--dtype", "float32", "--raw"]
-    words += ["--set", "sample.max_new_tokens=10", "--image", str(folder / "1.png")]
-    out = run(*words, "--json", "hello world").json
+    words += ["--max-new-tokens", "10", "--image", str(folder / "1.png")]
+    ran = run(*words, "--json", "hello world")
+    assert ran.code == 0, ran.out
+    out = ran.json
     direct = generate(str(folder), "hello world", images=[folder / "1.png"], chat=False,
                       max_new_tokens=10)  # fmt: skip
     assert out["outputs"][0]["token_ids"] == list(direct.outputs[0].token_ids)

@@ -13,6 +13,7 @@ from specctl.core.errors import SpecctlError
 from specctl.core.prompt_images import PromptImages
 from specctl.drafters import family
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.states.lm_state import LmState
 from specctl.runtime.engine import prefill
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.image_rows import with_images
@@ -107,11 +108,15 @@ def test_prompts_are_read_in_chunks_that_cut_through_images(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill, "CHUNK", 5)
-    engine = Engine(case.target, num_slots=3, prefill_chunk=7)
+    engine = Engine(case.target, num_slots=4, prefill_chunk=7)
     sampling = Sampling(max_new_tokens=NEW)
+    words = case.target.encode("def f1(x):\n    return x and hello world 3")
+    alone = generate(case.target, [words], sampling=sampling).outputs[0].token_ids
     rows = zip(case.prompts, case.images, strict=True)
     requests = [with_images(case.target, Request(tuple(p), sampling), seen) for p, seen in rows]
-    assert [c.tokens for c in engine.run(requests)] == case.texts
+    requests.insert(1, Request(tuple(words), sampling))  # read in the same forwards
+    texts = [c.tokens for c in engine.run(requests)]
+    assert texts == [case.texts[0], alone, *case.texts[1:]]
 
 
 def test_another_image_makes_another_text(case: Case) -> None:
@@ -152,3 +157,44 @@ def test_what_cannot_be_is_refused(case: Case) -> None:
         case.target.vision.see(case.target.encode("no place"), [picture(1)])
     with pytest.raises(SpecctlError, match="drafting beside the target"):
         generate(case.target, case.prompts, images=case.images, parallel=True)
+
+
+def test_a_target_that_would_be_read_otherwise_is_refused(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision = case.target.vision
+    assert vision is not None
+    given = {"inputs_embeds": torch.zeros(1, 3, 4), "deepstack": [torch.zeros(1)]}
+    with pytest.raises(SpecctlError, match="deepstack"):
+        vision._check(given)
+    make_folder(tmp_path, vision.kind)
+    monkeypatch.setattr(PromptImages, "put", lambda *_: None)
+    with pytest.raises(SpecctlError, match="are not supported"):
+        load_target(str(tmp_path), dtype="float32", device="cpu", images=True)
+
+
+def test_a_text_only_draft_reads_no_placeholder(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, read = family("small-lm"), list[list[int]]()
+    drafter = found.build(found.options(layers=1, width=16), case.target.spec, None)
+    start = LmState.start
+
+    def kept(self: Any, slot: int, tokens: Any, taps: Any) -> None:
+        read.append(list(tokens))
+        start(self, slot, tokens, taps)
+
+    monkeypatch.setattr(LmState, "start", kept)
+    chain = make_policy({"policy": "chain", "length": 3})
+    made = generate(
+        case.target, case.prompts, images=case.images, drafter=drafter, policy=chain,
+        sampling=Sampling(max_new_tokens=NEW), batch=3,
+    )  # fmt: skip
+    assert [o.token_ids for o in made.outputs] == case.texts
+    assert made.stats.drafted > 0
+    vision = case.target.vision
+    assert vision is not None
+    unsaid = set(vision.unsaid)
+    expected = [[t for t in ids if t not in unsaid] for ids in case.prompts]
+    assert sorted(read) == sorted(expected)
+    assert all(len(short) < len(ids) for short, ids in zip(expected, case.prompts, strict=True))
