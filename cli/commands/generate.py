@@ -102,7 +102,7 @@ def generate(
     if is_denoised(target, OWN, denoising):
         drafts = draft.draft if draft.draft != NO_DRAFTER else None
         others = {"draft": drafts, "grammar": grammar.file, "compare": compare, "compile": compiled}
-        others |= {"batch": batch > 1, "set outline.kind": outlines.kind, "image": image}
+        others |= {"batch": batch > 1, "set outline.kind": outlines.kind, "image": bool(image)}
         given = [f"--{name}" for name, value in others.items() if value]
         given += [" ".join(draft.words())] if draft.words() else []
         flags = sampling, denoising, prompts, chat, stats, given
@@ -125,8 +125,8 @@ def generate(
     if any(not prompt.messages for prompt in prompts):
         tell_chat(console, model, chat)
     colours = has_colours(console) and loaded.drafter is not None
-    given = console, model, loaded, settings, prompts, batch, chat, colours, outline
-    job = GenerateJob(*given, tuple(image or ()))
+    how = batch, chat, colours, outline, tuple(image or ())
+    job = GenerateJob(console, model, loaded, settings, prompts, *how)
     if compare:
         made, result = _compare(console, job)
     else:

@@ -143,8 +143,9 @@ def written(
 
 
 def _turn(message: AnyMessage, thoughts: str) -> Turn:
-    shown = isinstance(message, Message) and message.has_images
-    content: Any = message.parts if shown else message.text
+    content: Any = message.text
+    if isinstance(message, Message) and message.has_images:
+        content = message.parts
     turn: Turn = {"role": ROLES.get(message.role, message.role), "content": content}
     if message.name is not None:
         turn["name"] = message.name

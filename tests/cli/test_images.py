@@ -46,7 +46,7 @@ def test_the_command_reads_images(folder: Path, run: Run) -> None:
     words += ["--max-new-tokens", "10", "--image", str(folder / "1.png")]
     ran = run(*words, "--json", "hello world")
     assert ran.code == 0, ran.out
-    out = ran.json
+    out = ran.json["result"]
     direct = generate(str(folder), "hello world", images=[folder / "1.png"], chat=False,
                       max_new_tokens=10)  # fmt: skip
     assert out["outputs"][0]["token_ids"] == list(direct.outputs[0].token_ids)
