@@ -125,9 +125,9 @@ def make_target(folder: Path, steps: int, count: int) -> None:
     pixels = processor.image_processor(images=[s.image for s in scenes], return_tensors="pt")
     rate = 2e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
-    begun, asked = time.perf_counter(), len(_ids(processor, scenes[0].image, ""))
+    begun, prompt_len = time.perf_counter(), len(_ids(processor, scenes[0].image, ""))
     for step, picked in enumerate(_picks(len(scenes), 32, steps)):
-        ids_BT, labels_BT = _padded([ids[i] for i in picked], asked)
+        ids_BT, labels_BT = _padded([ids[i] for i in picked], prompt_len)
         out = model(input_ids=ids_BT, pixel_values=pixels["pixel_values"][picked], labels=labels_BT)
         optimizer.zero_grad()
         out.loss.backward()
@@ -153,12 +153,12 @@ def _picks(count: int, rows: int, steps: int) -> Iterator[list[int]]:
         yield rng.sample(range(count), rows)
 
 
-def _padded(rows: Sequence[Sequence[int]], asked: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: Sequence[Sequence[int]], prompt_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids padded on the right, and labels of what stands behind the prompt."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     labels = torch.tensor([[*row, *[-100] * (width - len(row))] for row in rows])
-    labels[:, :asked] = -100
+    labels[:, :prompt_len] = -100
     return ids, labels
 
 
@@ -213,7 +213,7 @@ def batch_of(target: Target, drafter: Drafter, rows: Sequence[Answered], how: st
     ids_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in whole])
     at_T = torch.arange(width).expand(len(rows), width)
     length_B1 = torch.tensor([[len(ids)] for ids in whole])
-    asked_B1 = torch.tensor([[len(row.prompt)] for row in rows])
+    prompt_B1 = torch.tensor([[len(row.prompt)] for row in rows])
     document_BT = torch.where(at_T < length_B1, 0, -1)
     masks, needs = target.lm.document_masks(document_BT), drafter.needs()
     is_image_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
@@ -225,7 +225,7 @@ def batch_of(target: Target, drafter: Drafter, rows: Sequence[Answered], how: st
         images = [row.images for row in rows]
         out = target.lm.run(target.vision.feed(feed, images, [0] * len(rows)), None)
     taps = {tap: state.clone() for tap, state in out.taps.items()}
-    mask_BT = (at_T >= asked_B1) & (at_T < length_B1)
+    mask_BT = (at_T >= prompt_B1) & (at_T < length_B1)
     logits_BTV = out.logits_BTV
     assert logits_BTV is not None
     if how == "zeros":
@@ -338,17 +338,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--train", type=int, default=512)
     parser.add_argument("--test", type=int, default=96)
-    asked = parser.parse_args()
-    folder = asked.out / "target"
+    flags = parser.parse_args()
+    folder = flags.out / "target"
     if not (folder / "config.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        make_target(folder, asked.target_steps, 4 * asked.train)
+        make_target(folder, flags.target_steps, 4 * flags.train)
     target = load_target(str(folder), dtype="float32", device="cpu", images=True)
     assert target.vision is not None
-    seeds = range(1_000_000, 1_000_000 + asked.test)
+    seeds = range(1_000_000, 1_000_000 + flags.test)
     prompts = seen(target, seeds)
     plain = run(target, prompts)
-    lessons = seen(target, range(2_000_000, 2_000_000 + asked.train))
+    lessons = seen(target, range(2_000_000, 2_000_000 + flags.train))
     written = run(target, lessons, temperature=0.7)
     answers = [Answered(*p, c.tokens) for p, c in zip(lessons, written, strict=True)]
     share = right_words(target, seeds, plain)
@@ -362,14 +362,14 @@ def main() -> None:
     cases: list[tuple[str, Callable[[], Drafter], Target]] = [
         ("prompt-lookup", lambda: lookup.build(lookup.options(), target.spec, None), target),
         ("small-lm, placeholders dropped",
-         lambda: learn(target, small_lm(target), answers, "drop", asked.steps), target),
+         lambda: learn(target, small_lm(target), answers, "drop", flags.steps), target),
         ("small-lm, placeholders read",
-         lambda: learn(target, small_lm(target), answers, "read", asked.steps), with_ids),
+         lambda: learn(target, small_lm(target), answers, "read", flags.steps), with_ids),
         ("eagle3, states at the image",
-         lambda: learn(target, eagle3(target), answers, "states", asked.steps), target),
+         lambda: learn(target, eagle3(target), answers, "states", flags.steps), target),
         ("eagle3, zeros at the image",
          lambda: BlindDrafter(
-             learn(target, eagle3(target), answers, "zeros", asked.steps), prompts
+             learn(target, eagle3(target), answers, "zeros", flags.steps), prompts
          ).made(), target),
     ]  # fmt: skip
     rows: dict[str, Any] = {"right": share, "same_with_another_image": same}
@@ -380,7 +380,7 @@ def main() -> None:
         mean, error = tau(done)
         rows[name] = {"tau": mean, "error": error, "identical": identical}
         print(f"{name}: tau {mean:.2f} +- {error:.2f}, identical {identical}", flush=True)
-    (asked.out / "images_in.json").write_text(json.dumps(rows, indent=2) + "\n")
+    (flags.out / "images_in.json").write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -300,8 +300,8 @@ class Worker:
         job = ServerJob(next(self._numbers), ticket, stream, ticket.since)  # an exchange held it
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:
-            asked = with_images(self.engine.target, job.request, request.images)
-            self.engine.submit(job.index, asked)
+            own = with_images(self.engine.target, job.request, request.images)
+            self.engine.submit(job.index, own)
         except SpecctlError as error:
             self._leave(job, "error", error)
 

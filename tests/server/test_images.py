@@ -57,7 +57,7 @@ def shown(seed: int) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(seed)}"}}
 
 
-def asked(*parts: Any, **fields: Any) -> dict[str, Any]:
+def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
     said = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return {"messages": [{"role": "user", "content": said}], **GREEDY, **fields}
 
@@ -68,10 +68,10 @@ def said(answer: Any) -> str:
 
 
 def test_a_chat_with_an_image_says_what_generate_says(app: FastAPI, target: Target) -> None:
-    text = said(post(app, CHAT, asked(shown(1), "hello")))
+    text = said(post(app, CHAT, chat(shown(1), "hello")))
     direct = generate(target, "<image>hello", images=[picture(1)], chat=True, max_new_tokens=12)
     assert text == direct.text
-    assert text != said(post(app, CHAT, asked(shown(2), "hello")))
+    assert text != said(post(app, CHAT, chat(shown(2), "hello")))
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
     block["source"]["data"] = encoded(1)  # type: ignore[index]
     turn = {"role": "user", "content": [block, {"type": "text", "text": "hello"}]}
@@ -81,18 +81,18 @@ def test_a_chat_with_an_image_says_what_generate_says(app: FastAPI, target: Targ
 
 
 def test_a_conversation_reuses_an_image_only_where_it_is_the_same(app: FastAPI) -> None:
-    alone = [said(post(app, CHAT, asked(shown(seed), "hello"))) for seed in (1, 3)]
+    alone = [said(post(app, CHAT, chat(shown(seed), "hello"))) for seed in (1, 3)]
     texts, reused = [], []
     for seed in (1, 3, 3):
         before = app.state.counters.reused_tokens
-        texts.append(said(post(app, CHAT, asked(shown(seed), "hello", prompt_cache_key="one"))))
+        texts.append(said(post(app, CHAT, chat(shown(seed), "hello", prompt_cache_key="one"))))
         reused.append(app.state.counters.reused_tokens - before)
     assert texts == [alone[0], alone[1], alone[1]]
     assert reused[2] > 16 > reused[1]  # an image is 16 tokens
 
 
 def test_a_mark_that_a_user_spells_is_text(app: FastAPI, target: Target) -> None:
-    text = said(post(app, CHAT, asked(shown(1), "hello <image> there")))
+    text = said(post(app, CHAT, chat(shown(1), "hello <image> there")))
     assert isinstance(text, str)
     refused = post(app, "/v1/completions", {"prompt": "<image>", **GREEDY})
     assert refused.status_code == 200  # a placeholder without an image is a token as any
@@ -128,16 +128,16 @@ def url(address: str) -> dict[str, Any]:
     ],
 )
 def test_what_is_no_image_here_is_refused_in_words(app: FastAPI, part: Any, words: str) -> None:
-    answer = post(app, CHAT, asked(part, "hello"))
+    answer = post(app, CHAT, chat(part, "hello"))
     assert answer.status_code == 400
     assert words in error_of(answer)["message"]
 
 
 def test_images_are_refused_where_nothing_reads_them_or_nobody_shows_them(app: FastAPI) -> None:
-    answer = post(make_app(), CHAT, asked(shown(1), "hello"))
+    answer = post(make_app(), CHAT, chat(shown(1), "hello"))
     assert answer.status_code == 400
     assert "reads no images" in error_of(answer)["message"]
     system = {"messages": [{"role": "system", "content": [shown(1)]}], **GREEDY}
     assert "user's turn" in error_of(post(app, CHAT, system))["message"]
-    many = post(app, CHAT, asked(*[shown(1)] * 17, "hello"))
+    many = post(app, CHAT, chat(*[shown(1)] * 17, "hello"))
     assert "at most 16 images" in error_of(many)["message"]

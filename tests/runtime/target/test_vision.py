@@ -134,8 +134,8 @@ def test_a_kept_beginning_is_that_of_the_same_image(case: Case) -> None:
 
     def run(index: int, seed: int) -> tuple[int, tuple[int, ...]]:
         ids, images = vision.see(target.encode(f"hello {mark} so"), [picture(seed)])
-        asked = Request(tuple(ids), sampling, conversation="one")
-        engine.submit(index, with_images(target, asked, images))
+        request = Request(tuple(ids), sampling, conversation="one")
+        engine.submit(index, with_images(target, request, images))
         done: list[Any] = []
         while engine.is_busy:
             done += [each.row for each in engine.step() if each.row.finished]
