@@ -98,9 +98,9 @@ def make_target(folder: Path, steps: int, count: int) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": [MARK]})
     place, end = tokenizer.convert_tokens_to_ids(MARK), tokenizer.eos_token_id
     text = {
-        "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 96,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
-        "intermediate_size": 256, "max_position_embeddings": 256, "bos_token_id": None,
+        "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 192, "max_position_embeddings": 256, "bos_token_id": None,
         "eos_token_id": end, "pad_token_id": None,
     }  # fmt: skip
     tower = {
@@ -266,12 +266,12 @@ def learn(
 
 def small_lm(target: Target) -> Drafter:
     found = family("small-lm")
-    return found.build(found.options(layers=1, width=96), target.spec, None)
+    return found.build(found.options(layers=1, width=64), target.spec, None)
 
 
 def eagle3(target: Target) -> Drafter:
     found = family("eagle3")
-    options = found.options(intermediate=256, ttt_steps=4, taps=(1, 2, 3))
+    options = found.options(intermediate=192, ttt_steps=3, taps=(1, 2, 3))
     return found.build(options, target.spec, None)
 
 
@@ -334,10 +334,10 @@ def right_words(target: Target, seeds: Sequence[int], done: Sequence[Completion]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--train", type=int, default=512)
-    parser.add_argument("--test", type=int, default=96)
+    parser.add_argument("--target-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--train", type=int, default=320)
+    parser.add_argument("--test", type=int, default=64)
     flags = parser.parse_args()
     folder = flags.out / "target"
     if not (folder / "config.json").is_file():

@@ -198,3 +198,16 @@ def test_a_text_only_draft_reads_no_placeholder(
     expected = [[t for t in ids if t not in unsaid] for ids in case.prompts]
     assert sorted(read) == sorted(expected)
     assert all(len(short) < len(ids) for short, ids in zip(expected, case.prompts, strict=True))
+
+
+def test_a_relative_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    text, seeds = PROMPTS[1]
+    full = make_folder(tmp_path / "2.5", "qwen2_5_vl")
+    target = load_target(str(tmp_path / "2.5"), dtype="float32", device="cpu", images=True)
+    ids, images = prompt(target, text, seeds)
+    made = generate(target, [ids], images=[images], sampling=Sampling(max_new_tokens=NEW))
+    assert made.outputs[0].token_ids == written(target, full, text, seeds)
+    make_folder(tmp_path / "3", "qwen3_vl")
+    with pytest.raises(SpecctlError, match="images for qwen3_vl are not supported") as caught:
+        load_target(str(tmp_path / "3"), dtype="float32", device="cpu", images=True)
+    assert "deepstack" in str(caught.value.found)

@@ -21,11 +21,17 @@ TEXT = {
 }  # fmt: skip
 CLIP = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "image_size": 16,
         "patch_size": 4, "num_attention_heads": 2, "initializer_range": 0.5}  # fmt: skip
-QWEN = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4,
-        "mlp_ratio": 2, "spatial_merge_size": 2, "initializer_range": 0.5}  # fmt: skip
+LATER = {"depth": 2, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "patch_size": 4,
+         "intermediate_size": 32, "spatial_merge_size": 2, "initializer_range": 0.5}  # fmt: skip
+QWEN: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4,
+                 "mlp_ratio": 2, "spatial_merge_size": 2, "initializer_range": 0.5},
+    "qwen2_5_vl": {**LATER, "window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {**LATER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}  # fmt: skip
 MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 MARKS = ["<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-PLACES = {"llava": "<image>", "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{%- for message in messages -%}<|{{ message['role'] }}|>"
     "{%- if message['content'] is string -%}{{ message['content'] }}"
@@ -48,13 +54,13 @@ def make_folder(folder: Path, kind: str, seed: int = 0) -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     assert len(tokenizer) <= TEXT["vocab_size"]
     ids = dict(zip(MARKS, tokenizer.convert_tokens_to_ids(MARKS), strict=True))
-    template = TEMPLATE.replace("PLACE", PLACES[kind])
+    template = TEMPLATE.replace("PLACE", "<image>" if kind == "llava" else PLACE)
     fields: dict[str, Any]
     if kind == "llava":
         fields = {"text_config": {"model_type": "llama", **TEXT}, "image_token_id": ids["<image>"],
                   "vision_config": {"model_type": "clip_vision_model", **CLIP}}  # fmt: skip
     else:
-        fields = {"text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN,
+        fields = {"text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN[kind],
                   "image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
                   "vision_start_token_id": ids["<|vision_start|>"],
                   "vision_end_token_id": ids["<|vision_end|>"]}  # fmt: skip
