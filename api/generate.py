@@ -123,10 +123,11 @@ def generate(
         outline = Outlining(str(outline))
     sampling, how = _split(sampling, settings)
     wanted = attention_only([drafter], *map(how.get, ("parallel", "policy", "rule")))
-    if images and isinstance(target, (str, Path)):
+    shows = images is not None and not (isinstance(images, (list, tuple)) and not images)
+    if shows and isinstance(target, (str, Path)):
         target = load_target(target, images=True)
     model = target_or_own(target, drafter, wanted=wanted)
-    if images and outline is not None:
+    if shows and outline is not None:
         raise one_of_two(
             "answers from an outline read no images",
             "images and outline.kind",
@@ -139,7 +140,7 @@ def generate(
         reporter.warn("--batch is ignored: drafting in parallel serves one prompt at a time")
     if batch > 1 and model.mixture is not None and (why := model.mixture.one_by_one):
         reporter.warn(f"--batch is ignored: {why} one prompt at a time")
-    if images:
+    if images is not None and shows:
         encoded = encode_with_images(model, prompts, images, chat)
     else:
         encoded = encode_prompts(model, prompts, chat)
