@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from specctl.api.arguments import MOST_ROWS, check_count
 from specctl.api.attention_only import attention_only
 from specctl.api.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
+from specctl.api.images import ImageLike, encode_with_images
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.prompts import EncodedPrompt, Prompt, are_chats, empty_answers, encode_prompts
-from specctl.api.targets import TargetLike, target_or_own
+from specctl.api.targets import TargetLike, load_target, target_or_own
 from specctl.core.errors import IncompatibleError, RecipeError, did_you_mean, one_of_two
 from specctl.core.table import Table, Tabled
 from specctl.runtime import generate as runtime
@@ -97,6 +99,7 @@ def generate(
     on_tokens: OnTokens | None = None,
     on_round: OnRound | None = None,
     outline: str | Outlining | None = None,
+    images: Sequence[ImageLike] | Sequence[Sequence[ImageLike]] | None = None,
     progress: Progress = None,
     **settings: Any,
 ) -> GenerateResult:
@@ -110,7 +113,8 @@ def generate(
     `allow` and `translate` of load_drafter. `on_tokens(index, new_ids)` is called as tokens come,
     `on_round(index, new_ids, accepted)` as well says how many of them were drafted. `outline`:
     "skeleton" or "skeleton-graph": chats are answered from an outline, all of whose points are
-    written at once, which is approximate (docs/outlines.md).
+    written at once, which is approximate (docs/outlines.md). `images`: files, bytes or images of
+    PIL, of the prompt or of each prompt, for a target that reads them (docs/images.md).
     Lossless for every drafter of a lossless family, and independent of `batch`.
     """
     reporter = as_reporter(progress)
@@ -119,7 +123,16 @@ def generate(
         outline = Outlining(str(outline))
     sampling, how = _split(sampling, settings)
     wanted = attention_only([drafter], *map(how.get, ("parallel", "policy", "rule")))
+    shows = images is not None and not (isinstance(images, (list, tuple)) and not images)
+    if shows and isinstance(target, (str, Path)):
+        target = load_target(target, images=True)
     model = target_or_own(target, drafter, wanted=wanted)
+    if shows and outline is not None:
+        raise one_of_two(
+            "answers from an outline read no images",
+            "images and outline.kind",
+            "leave out outline.kind, or the images",
+        )
     draft = load_draft(drafter, model, **how)
     if draft is not drafter:
         draft.announce(reporter)
@@ -127,7 +140,10 @@ def generate(
         reporter.warn("--batch is ignored: drafting in parallel serves one prompt at a time")
     if batch > 1 and model.mixture is not None and (why := model.mixture.one_by_one):
         reporter.warn(f"--batch is ignored: {why} one prompt at a time")
-    encoded = encode_prompts(model, prompts, chat)
+    if images is not None and shows:
+        encoded = encode_with_images(model, prompts, images, chat)
+    else:
+        encoded = encode_prompts(model, prompts, chat)
     ids, rows = [prompt.ids for prompt in encoded], min(batch, len(encoded))
     if outline is not None:
         rows, chats = outline.points, _chats(model, encoded, outline, draft)
@@ -148,6 +164,7 @@ def generate(
     if outline is not None:
         made = write_outlined(model, chats, outline, **writing)
     else:
+        writing["images"] = [prompt.images for prompt in encoded]
         made = runtime.generate(model, ids, batch=batch, parallel=draft.parallel, **writing)
     for warning in empty_answers(model, encoded, made.outputs):
         reporter.warn(warning)

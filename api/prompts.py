@@ -13,6 +13,7 @@ from numbers import Integral
 from typing import Any
 
 from specctl.core.errors import SpecctlError
+from specctl.core.prompt_images import PromptImages
 from specctl.runtime.generate import Output
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.spoken_to import NO_TEMPLATE, OF_PRETRAINING
@@ -26,12 +27,13 @@ IDS = "input_ids"  # of what a tokenizer gives back
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
     """A prompt as token ids, the text by which results name it, and whether the target's chat
-    template wrote it, then from these `messages` alone (none: with tools)."""
+    template wrote it, then from these `messages` alone (none: with tools, or with images)."""
 
     ids: tuple[int, ...]
     text: str
     is_chat: bool = False
     messages: tuple[Mapping[str, Any], ...] = ()
+    images: PromptImages | None = None
 
 
 def encode_prompts(
@@ -41,7 +43,7 @@ def encode_prompts(
     text is a user's turn in the target's chat template, as conversations always are, or (False) it
     goes on as it is; None: as the target is spoken to."""
     is_chat = target.is_chat if chat is None else chat
-    return [_encoded(target, prompt, is_chat) for prompt in _several(prompts)]
+    return [_encoded(target, prompt, is_chat) for prompt in several(prompts)]
 
 
 def are_chats(prompts: Sequence[EncodedPrompt]) -> bool | None:
@@ -90,7 +92,7 @@ def empty_answers(
     return [f"{count} empty: {target.name} {why}; {do}"]
 
 
-def _several(prompts: Any) -> list[Any]:
+def several(prompts: Any) -> list[Any]:
     """The prompts one by one: strings, ids as lists, conversations as lists."""
     if isinstance(prompts, (str, EncodedPrompt)):
         return [prompts]
@@ -108,7 +110,7 @@ def _several(prompts: Any) -> list[Any]:
 
 def _one(prompt: Any) -> list[Any]:
     """The one prompt that an element of several stands for."""
-    found = _several(prompt) or [[]]  # no ids at all: refused where it would be read
+    found = several(prompt) or [[]]  # no ids at all: refused where it would be read
     if len(found) > 1:
         raise _no_prompt(prompt)
     return found
@@ -119,13 +121,13 @@ def _of_mapping(prompt: Mapping[str, Any]) -> list[Any]:
     if _is_message(prompt):
         return [[prompt]]
     if "messages" in prompt:
-        return _several(prompt["messages"])
+        return several(prompt["messages"])
     if IDS not in prompt:
         raise _no_prompt(prompt)
-    rows, mask = _several(prompt[IDS]), prompt.get("attention_mask")
+    rows, mask = several(prompt[IDS]), prompt.get("attention_mask")
     if mask is None:
         return rows
-    keep = _several(mask)
+    keep = several(mask)
     return [
         [token for token, is_kept in zip(row, kept, strict=True) if is_kept]
         for row, kept in zip(rows, keep, strict=True)
@@ -176,8 +178,7 @@ def _encoded(target: Target, prompt: Any, chat: bool) -> EncodedPrompt:
             check_room(target, prompt.strip())
             return EncodedPrompt(tuple(target.encode(prompt)), prompt)
         prompt = [{"role": "user", "content": prompt}]
-    if prompt and all(map(_is_message, prompt)):
-        messages = [_plain_message(one) for one in prompt]
+    if messages := messages_of(prompt):
         text = str(messages[-1].get("content") or "")
         check_room(target, text.strip())  # templates may leave out blanks at either end
         ids = tuple(target.encode_chat(messages))
@@ -195,6 +196,13 @@ def _encoded(target: Target, prompt: Any, chat: bool) -> EncodedPrompt:
             do="encode the prompt with the target's own tokenizer",
         )
     return EncodedPrompt(ids, "" if target.tokenizer is None else target.decode(ids))
+
+
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation, each with its text in one piece; none of another prompt."""
+    if isinstance(prompt, (list, tuple)) and prompt and all(map(_is_message, prompt)):
+        return [_plain_message(one) for one in prompt]
+    return []
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

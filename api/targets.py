@@ -39,6 +39,7 @@ def load_target(
     device_map: str | None = None,
     tensor_parallel: bool = False,
     mix: str | None = None,
+    images: bool = False,
 ) -> Target:
     """The target of that name: an alias such as "tiny" or "llama3-8b", a folder, or a hub id.
 
@@ -47,7 +48,8 @@ def load_target(
     target that one device does not hold; `tensor_parallel`: spread over torchrun's processes.
     `compile`: rounds are recorded in fixed shapes (CUDA graphs); None: on a GPU, where our own
     forward reads the target. `mix`: LAW[:NUMBER...]=MODEL, a target whose law is made of both
-    (docs/verification.md).
+    (docs/verification.md). `images`: a multimodal target with its vision, which reads images; else
+    its text side alone.
     A transformers model is frozen, put in evaluation mode and used as it is, with `tokenizer`, else
     the one of the folder or repository it was loaded from. A Target is returned as it is.
     """
@@ -69,6 +71,15 @@ def load_target(
             device_map=device_map,
             tensor_parallel=tensor_parallel,
             mix=mix,
+            images=images,
+        )
+    if images:
+        raise SpecctlError(
+            "a model that is in memory is used as it is, for text",
+            where="target",
+            found=f"{type(target).__name__} and images=True",
+            expected="a folder or a name, whose vision is loaded with it",
+            do="save_pretrained the model and its processor, and name the folder",
         )
     if not (hasattr(target, "config") and hasattr(target, "generate")):
         raise SpecctlError(

@@ -32,7 +32,8 @@ from specctl.drafters import families
 from specctl.recipes.targets import resolve
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.checkpoint import check_config, load_tokenizer
+from specctl.runtime.target.checkpoint import check_config
+from specctl.runtime.target.folder_tokenizer import load_tokenizer
 from specctl.runtime.target.target import Target, load_target
 
 KINDS = (

@@ -62,7 +62,8 @@ class Space:
     which target it drafts for (None: unknown, nothing stored is shared with a known one).
     `target_kv`: the cache of the target, given to those whose `Needs.copied` names layers. What
     they draft they write behind the kept tokens, where the verification writes in any case.
-    `records`: on a GPU, what is computed again and again may be recorded."""
+    `records`: on a GPU, what is computed again and again may be recorded. `unsaid`: ids that stand
+    for images in a prompt, and for no text."""
 
     num_slots: int
     max_len: int
@@ -72,6 +73,7 @@ class Space:
     identity: Identity | None = None
     target_kv: SlotKV | None = None
     records: bool = True
+    unsaid: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,9 @@ class SmallLm(Drafter):
 
     def open(self, space: Space) -> StepState:
         size, state = self.options.context, self.open_whole(space)
-        return state if size is None else ShortContextState(state, size)
+        if size is None and not space.unsaid:
+            return state
+        return ShortContextState(state, size, space.unsaid)
 
     def open_whole(self, space: Space) -> LmState:
         """A state that reads prompts as they are given."""

@@ -10,9 +10,11 @@ from typing import Any
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, one_of_two
 from specctl.core.printable import counted
+from specctl.core.prompt_images import PromptImages
 from specctl.drafters import family
 from specctl.recipes.serve import check_in_parallel
 from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.image_rows import check_image_rows, with_images
 from specctl.runtime.engine.request import Completion, Request, Row
 from specctl.runtime.kept_prompts import KeptPrompts, make_kept_prompts
 from specctl.runtime.measure.stats import Stats, add_counts, repetition_rate
@@ -98,6 +100,7 @@ def generate(
     on_tokens: OnTokens | None = None,
     on_round: OnRound | None = None,
     parallel: bool = False,
+    images: Sequence[PromptImages | None] | None = None,
 ) -> Generated:
     """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`; settings
     that are given for each prompt differ in seeds and processors alone.
@@ -105,16 +108,21 @@ def generate(
     Lossless for every drafter of a lossless family: greedy output is token-identical in float32,
     sampled output follows the target's distribution. `parallel`: the drafter goes on while the
     target verifies (PEARL), one prompt at a time, as models that write in turns do. Where a model
-    beside the target chooses what is kept of prompts, this holds behind what is kept. Raises
-    SpecctlError for an empty or too long prompt and for a rule that is illegal with the policy.
+    beside the target chooses what is kept of prompts, this holds behind what is kept. `images`:
+    those of each prompt, which then holds their placeholders (`Vision.see`); what stands for an
+    image alone is not drawn behind it. Raises SpecctlError for an empty or too long prompt and for
+    a rule that is illegal with the policy.
     """
     sampling, each = by_prompt(sampling, len(prompts))
     check_greedy(rule, sampling)
     policy = policy if policy is not None else default_policy(drafter)
+    shown = [None] * len(prompts) if images is None else images
     requests = [
-        Request(_tokens(target, prompt, i), own)
-        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True))
+        with_images(target, Request(_tokens(target, prompt, i), own), seen)
+        for i, (prompt, own, seen) in enumerate(zip(prompts, each, shown, strict=True))
     ]
+    if any(seen is not None for seen in shown):
+        check_image_rows(target, parallel)
     slots = max(1, min(batch, len(requests)))
     engine: Writer
     if target.mixture is not None and target.beside:

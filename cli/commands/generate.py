@@ -72,6 +72,13 @@ def generate(
     ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show statistics of the run.")] = False,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Prompts decoded at once.")] = 1,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="An image for the prompt, where it says <image>, else in front (repeatable, in "
+            "order); for a multimodal target.",
+        ),
+    ] = None,
     compiled: Compile = None,
 ) -> None:
     """Continue prompts. With a drafter the answers are the same, but faster.
@@ -88,6 +95,7 @@ def generate(
       specctl generate runs/quickstart --temperature 0.8 --stats "class Tree:"
       specctl generate -f prompts.txt --batch 4 --json
       specctl generate --draft prompt-lookup --grammar person.json "data = "
+      specctl generate --target llava-hf/llava-1.5-7b-hf --image cat.png "What is this?"
     """
     drafter, prompt = told_apart(words or (), file)
     draft = draft.worded(drafter)
@@ -96,7 +104,7 @@ def generate(
     outline = outlines.outlining()
     drafts = draft.draft if draft.draft != NO_DRAFTER else None
     others = {"draft": drafts, "grammar": grammar.file, "compare": compare, "compile": compiled}
-    others |= {"batch": batch > 1, "set outline.kind": outlines.kind}
+    others |= {"batch": batch > 1, "set outline.kind": outlines.kind, "image": bool(image)}
     given = [f"--{name}" for name, value in others.items() if value]
     given += [" ".join(draft.words())] if draft.words() else []
     if is_denoised(target, OWN, denoising):
@@ -112,7 +120,7 @@ def generate(
     if target.tensor_parallel:
         draft = draft.in_step()
     wanted = draft.wanted(draft.draft)
-    model = target.load(console, compiled, is_in_step=True, wanted=wanted)
+    model = target.load(console, compiled, is_in_step=True, wanted=wanted, images=bool(image))
     outline = outlines.with_small(outline, target)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
     if codebook is not None and images.window is not None:
@@ -126,7 +134,8 @@ def generate(
     if any(not prompt.messages for prompt in prompts):
         tell_chat(console, model, chat)
     colours = has_colours(console) and loaded.drafter is not None
-    job = GenerateJob(console, model, loaded, settings, prompts, batch, chat, colours, outline)
+    how = batch, chat, colours, outline, tuple(image or ())
+    job = GenerateJob(console, model, loaded, settings, prompts, *how)
     if compare:
         made, result = _compare(console, job)
     else:
@@ -174,6 +183,7 @@ class GenerateJob:
     chat: bool | None
     colours: bool = False
     outline: Outlining | None = None
+    images: Sequence[Path] = ()
 
     def run(self, draft: LoadedDraft, on_round: Any = None) -> GenerateResult:
         from specctl.api.generate import generate as generate_
@@ -187,6 +197,7 @@ class GenerateJob:
             chat=self.chat,
             on_round=on_round,
             outline=self.outline,
+            images=self.images or None,
             progress=self.console,
         )
 

@@ -123,6 +123,10 @@ def serve(
             was="--strict",
         ),
     ] = False,
+    images: Annotated[
+        bool,
+        Setting("api.images", "Read images in chats: a multimodal target with its vision."),
+    ] = False,
     generation_config: GenerationConfig = None,
     compiled: Compile = None,
 ) -> None:
@@ -160,7 +164,7 @@ def serve(
     send_logs(console.stderr, level, as_json=not console.stderr.isatty())
     _tell(console, loading(target))
     wanted = draft.wanted(draft.draft, may_be_parallel=False)
-    model = target.load(console, compiled, wanted=wanted)
+    model = target.load(console, compiled, wanted=wanted, images=images)
     begin_traffic(recorder, model)
     defaults = _defaults(console, model, generation_config)
     loaded = draft.load(model)

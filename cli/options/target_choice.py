@@ -145,11 +145,12 @@ class TargetChoice:
         is_read_only: bool = False,
         is_in_step: bool = False,
         wanted: Sequence[AttentionOnly] = (),
+        images: bool = False,
     ) -> Target:
         """The target, announced with what an alias stands for and any inflation. `is_read_only`:
         also one that cannot be run here. `is_in_step`: several processes that run the command do
         the same at every step, as tensor parallelism requires. `wanted`: what will be done with it
-        that needs attention alone."""
+        that needs attention alone. `images`: with its vision."""
         from specctl.recipes.targets import resolve
 
         if self.tensor_parallel and not is_in_step:
@@ -187,6 +188,7 @@ class TargetChoice:
             device_map=self.device_map,
             tensor_parallel=self.tensor_parallel,
             wanted=wanted,
+            images=images,
         )
         is_needed = target.device.type == "cpu" and (is_new or is_given_up())
         if is_needed and (missing := library().missing):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -78,14 +78,16 @@ class ShortText(Sequence[int]):
 
 
 class ShortContextState(StepState):
-    """A state that reads tokens alone, shown at most `size` tokens of each prompt."""
+    """A state that reads tokens alone, shown at most `size` tokens of each prompt (None: all), and
+    none of `unsaid`, which stand for images (a text-only draft: arXiv 2404.08856, section 3)."""
 
-    def __init__(self, inner: StepState, size: int) -> None:
-        self.inner, self.size = inner, size
+    def __init__(self, inner: StepState, size: int | None, unsaid: Collection[int] = ()) -> None:
+        self.inner, self.size, self.unsaid = inner, size, frozenset(unsaid)
         self._heads: dict[int, tuple[list[int], int]] = {}  # of a slot, and in place of how many
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        head = shortened(tokens, self.size)
+        head = [token for token in tokens[:-1] if token not in self.unsaid] + [*tokens[-1:]]
+        head = head if self.size is None else shortened(head, self.size)
         self._heads[slot] = head, len(tokens)
         self.inner.start(slot, head, taps)
 

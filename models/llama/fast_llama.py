@@ -107,7 +107,8 @@ class FastLlama(LanguageModel):
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         feed = self._filled(feed)
         may_step = self.bits is not None if kv is None else kv.is_as_read
-        step = self._native(feed.ids_BT) if may_step and feed.added is None else None
+        may_step = may_step and feed.added is None and feed.rope is None
+        step = self._native(feed.ids_BT) if may_step else None
         if step is None and may_choose(feed, kv):
             with forward_threads(feed, self.spec.num_layers):
                 return self._eager(feed, kv)
@@ -221,6 +222,7 @@ class FastLlama(LanguageModel):
             x = feed.residual_BTD
         mask = feed.masks.full if shape.window is None else feed.masks.windows[shape.window]
         scores, rope = self._scores_and_rope(mask, feed.position_BT, x.dtype)
+        rope = rope if feed.rope is None else feed.rope
         found: dict[int, Tensor] = {}
         for index, layer in enumerate(weights.layers):
             if index in taps:

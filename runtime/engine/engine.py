@@ -143,7 +143,8 @@ class Engine:
         size = (self.num_slots, self.max_len, self.policy.nodes, self.target.device)
         shared = self.reader.kv if self._shares_kv else None
         about = self.target.dtype, self.target.identity, shared, self.target.is_recorded
-        self._space = Space(*size, *about)
+        vision = self.target.vision
+        self._space = Space(*size, *about, unsaid=() if vision is None else vision.unsaid)
         self.drafting.open(self._space)
 
     def submit(self, index: int, request: Request) -> None:

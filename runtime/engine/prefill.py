@@ -3,8 +3,10 @@
 The last prompt token is the root of the row's first round, so that round may draft already and
 the invariant kept_len == len(tokens) - 1 holds from the start. Where nothing can be drafted the
 roots are read with the prompts, and the first round needs no forward of its own. Rows may stand at
-different positions: what a slot still holds of a conversation is not read again.
-Letters: B rows, P path, T fed tokens, V target vocabulary.
+different positions: what a slot still holds of a conversation is not read again. At the
+placeholders of images the target reads what its vision has made of these, once, and nothing else
+in a row's life differs: rounds hold text alone.
+Letters: B rows, D hidden width, P path, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -118,7 +120,11 @@ def read(
     kv.begin(slots, slot_B, start_B, width, span, starts[0] if same else None)
     masks = target.lm.chain_masks(start_B, width, span)
     only = tuple(len(chunk) - 1 for chunk in chunks)
-    out = target.lm.run(Feed(ids_BT, position_BT, masks, taps, logits, only), kv)
+    feed = Feed(ids_BT, position_BT, masks, taps, logits, only)
+    if any(reading.row.request.images is not None for reading in readings):
+        assert target.vision is not None, "whoever makes rows with images checks that"
+        feed = target.vision.feed(feed, [each.row.request.images for each in readings], starts)
+    out = target.lm.run(feed, kv)
     if isinstance(kv, StateKV):  # the padding of shorter rows must not be read
         at_BP = torch.arange(width, device=target.device).expand(len(chunks), -1)
         lengths_B1 = torch.tensor([[len(chunk)] for chunk in chunks], device=target.device)

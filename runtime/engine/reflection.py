@@ -101,7 +101,7 @@ class Reflection:
         same = starts[0] if min(starts) == max(starts) else None
         span = max(starts) + width
         kv.begin(tuple(slot_B.tolist()), slot_B, start_B, width, span, same)
-        position_BT = start_B[:, None] + torch.arange(width, device=ids_BT.device)
+        position_BT = feed.position_BT[:, :1] + torch.arange(width, device=ids_BT.device)
         position_BT = position_BT.clamp(max=self.lm.spec.max_positions - 1)
         masks = self.lm.chain_masks(start_B, width, span)
         return replace(feed, ids_BT=ids_BT, position_BT=position_BT, masks=masks)

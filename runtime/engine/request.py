@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from specctl.core.errors import SpecctlError
+from specctl.core.prompt_images import PromptImages
 from specctl.core.slot_state import StateSnapshot
 from specctl.runtime.engine.row_features import RowFeatures
 from specctl.runtime.measure.stats import RowStats
@@ -23,7 +24,8 @@ class Request:
     it is, where drafters remember answers (a name that nobody else can guess); None: its answer is
     not remembered. `written`: so many of the last tokens were generated before: the text goes on
     from there, with its own limits, penalties, stops, grammar and random numbers. `keeps_features`:
-    the target's states at its tokens may be kept for training, where the engine keeps any."""
+    the target's states at its tokens may be kept for training, where the engine keeps any.
+    `images`: what stands at the placeholders among the tokens, for a target with its vision."""
 
     tokens: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
@@ -33,6 +35,7 @@ class Request:
     tenant: str | None = None
     written: int = 0
     keeps_features: bool = False
+    images: PromptImages | None = None
 
 
 def check_fits(request: Request, context: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, RoundView
 from specctl.core.language_model import LmOut
+from specctl.core.prompt_images import PromptImages, common_images
 from specctl.core.slot_state import PENDING, StateKV, StateSnapshot
 from specctl.runtime.batching.base import Batching, Choosing, RowView
 from specctl.runtime.engine.device_clock import settle
@@ -38,12 +39,14 @@ from specctl.runtime.sampling.sampling import SamplingBatch
 class CachedPrefix:
     """What a free slot still holds: the tokens whose entries are true, and the taps at them.
     `states`: where recurrent states can be gone on from, by the number of tokens that they have
-    read: a snapshot, or None for those that stand in the slot; None where any position will do."""
+    read: a snapshot, or None for those that stand in the slot; None where any position will do.
+    `images` are those among the tokens: other images have the same ids."""
 
     conversation: str
     tokens: Sequence[int]
     taps: Mapping[int, Tensor]
     states: Mapping[int, StateSnapshot | None] | None = None
+    images: PromptImages | None = None
 
     def common(self, request: Request) -> int:
         """How many positions of that request need not be read; its last token is always fed."""
@@ -53,6 +56,7 @@ class CachedPrefix:
         alike = next(
             (at for at in range(longest) if self.tokens[at] != request.tokens[at]), longest
         )
+        alike = common_images(self.images, request.images, alike)
         if self.states is None:
             return alike
         return max((at for at in self.states if at <= alike), default=0)
@@ -275,7 +279,8 @@ class Scheduler:
         self.prefilling = [progress for progress in self.prefilling if progress not in done]
         for progress in done:
             row, taps = progress.row, progress.prompt_taps()
-            if self.reader.features and row.request.keeps_features:
+            keeps = row.request.keeps_features and row.request.images is None
+            if self.reader.features and keeps:
                 row.features = features_of(row.tokens, row.prompt_len, taps, self.reader.features)
             if row.request.conversation is not None:
                 row.prompt_taps = taps
@@ -345,7 +350,8 @@ class Scheduler:
             if name is not None and (taps or not self.reader.taps):
                 end = min([row.kept_len, *(len(value) for value in taps.values())])
                 text, states = tuple(row.tokens[:end]), self._states_of(row)
-                self.prefixes[row.slot] = CachedPrefix(name, text, taps, states)
+                images = row.request.images
+                self.prefixes[row.slot] = CachedPrefix(name, text, taps, states, images)
         if rows:
             gone = {id(row) for row in rows}
             self.rows = [row for row in self.rows if id(row) not in gone]

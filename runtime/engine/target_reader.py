@@ -6,10 +6,12 @@ Letters: B rows, D hidden width, M new nodes (probes), P path, T fed tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from specctl.core.drafter import Drafter
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
+from specctl.core.prompt_images import offsets
 from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree
 from specctl.runtime.engine.early_pruning import pruning_of
@@ -75,7 +77,12 @@ class TargetReader:
         span, context = max(lengths) + num_fed, self.target.spec.max_positions
         same = lengths[0] if min(lengths) == max(lengths) else None
         self.kv.begin(view.slots, view.slot_B, view.kept_len_B, num_fed, span, same)
+        images = [row.request.images for row in round.rows]
         position_BT = tree.position_BT(view.kept_len_B)
+        if (offset_B1 := offsets(images, self.device)) is not None:
+            position_BT = position_BT + offset_B1
+        if tree.exits is not None and any(each is not None for each in images):
+            tree = replace(tree, exits=None)  # read with what stands for an image in its ids
         if span > context:  # padding beyond the context: cut at commit
             position_BT = position_BT.clamp(max=context - 1)
         masks = self.target.lm.tree_masks(tree, view.kept_len_B, span)

@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import (
-    FileError,
     IncompatibleError,
     IntegrityError,
     SpecctlError,
     is_out_of_memory,
     one_of_two,
 )
-from specctl.core.foreign_calls import is_panic
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import check_spec
 from specctl.models.compiled import CompiledLM
@@ -49,6 +47,7 @@ from specctl.runtime.target.checkpoint_folder import (
 )
 from specctl.runtime.target.device import PACKED, check_memory, choose_dtype
 from specctl.runtime.target.ends import NamedEnds
+from specctl.runtime.target.folder_tokenizer import load_tokenizer
 from specctl.runtime.target.gguf.model import GgufFile, model_of, open_gguf, rounding_note
 from specctl.runtime.target.gguf.packed import (
     is_packed,
@@ -76,6 +75,7 @@ from specctl.runtime.target.tensor_parallel import (
     local_device,
     parallel_fields,
 )
+from specctl.runtime.target.vision import WholeModel, load_processor, no_vision
 
 UNBUILDABLE = "transformers cannot build this configuration"
 
@@ -87,7 +87,7 @@ class Loaded:
     asks for. `spread`: how its weights are spread, None for one device; `notes`: what is to be said
     of how it was read. Of a GGUF file: the ends that it `named`; the numbers that it has `stored`,
     which may be rounded in the model; and the matrices that are held as they are `packed`, which
-    the model is then without."""
+    the model is then without. `whole`: the multimodal model, where its vision is wanted."""
 
     model: Any
     tokenizer: Any
@@ -99,6 +99,7 @@ class Loaded:
     named: tuple[NamedEnds, ...] | None = None
     stored: GgufWeights | None = None
     packed: PackedWeights | None = None
+    whole: WholeModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,12 @@ def load_checkpoint(
     spread: Spread = NOWHERE,
     may_be_packed: bool = True,
     wanted: Sequence[AttentionOnly] = (),
+    images: bool = False,
 ) -> Loaded:
     """Model and tokenizer of a resolved name; every failure says what to do next. One that is only
     read need not be fit to be run. `may_be_packed`: with dtype "auto" the matrices of a GGUF file
-    are held as it packs them, where that can be had; `wanted`: what needs attention alone."""
+    are held as it packs them, where that can be had; `wanted`: what needs attention alone;
+    `images`: the vision of a multimodal model is kept."""
 
     def check(folder: Path) -> Any:
         return check_config(folder, is_read_only, wanted)
@@ -149,6 +152,8 @@ def load_checkpoint(
     device = device or torch.device("cpu")
     resolved = hub.with_file(resolved, offline)
     if resolved.file is not None:
+        if images:
+            raise no_vision(resolved.name, None)
         return _load_gguf(resolved, resolved.file, dtype, device, spread, may_be_packed)
     if dtype == PACKED:
         raise IncompatibleError(
@@ -175,12 +180,19 @@ def load_checkpoint(
         check_memory(need, chosen, device, what)
     suggested = read_suggested(folder)
     tokenizer = load_tokenizer(folder, config)
-    whole = config.model_type if is_multimodal(config) else None
-    model = _load_model(folder, chosen, whole is not None, fields)
+    kind = config.model_type if is_multimodal(config) else None
+    if images and kind is None:
+        raise no_vision(resolved.name, None)
+    processor = load_processor(folder, config) if images else None
+    if processor is not None and not tokenizer.chat_template:
+        tokenizer.chat_template = getattr(processor, "chat_template", None)
+    model, full = _load_model(folder, chosen, kind is not None, fields)
+    whole = None if processor is None else WholeModel(full, processor)
     commit = folder.name if resolved.path is None and folder.parent.name == "snapshots" else None
     note = wrapper_note(stored_names(weight_files(folder)))
     notes = (f"{resolved.name}: {note}",) if note else ()
-    return Loaded(model, tokenizer, commit or resolved.revision, whole, suggested, said, notes)
+    about = commit or resolved.revision, kind, suggested, said, notes
+    return Loaded(model, tokenizer, *about, whole=whole)
 
 
 def _load_gguf(
@@ -340,68 +352,20 @@ def check_causal(config: Any, where: str, is_read_only: bool = False) -> None:
     refuse_stateful(model_class, text, is_read_only, may_hold=True)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether the files of a tokenizer lie in a folder."""
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-    return any((folder / name).exists() for name in known)
-
-
-def load_tokenizer(folder: Path, config: Any) -> Any:
-    """The tokenizer of a folder, refused where it is not this model's."""
-    if not has_tokenizer(folder):
-        raise FileError(
-            "the folder holds no tokenizer",
-            expected="tokenizer.json beside the weights",
-            do="copy tokenizer.json and tokenizer_config.json of the model into the folder",
-            where=str(folder),
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        tokenizer.decode(tokenizer.encode("a"))  # settings of a wrong kind show in use only
-    except BaseException as error:  # tokenizers raises plain Exception for a damaged file
-        if not (isinstance(error, Exception) or is_panic(error)):
-            raise
-        raise IntegrityError(
-            "the tokenizer cannot be read",
-            found=str(error).split("\n")[0][:160],
-            do="fetch the tokenizer files again",
-            where=str(folder),
-        ) from error
-    # A text longer than the context is cut or refused where it is used: no warning beside that.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    _check_ids(tokenizer, config.get_text_config().vocab_size, folder)
-    return tokenizer
-
-
-def _check_ids(tokenizer: Any, vocab_size: int, folder: Path) -> None:
-    """Refuse another model's tokenizer. Tokens added behind the model's own are let pass (Gemma 3's
-    image marker): the model never says them, and a text that spells one is refused or left out."""
-    added = tokenizer.added_tokens_decoder
-    top = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
-    if top >= vocab_size:
-        raise IncompatibleError(
-            "the tokenizer has ids that the model lacks",
-            found=f"token id {top:,}",
-            expected=f"ids below {vocab_size:,}",
-            do="use the tokenizer that belongs to these weights",
-            where=str(folder),
-        )
-
-
 def _load_model(
     folder: Path, dtype: torch.dtype, has_more_than_text: bool, fields: Mapping[str, Any]
-) -> Any:
+) -> tuple[Any, Any]:
     """The weights go from their files to their places one by one (`fields`): no process holds the
-    whole model in host memory on the way."""
+    whole model in host memory on the way. The causal model, and the one that it was taken out of.
+    """
+    full = None
     bars, dispatch = logging.is_progress_bar_enabled(), getLogger("accelerate.big_modeling")
     logging.disable_progress_bar()
     level = dispatch.level
     dispatch.setLevel(ERROR)  # it warns that a device map does what it says
     try:
         if has_more_than_text:
-            model, info = load_text_side(folder, dtype, fields)
+            model, full, info = load_text_side(folder, dtype, fields)
         else:
             model, info = from_folder(
                 AutoModelForCausalLM,
@@ -426,7 +390,7 @@ def _load_model(
         if bars:
             logging.enable_progress_bar()
     _check_complete(info, folder)
-    return model
+    return model, full
 
 
 def _check_complete(info: Any, folder: Path) -> None:

@@ -1,9 +1,10 @@
 """The text side of a multimodal checkpoint, as the causal language model that it contains.
 
-Text alone never reaches the other towers, and positions that advance by text tokens are the same
-in every axis, so a rotary embedding with several axes is an ordinary one. What is loaded here gives
-the logits of the whole model on text, and can be a target like any other; drafters for it are
-trained on text (a text-only draft for LLaVA: arXiv 2404.08856).
+Text alone never reaches the other towers (images do, where vision.py keeps these), and positions
+that advance by text tokens are the same in every axis, so a rotary embedding with several axes is
+an ordinary one. What is loaded here gives the logits of the whole model on text, and can be a
+target like any other; drafters for it are trained on text (a text-only draft for LLaVA: arXiv
+2404.08856).
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def _laid_out_otherwise(full: Any, found: str) -> IncompatibleError:
 
 def load_text_side(
     folder: Path, dtype: torch.dtype, fields: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """The whole model of a folder, of which only the text side is kept, and what was loaded.
-    `fields`: what `from_pretrained` is given of its place."""
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The text side of a folder's model, the whole model, and what was loaded. `fields`: what
+    `from_pretrained` is given of its place."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # what is said of the other towers helps nobody here
     try:
@@ -100,4 +101,4 @@ def load_text_side(
         )
     finally:
         logging.set_verbosity(level)
-    return text_side(full), info
+    return text_side(full), full, info

@@ -32,11 +32,11 @@ from specctl.runtime.target.checkpoint import (
     UNBUILDABLE,
     check_config,
     check_folder,
-    load_tokenizer,
 )
 from specctl.runtime.target.checkpoint_folder import foreign_config, weight_files
 from specctl.runtime.target.device import choose_device, choose_dtype
 from specctl.runtime.target.ends import EndsOfText, ends_of
+from specctl.runtime.target.folder_tokenizer import load_tokenizer
 from specctl.runtime.target.gguf.model import GgufFile, open_gguf
 from specctl.runtime.target.gguf.tokens import named_in, tokenizer_of
 from specctl.runtime.target.gguf.weights import GgufWeights

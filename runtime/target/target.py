@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +53,7 @@ from specctl.runtime.target.variants.lora_folder import beside, load_model
 from specctl.runtime.target.variants.mixture import Mixture
 from specctl.runtime.target.variants.rounding import Rounding
 from specctl.runtime.target.variants.target_change import TargetChange
+from specctl.runtime.target.vision import Vision, check_images_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Target:
     few bits are from those that are stored, None where they are not in few bits; `mixture` the
     model beside it and the law of both, whose fingerprint is another than that of the weights
     alone; `beside` the models that write in turns with it (runtime/turns), and `lm` is then the
-    target's own."""
+    target's own; `vision` what reads images for it, None where it reads text alone."""
 
     name: str
     revision: str | None
@@ -90,6 +91,7 @@ class Target:
     rounding: Rounding | None = None
     mixture: Mixture | None = None
     beside: tuple[Target, ...] = ()
+    vision: Vision | None = field(default=None, repr=False)
 
     @property
     def spec(self) -> ModelSpec:
@@ -305,6 +307,7 @@ def load_target(
     tensor_parallel: bool = False,
     is_widened: bool = False,
     wanted: Sequence[AttentionOnly] = (),
+    images: bool = False,
 ) -> Target:
     """The target called `name`: an alias such as "tiny" or "llama3-8b", a local folder or GGUF
     file, or a hub id. `inflate` names a size ("100m", "300m", "1b", "8b") to which a Llama-shaped
@@ -318,10 +321,14 @@ def load_target(
     torchrun, which then all do the same; either way the forward is transformers' own.
     `dtype` "int8" or "int4": weights of 8 or 4 bits, another model than the published one
     (few_bits.py); "gguf": a GGUF file's matrices as it packs them, which "auto" takes on a CPU that
-    reads them so, but where `is_widened`, to train with. `wanted`: what needs attention only."""
+    reads them so, but where `is_widened`, to train with. `wanted`: what needs attention only.
+    `images`: a multimodal target with its vision (vision.py); else its text side alone."""
     spread = Spread(device_map, tensor_parallel)
     _check_spread(spread, inflate, compile, adapters)
     check_alone(dtype, compile, spread.is_asked, inflate, adapters)
+    if images:
+        few = dtype if dtype in FEW_BITS or dtype == PACKED else None
+        check_images_alone(compile, inflate, adapters, few, spread.is_asked)
     added = read_adapters(adapters)
     resolved = resolve(name, revision)
     if device == "auto":
@@ -330,7 +337,7 @@ def load_target(
     first = "float32" if inflate is not None else dtype
     is_packed = not (is_widened or compile or added)
     wanted = (RECORDED, *wanted) if compile else wanted
-    how = first, where, offline, is_read_only, spread, is_packed, wanted
+    how = first, where, offline, is_read_only, spread, is_packed, wanted, images
     found = load_model(resolved, lambda one: load_checkpoint(one, *how), offline)
     loaded = found.loaded
     if found.folders:
@@ -346,6 +353,8 @@ def load_target(
         spread=loaded.spread,
         notes=loaded.notes,
     )
+    if loaded.whole is not None:
+        target = replace(target, vision=Vision.beside(loaded.whole, target.lm))
     if loaded.packed is not None:
         target = as_packed(target, loaded.packed)
     del found, loaded  # what is released of the weights below is to be freed

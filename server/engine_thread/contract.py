@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specctl.core.errors import ResourceError, SpecctlError
+from specctl.core.prompt_images import PromptImages
 from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.engine.row_features import RowFeatures
 from specctl.runtime.measure.stats import RowStats
@@ -31,7 +32,8 @@ class GenerateRequest:
     `tenant`: who may be drafted for from this answer (`Request.tenant`). `keeps_features`: the
     target's states may be kept for training. `num_begun`: how many of the last tokens are of a text
     that the answer goes on from, in the middle. `goes_on`: it is a further request of an answer
-    that is under way (`Serving.answers`), which is served while the service drains.
+    that is under way (`Serving.answers`), which is served while the service drains. `images`: those
+    of the prompt, whose placeholders are among its tokens.
     """
 
     tokens: tuple[int, ...]
@@ -45,6 +47,7 @@ class GenerateRequest:
     keeps_features: bool = False
     num_begun: int = 0
     goes_on: bool = False
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

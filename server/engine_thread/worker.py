@@ -14,6 +14,7 @@ from itertools import count
 from specctl.core.errors import ResourceError, RowsError, SpecctlError
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
+from specctl.runtime.engine.image_rows import with_images
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.target.text_stream import TextStream, TokenDecoder
@@ -299,7 +300,8 @@ class Worker:
         job = ServerJob(next(self._numbers), ticket, stream, ticket.since)  # an exchange held it
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:
-            self.engine.submit(job.index, job.request)
+            own = with_images(self.engine.target, job.request, request.images)
+            self.engine.submit(job.index, own)
         except SpecctlError as error:
             self._leave(job, "error", error)
 

@@ -18,6 +18,7 @@ from specctl.server.requests.protocol import (
     AnyMessage,
     AssistantMessage,
     ChatRequest,
+    Message,
     ToolMessage,
 )
 from specctl.server.tools import TOOL_FORMATS, ToolFormat
@@ -142,7 +143,10 @@ def written(
 
 
 def _turn(message: AnyMessage, thoughts: str) -> Turn:
-    turn: Turn = {"role": ROLES.get(message.role, message.role), "content": message.text}
+    content: Any = message.text
+    if isinstance(message, Message) and message.has_images:
+        content = message.parts
+    turn: Turn = {"role": ROLES.get(message.role, message.role), "content": content}
     if message.name is not None:
         turn["name"] = message.name
     if isinstance(message, ToolMessage):
@@ -176,7 +180,9 @@ def _spelled_out(
         turn = dict(turn)
         calls = [call["function"] for call in turn.pop("tool_calls", ())]
         lines = [form.write(call["name"], call["arguments"]) for call in calls]
-        turn["content"] = "\n".join([turn["content"], *lines] if turn["content"] else lines or [""])
+        if lines or not isinstance(turn["content"], list):  # a list: a user's turn with images
+            said = [turn["content"], *lines] if turn["content"] else lines or [""]
+            turn["content"] = "\n".join(said)
         if turn["role"] == "tool":
             turn = {"role": "user", "content": turn["content"]}
         if turn["role"] == "system" and len(found) == 1 and found[0]["role"] == "system":

@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from specctl.core.prompt_images import PromptImages
 from specctl.runtime.outline.answer import USUAL_POINTS, OutlinedAnswer, Outlining, Turn
 from specctl.runtime.outline.row_text import plain_ids
 from specctl.runtime.sampling.generation_config import SETTINGS
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.chat_tokens import chat_tokens, spelled_controls
+from specctl.runtime.target.image_prompts import turn_tokens
 from specctl.runtime.target.prompt_limits import least_tokens
 from specctl.runtime.target.stop_strings import special_tokens
 from specctl.server.engine_thread.contract import (
@@ -31,6 +33,7 @@ from specctl.server.replies.answer_form import answer_form, shown_ids
 from specctl.server.replies.message_parser import MessageParser
 from specctl.server.requests.chat_template import ChatStyle, Written, written
 from specctl.server.requests.grammar_compiler import GrammarCompiler
+from specctl.server.requests.image_fields import read_images
 from specctl.server.requests.protocol import (
     ChatRequest,
     Common,
@@ -47,7 +50,9 @@ DEFAULTS = Sampling(temperature=1.0)  # as OpenAI's API has it
 def may_be_kept(body: ChatRequest | CompletionRequest) -> bool:
     """Whether its text may be kept for training, which knows no tools and no text that is not drawn
     from the target, and what the target computes for it."""
-    if isinstance(body, ChatRequest) and (body.has_tools or body.outline is not None):
+    if isinstance(body, ChatRequest) and (
+        body.has_tools or body.has_images or body.outline is not None
+    ):
         return False
     return body.store is not False
 
@@ -55,11 +60,13 @@ def may_be_kept(body: ChatRequest | CompletionRequest) -> bool:
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """What the target reads: token ids of every prompt; whether a template has opened the thoughts
-    of the answer already; the conversation that they were written from, if it is one."""
+    of the answer already; the conversation that they were written from, if it is one, and its
+    images."""
 
     tokens: Sequence[Sequence[int]]
     is_thinking: bool = False
     said: Written | None = None
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,7 @@ class RequestReader:
                         bool(body.include_stop_str_in_output),
                         tenant,
                         may_be_kept(body),
+                        images=prompts.images,
                     )
                 )
         ignored: list[str] = []
@@ -238,12 +246,14 @@ class RequestReader:
         target = self.service.target
         if isinstance(body, ChatRequest):
             self._check_tools(body)
+            images = read_images(target, body.messages) if body.has_images else []
             said = self.style.write(target, body)
             self.check_room(said.text, "messages")
-            tokens = chat_tokens(target, said.turns, said.text, said.tools, said.variables)
+            how = said.text, said.tools, said.variables
+            tokens, seen = turn_tokens(target, said.turns, images, *how)
             tags = self.style.think_tags
             is_thinking = tags is not None and said.text.rstrip().endswith(tags[0])
-            return Prompts([tokens], is_thinking, said)
+            return Prompts([tokens], is_thinking, said, seen)
         given = body.prompt
         texts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         for one in texts:

@@ -25,6 +25,7 @@ from specctl.server.requests.fields import (
     Word,
     one_or_many,
 )
+from specctl.server.requests.image_fields import ImageBlock
 from specctl.server.requests.protocol import StandsForChat
 from specctl.server.requests.tool_fields import MAX_TOOLS, CallId, FunctionName
 
@@ -90,7 +91,7 @@ class ToolResultBlock(Strict):
         return _text_of(self.content or "")
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
 ModelBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock, Field(discriminator="type")
 ]
@@ -343,7 +344,9 @@ def _combined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         for name in ("content", "reasoning_content"):
             both = [one[name] for one in (last, message) if one.get(name)]
-            if both:
+            if any(isinstance(each, list) for each in both):
+                last[name] = [part for each in both for part in _as_parts(each)]
+            elif both:
                 last[name] = "\n".join(both)
         if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
             last["tool_calls"] = calls
@@ -351,17 +354,31 @@ def _combined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_user(blocks: list[UserBlock]) -> Iterator[dict[str, Any]]:
-    said: list[str] = []
+    said: list[str | dict[str, Any]] = []
     for block in blocks:
-        if isinstance(block, TextBlock):
-            said.append(block.text)
-            continue
-        if said:
-            yield {"role": "user", "content": "\n".join(said)}
-            said = []
-        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
+        if isinstance(block, ToolResultBlock):
+            if said:
+                yield {"role": "user", "content": _said(said)}
+                said = []
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
+        else:
+            said.append(block.text if isinstance(block, TextBlock) else block.as_part())
     if said:
-        yield {"role": "user", "content": "\n".join(said)}
+        yield {"role": "user", "content": _said(said)}
+
+
+def _said(pieces: list[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Words in one piece, or, where there are images, in parts."""
+    words = [piece for piece in pieces if isinstance(piece, str)]
+    if len(words) == len(pieces):
+        return "\n".join(words)
+    return [part for piece in pieces for part in _as_parts(piece)]
+
+
+def _as_parts(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content if isinstance(content, list) else [content]
 
 
 def _of_model(blocks: list[ModelBlock]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from specctl.server.requests.fields import (
     typed,
 )
 from specctl.server.requests.form_fields import FormFields
+from specctl.server.requests.image_fields import ImagePart
 from specctl.server.requests.tool_fields import (
     CallId,
     NamedChoice,
@@ -211,7 +212,7 @@ class RefusalPart(Strict):
 
 def _part_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "a refusal" if kind == "refusal" else "a text"
+    return {"refusal": "a refusal", "image_url": "an image"}.get(str(kind), "a text")
 
 
 def _as_part(value: Any) -> Any:
@@ -219,7 +220,9 @@ def _as_part(value: Any) -> Any:
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    Annotated[TextPart, Tag("a text")]
+    | Annotated[RefusalPart, Tag("a refusal")]
+    | Annotated[ImagePart, Tag("an image")],
     Discriminator(_part_kind),
     BeforeValidator(_as_part),
 ]
@@ -238,7 +241,11 @@ Content = Annotated[
 def _joined(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.text for part in content if not isinstance(part, ImagePart))
+
+
+def _has_images(content: Any) -> bool:
+    return isinstance(content, list) and any(isinstance(part, ImagePart) for part in content)
 
 
 class Message(Strict):
@@ -248,9 +255,30 @@ class Message(Strict):
     content: Content
     name: Word | None = None
 
+    @model_validator(mode="after")
+    def _shows_as_user(self) -> Message:
+        if self.role != "user" and self.has_images:
+            raise ValueError("images stand in a user's turn")
+        return self
+
     @property
     def text(self) -> str:
         return _joined(self.content)
+
+    @property
+    def has_images(self) -> bool:
+        return _has_images(self.content)
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """Words and images in order, as chat templates know them."""
+        given = [self.content] if isinstance(self.content, str) else self.content
+        return [
+            {"type": "image"}
+            if isinstance(part, ImagePart)
+            else {"type": "text", "text": part if isinstance(part, str) else part.text}
+            for part in given
+        ]
 
 
 class AssistantMessage(Strict):
@@ -273,6 +301,8 @@ class AssistantMessage(Strict):
 
     @model_validator(mode="after")
     def _says_or_calls(self) -> AssistantMessage:
+        if _has_images(self.content):
+            raise ValueError("images stand in a user's turn")
         is_given = "content" in self.model_fields_set or isinstance(self.refusal, str)
         if not is_given and not self.tool_calls and not self.thoughts:
             raise ValueError("content is missing, and there are no tool_calls")
@@ -298,6 +328,12 @@ class ToolMessage(Strict):
     content: Content | None
     tool_call_id: CallId
     name: Word | None = None
+
+    @model_validator(mode="after")
+    def _says_words(self) -> ToolMessage:
+        if _has_images(self.content):
+            raise ValueError("images stand in a user's turn")
+        return self
 
     @property
     def text(self) -> str:
@@ -371,6 +407,7 @@ class ChatRequest(Common):
             "n": self.n is not None and self.n > 1,
             "min_tokens": self.min_tokens,
             "include_stop_str_in_output": self.include_stop_str_in_output,
+            "an image": self.has_images,
         }
         if given := [name for name, value in others.items() if value]:
             raise ValueError(f"{given[0]} does not go with outline: leave out one of them")
@@ -409,6 +446,11 @@ class ChatRequest(Common):
             for m in self.messages
         )
         return bool(self.tools) or any(said)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any turn of the user holds an image."""
+        return any(isinstance(m, Message) and m.has_images for m in self.messages)
 
     @property
     def called(self) -> Tools:

@@ -242,7 +242,7 @@ def test_tokens_are_counted_without_an_answer(client: anthropic.Anthropic) -> No
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            anthropic.BadRequestError, "invalid_request_error", "image",
+            anthropic.BadRequestError, "invalid_request_error", "content[0].source.type",
         ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

@@ -18,10 +18,9 @@ from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint import (
     Loaded,
     check_config,
-    has_tokenizer,
-    load_tokenizer,
 )
 from specctl.runtime.target.checkpoint_folder import read_object, read_settings, refuse_named_code
+from specctl.runtime.target.folder_tokenizer import has_tokenizer, load_tokenizer
 from specctl.runtime.target.variants.adapter_alone import AdapterAlone
 
 MOST_LINKS = 4  # adapters of adapters

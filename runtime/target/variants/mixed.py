@@ -21,6 +21,7 @@ ALONE = {
     "tensor_parallel": "target.tensor_parallel",
     "inflate": "--inflate",
     "adapters": "--adapter",
+    "images": "images",
 }
 
 

@@ -1,0 +1,387 @@
+"""Drafting for a target that reads images: tau by drafter, on captions of rendered shapes.
+
+A small LLaVA-shaped target (a CLIP tower, a projector, a Llama) is trained from nothing on images
+of a coloured shape with a digit, and captions that say what is where. It then writes captions of
+the images that drafters learn from, and of others that they are measured on:
+
+- prompt-lookup, which learns nothing
+- small-lm, a text-only draft model, from whose prompts the placeholders are dropped
+- small-lm trained and served with the placeholders' ids in its prompts
+- eagle3, which reads the target's states, those at the positions of the image as well
+- eagle3 that is given zeros in the place of these states, in training and in drafting
+
+Chains of four tokens, greedy; tau is emitted tokens over rounds, with the standard error over
+images (jackknife). Every drafted text must be the plain one.
+
+    python benchmarks/images_in.py --out runs/images-in
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessor
+
+from specctl.core.batch import TrainBatch
+from specctl.core.drafter import Drafter
+from specctl.core.language_model import Feed
+from specctl.core.prompt_images import PromptImages
+from specctl.drafters import family
+from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.image_rows import with_images
+from specctl.runtime.engine.request import Completion, Request
+from specctl.runtime.policies import make_policy
+from specctl.runtime.sampling.sampling import Sampling
+from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.vision import without_video
+from specctl.train.pretrain.data import train_tokenizer
+
+SIZE, PATCH = 24, 6
+COLOURS = {"red": "#d33", "green": "#3a3", "blue": "#33d", "yellow": "#cc2", "white": "#eee"}
+SHAPES = ("circle", "square", "triangle")
+PLACES = {"left": (0, 6), "right": (12, 6), "top": (6, 0), "bottom": (6, 12)}
+FORMS = (
+    "The image shows a {size} {colour} {shape} at the {place}. It stands on a {ground} ground, and "
+    "nothing else is there.",
+    "There is a {shape} at the {place} of the image. It is {size} and {colour}, and the ground "
+    "behind it is {ground}.",
+    "At the {place} one can see a {colour} {shape}. The {shape} is {size}. The ground is {ground}.",
+)
+PROMPT, MARK = "<image> What is this?", "<image>"
+CHAIN = {"policy": "chain", "length": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """An image and a caption of it."""
+
+    image: Any
+    caption: str
+
+
+def scene(seed: int) -> Scene:
+    """A shape, drawn and described."""
+    rng = random.Random(seed)
+    colour, ground = rng.sample(sorted(COLOURS), 2)
+    shape, place = rng.choice(SHAPES), rng.choice(sorted(PLACES))
+    size = rng.choice(("small", "large"))
+    image = Image.new("RGB", (SIZE, SIZE), COLOURS[ground])
+    draw, (x, y), wide = ImageDraw.Draw(image), PLACES[place], 11 if size == "large" else 6
+    box = (x, y, x + wide, y + wide)
+    if shape == "circle":
+        draw.ellipse(box, fill=COLOURS[colour])
+    elif shape == "square":
+        draw.rectangle(box, fill=COLOURS[colour])
+    else:
+        corners = [(x, y + wide), (x + wide, y + wide), (x + wide // 2, y)]
+        draw.polygon(corners, fill=COLOURS[colour])
+    said = rng.choice(FORMS).format(
+        size=size, colour=colour, shape=shape, place=place, ground=ground
+    )
+    return Scene(image, said)
+
+
+def make_target(folder: Path, steps: int, count: int) -> None:
+    """Train the target on `count` scenes and save it with its processor."""
+    scenes = [scene(seed) for seed in range(count)]
+    tokenizer = train_tokenizer([f"{PROMPT} {each.caption}" for each in scenes], 640, 256)
+    tokenizer.add_special_tokens({"additional_special_tokens": [MARK]})
+    place, end = tokenizer.convert_tokens_to_ids(MARK), tokenizer.eos_token_id
+    text = {
+        "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 192, "max_position_embeddings": 256, "bos_token_id": None,
+        "eos_token_id": end, "pad_token_id": None,
+    }  # fmt: skip
+    tower = {
+        "model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": SIZE, "patch_size": PATCH,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        "llava",
+        text_config=text,
+        vision_config=tower,
+        image_token_id=place,
+        image_token_index=place,
+    )
+    size = {"height": SIZE, "width": SIZE}
+    processor = without_video(config)(
+        CLIPImageProcessor(size=size, crop_size=size), tokenizer, patch_size=PATCH,
+        num_additional_image_tokens=1, vision_feature_select_strategy="default",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    ids = [[*_ids(processor, each.image, f" {each.caption}"), end] for each in scenes]
+    pixels = processor.image_processor(images=[s.image for s in scenes], return_tensors="pt")
+    rate = 2e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    begun, prompt_len = time.perf_counter(), len(_ids(processor, scenes[0].image, ""))
+    for step, picked in enumerate(_picks(len(scenes), 32, steps)):
+        ids_BT, labels_BT = _padded([ids[i] for i in picked], prompt_len)
+        out = model(input_ids=ids_BT, pixel_values=pixels["pixel_values"][picked], labels=labels_BT)
+        optimizer.zero_grad()
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 30, (steps - step) / (steps / 3))
+        optimizer.step()
+        if step % 50 == 0 or step == steps - 1:
+            seconds = time.perf_counter() - begun
+            print(f"target step {step}: loss {out.loss.item():.3f}, {seconds:.0f} s", flush=True)
+    model.eval().save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def _ids(processor: Any, image: Any, text: str) -> list[int]:
+    found = processor(text=[PROMPT + text], images=[image], return_tensors="pt")
+    return [int(token) for token in found["input_ids"][0]]
+
+
+def _picks(count: int, rows: int, steps: int) -> Iterator[list[int]]:
+    rng = random.Random(1)
+    for _ in range(steps):
+        yield rng.sample(range(count), rows)
+
+
+def _padded(rows: Sequence[Sequence[int]], prompt_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids padded on the right, and labels of what stands behind the prompt."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    labels = torch.tensor([[*row, *[-100] * (width - len(row))] for row in rows])
+    labels[:, :prompt_len] = -100
+    return ids, labels
+
+
+# -- what the target writes ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt with its image, and what the target wrote."""
+
+    prompt: list[int]
+    images: PromptImages
+    text: tuple[int, ...]
+
+
+def seen(target: Target, seeds: Sequence[int]) -> list[tuple[list[int], PromptImages]]:
+    assert target.vision is not None
+    ids = target.encode(PROMPT)
+    return [target.vision.see(ids, [scene(seed).image]) for seed in seeds]
+
+
+def run(
+    target: Target,
+    prompts: Sequence[tuple[list[int], PromptImages]],
+    drafter: Drafter | None = None,
+    temperature: float = 0.0,
+) -> list[Completion]:
+    policy = None if drafter is None else make_policy(CHAIN)
+    if drafter is not None and drafter.family == "prompt-lookup":
+        policy = make_policy({"policy": "direct"})
+    engine = Engine(target, drafter, policy, num_slots=8)
+    requests = [
+        with_images(
+            target,
+            Request(tuple(ids), Sampling(temperature=temperature, seed=at, max_new_tokens=64)),
+            images,
+        )
+        for at, (ids, images) in enumerate(prompts)
+    ]
+    return engine.run(requests)
+
+
+# -- drafters --------------------------------------------------------------------------------------
+
+
+def batch_of(target: Target, drafter: Drafter, rows: Sequence[Answered], how: str) -> TrainBatch:
+    """What a drafter learns from: answers behind their images. `how`: "drop" leaves the
+    placeholders out of what is read, "zeros" puts zeros in the place of the states there."""
+    assert target.vision is not None
+    whole = [[*row.prompt, *row.text] for row in rows]
+    width = max(map(len, whole))
+    ids_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in whole])
+    at_T = torch.arange(width).expand(len(rows), width)
+    length_B1 = torch.tensor([[len(ids)] for ids in whole])
+    prompt_B1 = torch.tensor([[len(row.prompt)] for row in rows])
+    document_BT = torch.where(at_T < length_B1, 0, -1)
+    masks, needs = target.lm.document_masks(document_BT), drafter.needs()
+    is_image_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        for span in row.images.spans:
+            is_image_BT[b, span.first : span.end] = True
+    with torch.no_grad():
+        feed = Feed(ids_BT, at_T, masks, needs.taps, True)
+        images = [row.images for row in rows]
+        out = target.lm.run(target.vision.feed(feed, images, [0] * len(rows)), None)
+    taps = {tap: state.clone() for tap, state in out.taps.items()}
+    mask_BT = (at_T >= prompt_B1) & (at_T < length_B1)
+    logits_BTV = out.logits_BTV
+    assert logits_BTV is not None
+    if how == "zeros":
+        for state in taps.values():
+            state[is_image_BT] = 0.0
+    if how == "drop":
+        kept = (~is_image_BT).long().sort(dim=1, descending=True, stable=True).indices
+        kept = kept[:, : int((~is_image_BT).sum(1).max())]
+        ids_BT, document_BT, mask_BT = (x.gather(1, kept) for x in (ids_BT, document_BT, mask_BT))
+        logits_BTV = logits_BTV.gather(1, kept[..., None].expand(-1, -1, logits_BTV.shape[-1]))
+        at_T = at_T[:, : kept.shape[1]]
+    teacher = logits_BTV.clone() if needs.teacher else None
+    return TrainBatch(ids_BT, mask_BT, document_BT, at_T, taps, teacher)
+
+
+def learn(
+    target: Target, drafter: Drafter, answers: Sequence[Answered], how: str, steps: int
+) -> Drafter:
+    """Train a drafter on what the target wrote."""
+    if drafter.needs().borrow:
+        drafter.bind(target.borrowed())
+    rate, begun = 3e-3, time.perf_counter()
+    optimizer = torch.optim.AdamW(drafter.trainable().values(), lr=rate)
+    for step, picked in enumerate(_picks(len(answers), 32, steps)):
+        batch = batch_of(target, drafter, [answers[i] for i in picked], how)
+        out = drafter.loss(replace(batch, progress=step / steps))
+        loss = out.sum / out.count
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.trainable().values(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 20, (steps - step) / (steps / 3))
+        optimizer.step()
+    seconds = time.perf_counter() - begun
+    print(f"{drafter.family} ({how}): loss {float(loss.detach()):.3f}, {seconds:.0f} s", flush=True)
+    return drafter
+
+
+def small_lm(target: Target) -> Drafter:
+    found = family("small-lm")
+    return found.build(found.options(layers=1, width=64), target.spec, None)
+
+
+def eagle3(target: Target) -> Drafter:
+    found = family("eagle3")
+    options = found.options(intermediate=192, ttt_steps=3, taps=(1, 2, 3))
+    return found.build(options, target.spec, None)
+
+
+class BlindDrafter:
+    """A drafter whose rows are started with zeros for the target's states at images."""
+
+    def __init__(self, drafter: Drafter, prompts: Sequence[tuple[list[int], PromptImages]]) -> None:
+        self.drafter = drafter
+        first = prompts[0][1].spans[0]
+        self.first, self.end = first.first, first.end
+
+    def made(self) -> Drafter:
+        """The drafter, its states opened with that start."""
+        drafter, opened = self.drafter, self.drafter.open
+
+        def open_blind(space: Any) -> Any:
+            state = opened(space)
+            start = state.start
+
+            def start_blind(slot: int, tokens: Sequence[int], taps: Any) -> None:
+                blind = {tap: value.clone() for tap, value in taps.items()}
+                for value in blind.values():
+                    value[self.first : self.end] = 0.0
+                start(slot, tokens, blind)
+
+            state.start = start_blind
+            return state
+
+        drafter.open = open_blind  # type: ignore[method-assign]
+        return drafter
+
+
+# -- measures --------------------------------------------------------------------------------------
+
+
+def tau(done: Sequence[Completion]) -> tuple[float, float]:
+    """Emitted tokens over rounds, and its standard error (jackknife over texts)."""
+    tokens, rounds = [c.stats.tokens for c in done], [c.stats.rounds for c in done]
+    whole = sum(tokens) / sum(rounds)
+    count = len(done)
+    without = [(sum(tokens) - t) / (sum(rounds) - r) for t, r in zip(tokens, rounds, strict=True)]
+    mean = statistics.fmean(without)
+    spread = sum((one - mean) ** 2 for one in without) * (count - 1) / count
+    return whole, spread**0.5
+
+
+def right_words(target: Target, seeds: Sequence[int], done: Sequence[Completion]) -> float:
+    """The share of captions that name colour, shape, place, size and ground of their image."""
+    words = set(COLOURS) | set(SHAPES) | set(PLACES) | {"small", "large"}
+
+    def named(text: str) -> set[str]:
+        return set(text.replace(".", " ").replace(",", " ").split()) & words
+
+    pairs = zip(seeds, done, strict=True)
+    return statistics.fmean(
+        named(scene(s).caption) == named(target.decode(c.tokens)) for s, c in pairs
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--train", type=int, default=320)
+    parser.add_argument("--test", type=int, default=64)
+    flags = parser.parse_args()
+    folder = flags.out / "target"
+    if not (folder / "config.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_target(folder, flags.target_steps, 4 * flags.train)
+    target = load_target(str(folder), dtype="float32", device="cpu", images=True)
+    assert target.vision is not None
+    seeds = range(1_000_000, 1_000_000 + flags.test)
+    prompts = seen(target, seeds)
+    plain = run(target, prompts)
+    lessons = seen(target, range(2_000_000, 2_000_000 + flags.train))
+    written = run(target, lessons, temperature=0.7)
+    answers = [Answered(*p, c.tokens) for p, c in zip(lessons, written, strict=True)]
+    share = right_words(target, seeds, plain)
+    swapped = run(target, [(p, prompts[at - 1][1]) for at, (p, _) in enumerate(prompts)])
+    same = statistics.fmean(a.tokens == b.tokens for a, b in zip(plain, swapped, strict=True))
+    print(
+        f"captions that are right {share:.2f}; the same with another image {same:.2f}", flush=True
+    )
+    with_ids = replace(target, vision=replace(target.vision, unsaid=()))
+    lookup = family("prompt-lookup")
+    cases: list[tuple[str, Callable[[], Drafter], Target]] = [
+        ("prompt-lookup", lambda: lookup.build(lookup.options(), target.spec, None), target),
+        ("small-lm, placeholders dropped",
+         lambda: learn(target, small_lm(target), answers, "drop", flags.steps), target),
+        ("small-lm, placeholders read",
+         lambda: learn(target, small_lm(target), answers, "read", flags.steps), with_ids),
+        ("eagle3, states at the image",
+         lambda: learn(target, eagle3(target), answers, "states", flags.steps), target),
+        ("eagle3, zeros at the image",
+         lambda: BlindDrafter(
+             learn(target, eagle3(target), answers, "zeros", flags.steps), prompts
+         ).made(), target),
+    ]  # fmt: skip
+    rows: dict[str, Any] = {"right": share, "same_with_another_image": same}
+    for name, build, own in cases:
+        torch.manual_seed(0)
+        done = run(own, prompts, build())
+        identical = [a.tokens for a in done] == [b.tokens for b in plain]
+        mean, error = tau(done)
+        rows[name] = {"tau": mean, "error": error, "identical": identical}
+        print(f"{name}: tau {mean:.2f} +- {error:.2f}, identical {identical}", flush=True)
+    (flags.out / "images_in.json").write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Images from files, bytes and data URIs, bounded before they are decoded.
+
+What an image decodes to is said in its first bytes: its size is compared with a limit before a
+pixel is made, so that a file of some kilobytes cannot fill the memory. Nothing is fetched: an
+address on the network is refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from specctl.core.errors import FileError, IncompatibleError, SpecctlError
+from specctl.core.installed import library
+
+MOST_BYTES = 32 << 20  # of one image, as it is stored
+MOST_PIXELS = 1 << 24  # of one image, decoded: 48 MiB in RGB
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+DATA = re.compile(r"data:image/(?:png|jpe?g|webp|gif|bmp);base64,", re.IGNORECASE)
+
+
+def read_image(source: Any) -> Any:
+    """A PIL image in RGB, turned as its camera says, of a path, bytes or a PIL image. Raises
+    FileError for what is no image or too large."""
+    if hasattr(source, "convert") and hasattr(source, "size"):
+        _check_size(source, "an image of PIL")
+        return source.convert("RGB")
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        if re.match(r"[a-z]+://", str(source)):
+            raise FileError(
+                "an image is not fetched from the network",
+                found=str(source)[:80],
+                expected="a file on this machine",
+                do="download it, and name the file",
+            )
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                raise _too_large(f"{path.stat().st_size:,} bytes", str(path))
+            return decoded(path.read_bytes(), str(path))
+        except OSError as error:
+            raise FileError(
+                "an image cannot be read",
+                where=str(path),
+                found=str(error.strerror or error),
+                expected="a file with an image",
+                do="name a file that is there",
+            ) from error
+    if isinstance(source, (bytes, bytearray)):
+        return decoded(bytes(source), "images")
+    raise SpecctlError(
+        "this is no image",
+        where="images",
+        found=type(source).__name__,
+        expected="a path, the bytes of a file, or an image of PIL",
+        do='specctl.generate(target, "What is this?", images=["picture.png"])',
+    )
+
+
+def of_data_uri(uri: str, where: str) -> Any:
+    """The image in a data URI; FileError for any other address, which is not fetched."""
+    found = DATA.match(uri)
+    if found is None:
+        raise FileError(
+            "an image must come in the request itself",
+            where=where,
+            found=f"an address that begins with {uri[:24]!r}",
+            expected="data:image/png;base64,... (or jpeg, webp, gif, bmp); nothing is fetched",
+            do="send the bytes of the image in a data URI",
+        )
+    try:
+        data = base64.b64decode(uri[found.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise FileError(
+            "an image is not valid base64",
+            where=where,
+            found=str(error)[:80],
+            do="encode its bytes anew",
+        ) from error
+    return decoded(data, where)
+
+
+def decoded(data: bytes, where: str) -> Any:
+    """The image that these bytes hold."""
+    pillow = library("PIL.Image", "reading images", "images", kind=IncompatibleError)
+    turned = library("PIL.ImageOps", "reading images", "images", kind=IncompatibleError)
+    if len(data) > MOST_BYTES:
+        raise _too_large(f"{len(data):,} bytes", where)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its own limit on pixels is wider than ours
+            with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
+                _check_size(image, where)
+                return turned.exif_transpose(image).convert("RGB")
+    except SpecctlError:
+        raise
+    except Exception as error:  # decoders raise many kinds for damaged files
+        if isinstance(error, pillow.DecompressionBombError):
+            raise _too_large(str(error)[:60], where) from error
+        raise FileError(
+            "an image cannot be decoded",
+            where=where,
+            found=f"{type(error).__name__}: {error}".replace("\n", " ")[:120],
+            expected=", ".join(FORMATS),
+            do="save it as PNG",
+        ) from error
+
+
+def _check_size(image: Any, where: str) -> None:
+    width, height = image.size
+    if width < 1 or height < 1 or width * height > MOST_PIXELS:
+        raise _too_large(f"{width:,} x {height:,} pixels", where)
+
+
+def _too_large(found: str, where: str) -> FileError:
+    return FileError(
+        "an image is too large",
+        where=where,
+        found=found,
+        expected=f"at most {MOST_BYTES >> 20} MiB and {MOST_PIXELS:,} pixels",
+        do="scale it down",
+    )
