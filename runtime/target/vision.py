@@ -27,7 +27,7 @@ from specctl.core.installed import library
 from specctl.core.language_model import Feed, LanguageModel
 from specctl.core.prompt_images import ImageSpan, PromptImages
 from specctl.models.axes import RotaryAxes, axis_of_each
-from specctl.models.fast_llama import FastLlama
+from specctl.models.llama.fast_llama import FastLlama
 
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")  # of a processor: not of images
 KNOWN = ("inputs_embeds", "position_ids")  # of what a language model is given
