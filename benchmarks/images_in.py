@@ -319,22 +319,23 @@ def tau(done: Sequence[Completion]) -> tuple[float, float]:
 
 
 def right_words(target: Target, seeds: Sequence[int], done: Sequence[Completion]) -> float:
-    """The share of captions that name colour, shape, place, size and ground of their image."""
+    """The share of an image's colours, shape, place and size that its caption names."""
     words = set(COLOURS) | set(SHAPES) | set(PLACES) | {"small", "large"}
 
     def named(text: str) -> set[str]:
         return set(text.replace(".", " ").replace(",", " ").split()) & words
 
-    pairs = zip(seeds, done, strict=True)
-    return statistics.fmean(
-        named(scene(s).caption) == named(target.decode(c.tokens)) for s, c in pairs
-    )
+    shares = []
+    for seed, one in zip(seeds, done, strict=True):
+        true = named(scene(seed).caption)
+        shares.append(len(true & named(target.decode(one.tokens))) / len(true))
+    return statistics.fmean(shares)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=400)
+    parser.add_argument("--target-steps", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--train", type=int, default=320)
     parser.add_argument("--test", type=int, default=64)
@@ -355,7 +356,8 @@ def main() -> None:
     swapped = run(target, [(p, prompts[at - 1][1]) for at, (p, _) in enumerate(prompts)])
     same = statistics.fmean(a.tokens == b.tokens for a, b in zip(plain, swapped, strict=True))
     print(
-        f"captions that are right {share:.2f}; the same with another image {same:.2f}", flush=True
+        f"words of captions that are right {share:.2f}; the same with another image {same:.2f}",
+        flush=True,
     )
     with_ids = replace(target, vision=replace(target.vision, unsaid=()))
     lookup = family("prompt-lookup")
