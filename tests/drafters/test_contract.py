@@ -46,7 +46,7 @@ SMALL["jump"] = {"num_heads": 4, "stride": 1}
 SMALL["domino"]["base_weight"] = 0.5  # at the first step the correction learns nothing, else
 # As many candidates as tokens: what is outside them has no score to compare.
 SMALL["dflash2"] = {"layers": 2, "taps": (0, 2), "candidates": SIZE}
-SMALL["lilicorr"] = {**SMALL["dflash2"], "width": 32, "factor": 32}
+SMALL["lilicorr"] = {**SMALL["dflash2"], "width": 32, "factor": 32, "num_heads": 3}
 NAMES = sorted(families())
 TRAINED = [name for name in NAMES if families()[name].trainable]
 # States that show logits behind each token; what proposes whole trees has tests of its own.
