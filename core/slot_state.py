@@ -160,12 +160,13 @@ class SlotState:
             at_B, own_BP = slot_B.to(held.device), path_BP.to(held.device)
             held[at_B] = _last_inputs(held[at_B], input_BIT, own_BP)
         for (layer, head), pending in self._pending.items():
-            held = self.recurrent[layer]
+            held = self.recurrent[layer] if head == WHOLE else self.recurrent[layer][:, head]
             at_B, own_BP = slot_B.to(held.device), path_BP.to(held.device)
-            if head == WHOLE:
-                held[at_B] = pending.after(held[at_B], own_BP)
+            if len(at_B) == 1 and held.device.type == "cpu":  # in place: a state may be megabytes
+                held = held[int(at_B) :][:1]
+                held.copy_(pending.after(held, own_BP))
             else:
-                held[at_B, head] = pending.after(held[at_B, head], own_BP)
+                held[at_B] = pending.after(held[at_B], own_BP)
         self.position_Z[slot_B] = end_B
         self._inputs, self._pending = {}, {}
 

@@ -96,14 +96,17 @@ def convolved(
 @dataclass(frozen=True, slots=True)
 class DecayedTokens:
     """What tokens add to a state [B, H, E, O] that fades by `log_decay_BHTX`. `is_turned`: the
-    state is held as [B, H, O, E]."""
+    state is held as [B, H, O, E]. `end_BHEO`: that behind all of a long run, where it was read."""
 
     key_BHTE: Tensor
     write_BHTO: Tensor
     log_decay_BHTX: Tensor
     is_turned: bool = False
+    end_BHEO: Tensor | None = None
 
     def after(self, state_BX: Tensor, path_BP: Tensor) -> Tensor:
+        if self.end_BHEO is not None and _is_whole(path_BP, self.key_BHTE.shape[2]):
+            return self.end_BHEO.transpose(2, 3) if self.is_turned else self.end_BHEO
         at_BP, is_BHP1 = path_BP.clamp(min=0), (path_BP >= 0)[:, None, :, None]
         key, write, log_decay = (
             each.gather(2, at_BP[:, None, :, None].expand(*each.shape[:2], -1, each.shape[3]))
@@ -114,12 +117,19 @@ class DecayedTokens:
         return state.transpose(2, 3) if self.is_turned else state
 
 
+def _is_whole(path_BP: Tensor, num_fed: int) -> bool:
+    """Whether every row keeps all fed tokens. Not on a GPU, which would have to be waited for."""
+    if path_BP.shape[1] != num_fed or path_BP.device.type != "cpu":
+        return False
+    return bool((path_BP == torch.arange(num_fed)).all())
+
+
 def _grown(state_BHEO: Tensor, key: Tensor, write: Tensor, log_decay: Tensor) -> Tensor:
     """The state behind a run of tokens."""
     sum_BHTX = log_decay.cumsum(2)
     end_BH1X = sum_BHTX[:, :, -1:]
     faded_BHTE = key * (end_BH1X - sum_BHTX).exp()
-    return end_BH1X.exp().transpose(2, 3) * state_BHEO + faded_BHTE.transpose(2, 3) @ write
+    return (faded_BHTE.transpose(2, 3) @ write).addcmul_(end_BH1X.exp().transpose(2, 3), state_BHEO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +172,8 @@ def read_decayed(
         state_BHEO = _grown(state_BHEO, part.key_BHTE, write, part.log_decay_BHTX)
         outs.append(out)
         writes.append(write)
-    tokens = DecayedTokens(given.key_BHTE, torch.cat(writes, 2), given.log_decay_BHTX)
-    return torch.cat(outs, 2), tokens
+    added = given.key_BHTE, torch.cat(writes, 2), given.log_decay_BHTX
+    return torch.cat(outs, 2), DecayedTokens(*added, end_BHEO=state_BHEO)
 
 
 def _read_block(

@@ -77,6 +77,10 @@ class StateLM(ReadingLM):
         size = num_slots, max_len, dtype, self.device, self.kv_devices
         return StateKV.with_states(self.kv_layers, self.states, *size)
 
+    def run_width(self, num_rows: int, width: int) -> int:
+        """On a CPU as wide as it is: the state behind a run is at hand where all of it is kept."""
+        return width if self.device.type == "cpu" else super().run_width(num_rows, width)
+
     @property
     def row_shape(self) -> RowShape:
         return RowShape(self.kv_layers, self.states)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,6 @@ from specctl.core.slot_state import WHOLE, SlotState
 from specctl.models.hf.hf_spec import CONVOLUTION, DELTA, KIMI, MAMBA1, MAMBA2
 from specctl.models.recurrent.state_forms import (
     DecayedInputs,
-    DecayedTokens,
     FedTokens,
     SelectiveTokens,
     convolved,
@@ -194,8 +194,7 @@ def _mamba2_chunk_scan(
     state_BHOE = forward.state.state_of(forward.layer)
     fed = forward.fed_on(hidden_states.device)
     out_BHTO, tokens = read_decayed(given, state_BHOE.transpose(2, 3), fed)
-    turned = DecayedTokens(tokens.key_BHTE, tokens.write_BHTO, tokens.log_decay_BHTX, True)
-    forward.state.leave((forward.layer, WHOLE), turned)
+    forward.state.leave((forward.layer, WHOLE), replace(tokens, is_turned=True))
     out_BTHO = out_BHTO.transpose(1, 2).contiguous()
     if D is not None:
         out_BTHO = out_BTHO + D[..., None] * input_BTHO
