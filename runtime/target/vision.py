@@ -196,8 +196,13 @@ class Vision:
             for b, (each, start) in enumerate(zip(images, starts, strict=True)):
                 if each is not None:
                     each.put_deeper(layer, deeper[layer][b], start)
-        how = {"position_BT": position_BT, "rope": rope, "deeper": tuple(deeper)}
-        return replace(feed, residual_BTD=residual_BTD, **how)
+        return replace(
+            feed,
+            residual_BTD=residual_BTD,
+            position_BT=position_BT,
+            rope=rope,
+            deeper=tuple(deeper),
+        )
 
     def logits(self, lm: LanguageModel, tokens: Sequence[int], images: PromptImages) -> Tensor:
         """[T, V] float32 behind every token of a prompt, without a cache."""
