@@ -337,7 +337,7 @@ def right(target: Target, seeds: Sequence[int], done: Sequence[Completion]) -> t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=400)
+    parser.add_argument("--target-steps", type=int, default=800)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--train", type=int, default=320)
     parser.add_argument("--test", type=int, default=64)
