@@ -104,8 +104,7 @@ class Vision:
         ids = [token for token in range(8) if token not in vision.unsaid][:3]
         image = _pattern()
         seen = vision.inputs([ids[0], place, *ids[1:]], [image])
-        with torch.inference_mode():
-            theirs_TV = model(**seen.given, use_cache=False).logits[0].float()
+        theirs_TV = vision._run(seen).logits[0].float()
         inner.language_model = LanguageGap(vision.embedding, tower.config)
         ours_TV = vision.logits(lm, *vision.read(seen))
         worst = float((ours_TV - theirs_TV).abs().max() / theirs_TV.std().clamp(min=1e-6))
@@ -152,13 +151,12 @@ class Vision:
 
     def read(self, seen: ImageInputs) -> tuple[list[int], PromptImages]:
         """The tower, the projector and the embeddings, run once."""
-        with torch.inference_mode():
-            try:
-                self.model(**seen.given, use_cache=False)
-            except _Given as caught:
-                given = caught.given
-            else:
-                raise self.refused("a language model that is left out", "one that reads the prompt")
+        try:
+            self._run(seen)
+        except _Given as caught:
+            given = caught.given
+        else:
+            raise self.refused("a language model that is left out", "one that reads the prompt")
         self._check(given)
         embedded_TD = given["inputs_embeds"][0]
         rows = [embedded_TD[span.first : span.end] for span in seen.spans]
@@ -166,6 +164,19 @@ class Vision:
         row_LD = torch.cat(rows) if rows else embedded_TD[:0]
         deeper = tuple(self._deeper(given, seen.spans))
         return seen.tokens, PromptImages(seen.spans, row_LD.clone(), position_3T, offset, deeper)
+
+    def _run(self, seen: ImageInputs) -> Any:
+        """The model's forward; what it raises for inputs of its own processor is a refusal."""
+        try:
+            with torch.inference_mode():
+                return self.model(**seen.given, use_cache=False)
+        except _Given:
+            raise
+        except Exception as error:  # foreign code, which differs by model: any type may come
+            if is_out_of_memory(error):
+                raise
+            why = f"a forward that fails: {type(error).__name__}: {error}".split("\n")[0][:160]
+            raise self.refused(why, "one that reads what its processor makes") from error
 
     # -- prefill ----------------------------------------------------------------------------------
 
@@ -196,8 +207,13 @@ class Vision:
             for b, (each, start) in enumerate(zip(images, starts, strict=True)):
                 if each is not None:
                     each.put_deeper(layer, deeper[layer][b], start)
-        how = {"position_BT": position_BT, "rope": rope, "deeper": tuple(deeper)}
-        return replace(feed, residual_BTD=residual_BTD, **how)
+        return replace(
+            feed,
+            residual_BTD=residual_BTD,
+            position_BT=position_BT,
+            rope=rope,
+            deeper=tuple(deeper),
+        )
 
     def logits(self, lm: LanguageModel, tokens: Sequence[int], images: PromptImages) -> Tensor:
         """[T, V] float32 behind every token of a prompt, without a cache."""
