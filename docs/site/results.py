@@ -4,8 +4,8 @@
     python docs/site/results.py --check            says which is stale, and exits with 1 if one is
     python docs/site/results.py --add bench.json --about eagle3="200 steps on 1,196 answers"
 
---add takes what `specctl bench --json` or `--out` wrote, with the commit of this checkout, and
-keeps what the page shows in docs/results/NAME.json (NAME: that of the file). `--about` says how a
+--add takes what `specctl bench --json` or `--out` wrote, with the commit of this checkout (or
+--commit), and keeps what the page shows in docs/results/NAME.json (NAME: that of the file). `--about` says how a
 drafter was trained; one without it is one that needs no training. Of absolute paths the last part
 is kept.
 """
@@ -203,11 +203,12 @@ def made(folder: Path) -> Iterator[tuple[Path, str]]:
     yield folder / "results.csv", table(rows)
 
 
-def add(path: Path, about: Sequence[str], folder: Path) -> Path:
+def add(path: Path, about: Sequence[str], commit: str | None, folder: Path) -> Path:
     pairs = dict(word.split("=", 1) for word in about)
     said = json.loads(path.read_text(encoding="utf-8"))
-    head = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
-    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
+    if commit is None:
+        head = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
+        commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
     kept = folder / f"{path.stem}.json"
     kept.write_text(json.dumps(taken(said, pairs, commit), indent=1) + "\n", encoding="utf-8")
     return kept
@@ -217,10 +218,11 @@ def main(words: Sequence[str] | None = None, folder: Path = RESULTS) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--add", type=Path, metavar="BENCH.json")
+    parser.add_argument("--commit", help="that was measured, if it is not that of this checkout")
     parser.add_argument("--about", action="append", default=[], metavar="DRAFTER=TRAINING")
     given = parser.parse_args(words)
     if given.add is not None:
-        print(f"{add(given.add, given.about, folder)} is written")
+        print(f"{add(given.add, given.about, given.commit, folder)} is written")
     stale = 0
     for path, text in made(folder):
         if path.exists() and path.read_text(encoding="utf-8") == text:
