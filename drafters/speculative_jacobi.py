@@ -12,8 +12,8 @@ repeats the token there (the paper's initialisation by spatial locality, in the 
 prompt `repeat`). Of p_before the `ranks` most probable tokens are kept. Greedy, it is Jacobi
 decoding. Made for flat distributions, such as those of image tokens, where a guess is often as good
 as another.
-Letters: B rows, C candidates, M new nodes, P path, R columns of an image, T fed tokens, V target
-vocabulary, W window, Z slots.
+Letters: B rows, C candidates, L positions, M new nodes, P path, T fed tokens, V target vocabulary,
+W window, Z slots.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class SpeculativeJacobiState(StepState):
         self.columns = options.columns if options.fill in ABOVE else 0
         # of the newest tokens of each slot, at their position modulo the columns
         written = (space.num_slots, self.columns, self.C)
-        self.above_ids_ZRC = torch.zeros(written, dtype=torch.long, device=space.device)
-        self.above_logp_ZRC = torch.full(written, torch.nan, device=space.device)
+        self.above_ids_ZLC = torch.zeros(written, dtype=torch.long, device=space.device)
+        self.above_logp_ZLC = torch.full(written, torch.nan, device=space.device)
         self._view: RoundView | None = None
         self._last_B, self._depth = torch.empty(0, dtype=torch.long), 0
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
         self.logp_ZWC[slot] = torch.nan
-        self.above_logp_ZRC[slot] = torch.nan
+        self.above_logp_ZLC[slot] = torch.nan
 
     def root(self, view: RoundView) -> Tensor:
         self._view, self._last_B, self._depth = view, view.root_B, 0
@@ -107,8 +107,8 @@ class SpeculativeJacobiState(StepState):
             return torch.where(is_new_B1, self._one(self._last_B), logits_BV)
         if self.columns and self._depth < self.columns:
             place_B1 = (self._view.kept_len_B[:, None] + 1 + self._depth) % self.columns
-            logp_B1C = self.above_logp_ZRC[row_B1, place_B1]
-            ids_B1C = self.above_ids_ZRC[row_B1, place_B1]
+            logp_B1C = self.above_logp_ZLC[row_B1, place_B1]
+            ids_B1C = self.above_ids_ZLC[row_B1, place_B1]
             above_BV = self._spread(ids_B1C, logp_B1C)
             if self.fill == "above-token":
                 above_BV = self._one(self._above_token_B())
@@ -160,11 +160,11 @@ class SpeculativeJacobiState(StepState):
         at_BT = (num_final_B1 - count).clamp(min=0) + torch.arange(count, device=slot_B1.device)
         is_new_BT1 = (at_BT < num_final_B1)[:, :, None]
         at_BT = at_BT.clamp(max=ids_BTC.shape[1] - 1)
-        place_BR = (first_B[:, None] + at_BT) % self.columns
+        place_BL = (first_B[:, None] + at_BT) % self.columns
         row_B1 = torch.arange(len(slot_B1), device=slot_B1.device)[:, None]
-        for kept, new in ((self.above_ids_ZRC, ids_BTC), (self.above_logp_ZRC, logp_BTC)):
-            old = kept[slot_B1, place_BR]
-            kept[slot_B1, place_BR] = torch.where(is_new_BT1, new[row_B1, at_BT], old)
+        for kept, new in ((self.above_ids_ZLC, ids_BTC), (self.above_logp_ZLC, logp_BTC)):
+            old = kept[slot_B1, place_BL]
+            kept[slot_B1, place_BL] = torch.where(is_new_BT1, new[row_B1, at_BT], old)
 
 
 FAMILY = Family(

@@ -8,6 +8,7 @@ Letters: B rows, K draft vocabulary, L positions, Q picked rows, X any axes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Codebook:
     @property
     def side(self) -> int:
         """Pixels along a patch."""
-        return round(self.patch_KX.shape[1] ** 0.5)
+        return math.isqrt(self.patch_KX.shape[1])
 
     @property
     def num_tokens(self) -> int:

@@ -13,9 +13,9 @@ passes of the target, which reads many drafts at once, not draws of its head.
 
 A diffusion head's density of x itself has no formula, but that of its whole path of denoising has:
 p(x_T) p(x_{T-1} | x_T) ... p(x_0 | x_1), all of them Gaussian. `DenoisingPath` is such a density,
-over paths [T + 1, X], and both heads draw with the same noise (the paper's alignment of denoising
-paths). Accepting paths is lossless for paths, and so for their ends.
-Letters: B rows, T steps of denoising, X axes of a vector.
+over paths [steps + 1, X]: the target scores the very path that was drafted, which is the paper's
+alignment of denoising paths. Accepting paths is lossless for paths, and so for their ends.
+Letters: B rows, Q picked rows, R flat rows, X any axes.
 """
 
 from __future__ import annotations
@@ -41,58 +41,58 @@ class Density(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GaussianMixture:
-    """A mixture of Gaussians with one width in all directions: weights [K], means [K, X] and
-    standard deviations [K]; points are [B, X]."""
+    """A mixture of Gaussians with one width in all directions: weights [R], means [R, X] and
+    standard deviations [R]; points are [B, X]."""
 
-    weight_K: Tensor
-    mean_KX: Tensor
-    width_K: Tensor
+    weight_R: Tensor
+    mean_RX: Tensor
+    width_R: Tensor
 
     def draw(self, count: int, random: torch.Generator) -> Tensor:
         """[B, X]"""
-        of_B = torch.multinomial(self.weight_K, count, replacement=True, generator=random)
+        of_B = torch.multinomial(self.weight_R, count, replacement=True, generator=random)
         noise_BX = torch.randn(
-            count, self.mean_KX.shape[1], generator=random, dtype=self.mean_KX.dtype
+            count, self.mean_RX.shape[1], generator=random, dtype=self.mean_RX.dtype
         )
-        return self.mean_KX[of_B] + self.width_K[of_B, None] * noise_BX
+        return self.mean_RX[of_B] + self.width_R[of_B, None] * noise_BX
 
     def log_density(self, points: Tensor) -> Tensor:
         """[B], in nats."""
-        gap_BK = ((points[:, None] - self.mean_KX) ** 2).sum(-1)
-        size = self.mean_KX.shape[1]
-        log_BK = -gap_BK / (2 * self.width_K**2) - size * (
-            self.width_K.log() + 0.5 * math.log(2 * math.pi)
+        gap_BR = ((points[:, None] - self.mean_RX) ** 2).sum(-1)
+        size = self.mean_RX.shape[1]
+        log_BR = -gap_BR / (2 * self.width_R**2) - size * (
+            self.width_R.log() + 0.5 * math.log(2 * math.pi)
         )
-        weight_K = self.weight_K / self.weight_K.sum()
-        return (log_BK + weight_K.log()).logsumexp(-1)
+        weight_R = self.weight_R / self.weight_R.sum()
+        return (log_BR + weight_R.log()).logsumexp(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class DenoisingPath:
     """The paths of a diffusion head: it begins at a standard normal x_T, and step t draws x_{t-1}
-    from a Gaussian with mean `mean(x_t, t)` and standard deviation `width_T[t - 1]`. A point is a
-    path [T + 1, X], x_T first."""
+    from a Gaussian with mean `mean(x_t, t)` and standard deviation `widths[t - 1]`. A point is a
+    path [steps + 1, X], x_T first."""
 
     mean: Callable[[Tensor, int], Tensor]
-    width_T: Sequence[float]
+    widths: Sequence[float]
     size: int
 
     def draw(self, count: int, random: torch.Generator) -> Tensor:
-        """[B, T + 1, X]"""
+        """[B, steps + 1, X]"""
         state = torch.randn(count, self.size, generator=random, dtype=torch.float64)
         path = [state]
-        for step in range(len(self.width_T), 0, -1):
+        for step in range(len(self.widths), 0, -1):
             noise = torch.randn(count, self.size, generator=random, dtype=torch.float64)
-            state = self.mean(state, step) + self.width_T[step - 1] * noise
+            state = self.mean(state, step) + self.widths[step - 1] * noise
             path.append(state)
         return torch.stack(path, 1)
 
     def log_density(self, points: Tensor) -> Tensor:
         """[B], of whole paths, in nats."""
         log_B = _normal(points[:, 0], 1.0)
-        for index, step in enumerate(range(len(self.width_T), 0, -1)):
+        for index, step in enumerate(range(len(self.widths), 0, -1)):
             gap = points[:, index + 1] - self.mean(points[:, index], step)
-            log_B = log_B + _normal(gap, self.width_T[step - 1])
+            log_B = log_B + _normal(gap, self.widths[step - 1])
         return log_B
 
 

@@ -14,10 +14,11 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.proof.exact_distribution import ExactDistribution
 from specctl.runtime.sampling.sampling import Sampling
-from specctl_testing.drafters.parallel_runs import PROMPTS, decode
+from specctl_testing.drafters.parallel_runs import decode
 
 FAMILY = family("speculative-jacobi")
 COLUMNS = 5
+PROMPTS = ((3, 1, 4, 1, 5), (2, 6, 2, 6))
 
 
 @pytest.mark.parametrize("fill", FILLS)
@@ -44,7 +45,14 @@ def test_the_row_above_is_repeated(make_target: Any, fill: str, temperature: flo
     target = make_target(vocab=8)
     drafter = FAMILY.build(FAMILY.options(fill=fill, columns=COLUMNS), target.spec, None)
     ran = decode(
-        target, drafter, tokens=80, policy="chain", length=5, slots=2, temperature=temperature
+        target,
+        drafter,
+        PROMPTS,
+        tokens=80,
+        policy="chain",
+        length=5,
+        slots=2,
+        temperature=temperature,
     )
     known, same, count = dict[int, int](), 0, 0
     for outcome in ran.outcomes:

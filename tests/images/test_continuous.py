@@ -34,8 +34,8 @@ DRAFTS = {
 
 def below(at: Tensor) -> Tensor:
     """The distribution function of the target."""
-    gap = (at[..., None] - TARGET.mean_KX[:, 0]) / (TARGET.width_K * math.sqrt(2))
-    return (TARGET.weight_K * 0.5 * (1 + torch.erf(gap))).sum(-1)
+    gap = (at[..., None] - TARGET.mean_RX[:, 0]) / (TARGET.width_R * math.sqrt(2))
+    return (TARGET.weight_R * 0.5 * (1 + torch.erf(gap))).sum(-1)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -94,7 +94,7 @@ def test_paths_of_denoising_end_as_those_of_the_target() -> None:
     expected = torch.distributions.Normal(0.0, 1.0).log_prob(path[:, 0, 0])
     for index, step in enumerate((3, 2, 1)):
         mean = draft.mean(path[:, index], step)[:, 0]
-        width = draft.width_T[step - 1]
+        width = draft.widths[step - 1]
         expected = expected + torch.distributions.Normal(mean, width).log_prob(
             path[:, index + 1, 0]
         )

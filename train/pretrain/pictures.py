@@ -41,8 +41,16 @@ def image_tokenizer(codes: int, max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-def prepare_pictures(recipe: PretrainRecipe, images: ImageRecipe, out: Path) -> PretrainData:
+def save_codebook(data: PretrainData, export: Path) -> None:
+    """Write the codebook beside the weights, where the data are pictures."""
+    if data.codebook is not None:
+        data.codebook.save(export)
+
+
+def prepare_pictures(recipe: PretrainRecipe, out: Path) -> PretrainData:
     """Tokenizer, codebook and ids from OUT, made there where they are missing."""
+    images = recipe.images
+    assert images is not None, "a recipe of pictures"
     check_sizes(recipe, images)
     folder = out / "tokenizer"
     if not (folder / "tokenizer.json").exists():

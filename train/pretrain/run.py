@@ -53,7 +53,7 @@ from specctl.train.pretrain.masked import (
     is_masked,
     masked_loss_sum,
 )
-from specctl.train.pretrain.pictures import prepare_pictures
+from specctl.train.pretrain.pictures import prepare_pictures, save_codebook
 from specctl.train.pretrain.recipe import (
     PretrainRecipe,
     TokenSchedule,
@@ -365,8 +365,7 @@ def pretrain(
     torch.set_num_threads(plan.num_threads)
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.yaml").write_text(yaml.safe_dump(recipe.model_dump(), sort_keys=False))
-    images = recipe.images
-    data = prepare_data(recipe, out) if images is None else prepare_pictures(recipe, images, out)
+    data = (prepare_data if recipe.images is None else prepare_pictures)(recipe, out)
     model = build_model(recipe, data.tokenizer)
     schedule, stop = TokenSchedule(plan), Stop("run the same command again")
     seen: list[Evaluation] = []
@@ -379,8 +378,7 @@ def pretrain(
 
     def export() -> None:
         export_snapshot(out / EXPORT, model, data.tokenizer)
-        if data.codebook is not None:
-            data.codebook.save(out / EXPORT)
+        save_codebook(data, out / EXPORT)
 
     saving = Timer(report.save_every_seconds)
     exporting = Timer(report.export_every_seconds, FIRST_EXPORT_SECONDS)

@@ -10,7 +10,7 @@ the order of p, of which only those count whose p is within `spread` of p(x). Th
 does not stand is drawn anew from norm([p - q]+), as in speculative sampling, whose rule this is
 with `size` 0. The published rule leaves out of G what is far from x in the codebook, too; a rule
 sees no codebook here. Approximate.
-Letters: B rows, N nodes, T fed tokens, V target vocabulary.
+Letters: B rows, K draft vocabulary, N nodes, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations
