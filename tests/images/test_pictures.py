@@ -88,9 +88,8 @@ def test_recipes_that_do_not_fit_pictures_are_refused(tmp_path: Path) -> None:
     raw = yaml.safe_load(small_pictures(path).read_text())
     for name, wrong in (("max_position_embeddings", 17), ("model_type", "llada")):
         recipe = PretrainRecipe(**raw | {"model": raw["model"] | {name: wrong}})
-        assert recipe.images is not None
         with pytest.raises(RecipeError, match=str(wrong)):
-            prepare_pictures(recipe, recipe.images, tmp_path / "run")
+            prepare_pictures(recipe, tmp_path / "run")
 
 
 def test_a_stopped_preparation_leaves_no_half_files_and_other_pictures_are_refused(
@@ -107,15 +106,15 @@ def test_a_stopped_preparation_leaves_no_half_files_and_other_pictures_are_refus
         with monkeypatch.context() as patch:
             patch.setattr(Disk, "write", full)
             with pytest.raises(ResourceError, match=name):
-                prepare_pictures(recipe, images, run)
+                prepare_pictures(recipe, run)
         assert not (run / name).exists()
         if name == CODEBOOK:
             pictures, _ = digits(images.pictures, images.grid * images.side, recipe.data.seed)
             Codebook.learned(pictures, images.codes, images.side, FIRST_CODE, 0).save(run)
-    assert len(prepare_pictures(recipe, images, run).train) == images.pictures * LENGTH
+    assert len(prepare_pictures(recipe, run).train) == images.pictures * LENGTH
     for other in (
         images.model_copy(update={"pictures": images.pictures + 1}),
         images.model_copy(update={"side": 1}),
     ):
         with pytest.raises(FileError, match="of another recipe"):
-            prepare_pictures(recipe, other, run)
+            prepare_pictures(recipe.model_copy(update={"images": other}), run)
