@@ -17,14 +17,15 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from specctl.core.errors import FileError, IncompatibleError
+from specctl.core.files import write_bytes
 from specctl.images.digits import Floats, Pixels
 
 CODEBOOK = "codebook.safetensors"
 SAMPLE, TURNS = 20_000, 25  # patches that k-means reads, and its iterations
-MOST_SIDE = 1024  # patches along a side, and pixels along a patch
+MOST_SIZE = 4096  # pixels along a side of a picture
 Codes = npt.NDArray[np.int64]
 
 
@@ -91,9 +92,20 @@ class Codebook:
         return pixels.round().clip(0, 255).astype(np.uint8), missing
 
     def save(self, folder: Path) -> None:
-        """Write it into the folder of its target."""
+        """Write it into the folder of its target, whole or not at all."""
         words = {"grid": str(self.grid), "first_id": str(self.first_id)}
-        save_file({"patches": self.patch_KX}, folder / CODEBOOK, metadata=words)
+        write_bytes(folder / CODEBOOK, save({"patches": self.patch_KX}, metadata=words))
+
+    def check_target(self, name: str, vocab_size: int) -> None:
+        """Refuse a target that lacks some of these tokens: it is that of another one."""
+        if self.first_id + len(self.patch_KX) > vocab_size:
+            raise IncompatibleError(
+                "the codebook is that of another target",
+                where=CODEBOOK,
+                found=f"tokens up to {self.first_id + len(self.patch_KX) - 1:,}",
+                expected=f"at most {vocab_size - 1:,}, the last token of {name}",
+                do="name the folder that specctl pretrain wrote with --target",
+            )
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -105,9 +117,10 @@ class Codebook:
                 words, patch_KX = file.metadata() or {}, file.get_tensor("patches")
             made = cls(patch_KX.astype(np.float32), int(words["grid"]), int(words["first_id"]))
             is_whole = patch_KX.ndim == 2 and made.side**2 == patch_KX.shape[1]
-            is_whole &= 1 <= made.grid <= MOST_SIDE and 1 <= made.side <= MOST_SIDE
-            is_whole &= made.first_id >= 0 and bool(np.isfinite(patch_KX).all())
-        except (OSError, SafetensorError, KeyError, ValueError, IndexError) as error:
+            is_whole &= min(len(patch_KX), made.grid, made.side) >= 1
+            is_whole &= made.grid * made.side <= MOST_SIZE
+            is_whole &= made.first_id >= 0 and bool(np.isfinite(made.patch_KX).all())
+        except (OSError, SafetensorError, KeyError, ValueError, IndexError, TypeError) as error:
             raise _unread(path, f"{type(error).__name__}: {error}"[:120]) from error
         if not is_whole:
             raise _unread(path, f"patches {list(patch_KX.shape)}, {words}"[:120])

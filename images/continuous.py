@@ -13,8 +13,9 @@ passes of the target, which reads many drafts at once, not draws of its head.
 
 A diffusion head's density of x itself has no formula, but that of its whole path of denoising has:
 p(x_T) p(x_{T-1} | x_T) ... p(x_0 | x_1), all of them Gaussian. `DenoisingPath` is such a density,
-over paths [steps + 1, X]: the target scores the very path that was drafted, which is the paper's
-alignment of denoising paths. Accepting paths is lossless for paths, and so for their ends.
+over paths [steps + 1, X]: the target scores the very path that was drafted. Accepting paths is
+lossless for paths, and so for their ends. The paper's alignment of denoising trajectories, by which
+more is accepted, is not built.
 Letters: B rows, Q picked rows, R flat rows, X any axes.
 """
 

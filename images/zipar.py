@@ -7,8 +7,10 @@ takes (R - 1) * window + W passes instead of R * W. A token attends to what is b
 order and is already there, at its own position, and is not computed again when more is there.
 
 The first token of a row is predicted behind the last of the row above. Where that is not there yet,
-the newest token of that row is read at its place, for this prediction alone. `window` = W is plain
-decoding, token by token; any smaller one is approximate.
+the newest token of the row before it, which lies above that place or nearest to it, is read there,
+for this prediction alone (as in the published code for LlamaGen; the second row has no such row,
+and the newest of the first is read). `window` = W is plain decoding, token by token; any smaller
+one is approximate.
 Letters: B rows, L positions, T fed tokens, V target vocabulary.
 """
 
@@ -71,7 +73,7 @@ def zip_grids(
         standing = drawn[-1] % grid == 0 and drawn[-1] > 0 and window < grid
         num_real = len(at_T)
         if standing:  # the row above has no end yet
-            newest = drawn[-1] - grid + window - 1
+            newest = stand_in(drawn[-1] // grid, grid, window)
             fed_BT = torch.cat([fed_BT, ids_BL[:, newest, None]], 1)
             at_T = torch.cat([at_T, behind_T[-1:]])
         kept, num_fed = len(kept_L), len(at_T)
@@ -95,6 +97,14 @@ def zip_grids(
         kept_L = torch.cat([kept_L, at_T[:num_real]])
         fed_BT, at_T = token_BT, behind_T + 1
     return ZippedGrids(ids_BL, passes, read)
+
+
+def stand_in(row: int, grid: int, window: int) -> int:
+    """The place whose token is read where the row above `row` has no end yet: the newest of the row
+    before it, which is two windows ahead of `row`."""
+    if row == 1:
+        return window - 1
+    return (row - 2) * grid + min(2 * window, grid) - 1
 
 
 def _places(step: int, grid: int, window: int) -> list[int]:

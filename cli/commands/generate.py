@@ -123,7 +123,12 @@ def generate(
     model = target.load(console, compiled, is_in_step=True, wanted=wanted, images=bool(image))
     outline = outlines.with_small(outline, target)
     settings = replace(sampling.settle(console, model), grammar=grammar.load(model))
+    if codebook is not None:
+        images.check(codebook, model, prompts)
     if codebook is not None and images.window is not None:
+        given += ["--chat"] if chat or any(prompt.messages for prompt in prompts) else []
+        given += [f"--mix {target.mix}"] if target.mix else []
+        given += ["target.tensor_parallel"] if target.tensor_parallel else []
         check_zipped(settings, given)
         generate_zipped(console, model, codebook, images, settings, prompts, stats)
         return

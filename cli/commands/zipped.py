@@ -49,10 +49,11 @@ def generate_zipped(
     if stats:
         for line in made.lines():
             console.out(line)
+    console.result = result = {**made.to_json(), "target": target_json(target)}
     images.write(console, codebook, made.outputs)
     plain = ["--set", f"image.window={codebook.grid}", "--stats"]
     follow = with_text("generate", "--target", target.name, *plain)
-    console.done({**made.to_json(), "target": target_json(target)}, next=[follow])
+    console.done(result, next=[follow])
 
 
 def check_zipped(sampling: Sampling, others: Sequence[str]) -> None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.settings import Setting
-from specctl.core.errors import RecipeError
+from specctl.core.errors import FileError, IncompatibleError, RecipeError
 
 if TYPE_CHECKING:
+    from specctl.cli.options.prompts import PromptText
     from specctl.images.codebook import Codebook
     from specctl.runtime.generate import Output
+    from specctl.runtime.target.target import Target
 
 COLUMNS, ZOOM = 10, 4  # pictures beside each other in a sheet, and pixels of a sheet for one
 
@@ -41,7 +43,7 @@ class ImageFlags:
 
     def codebook(self, target: str) -> Codebook | None:
         """The codebook of the target; None where no setting wants it. Raises FileError where the
-        target has none, RecipeError where `out` is no PNG."""
+        target has none or `out` is a folder, RecipeError where `out` is no PNG."""
         if self.out is None and self.window is None:
             return None
         from specctl.images.codebook import Codebook
@@ -55,7 +57,36 @@ class ImageFlags:
                 expected="a name that ends in .png",
                 do="--set image.out=picture.png",
             )
+        if self.out is not None and Path(self.out).is_dir():
+            raise FileError(
+                "a picture cannot be written in the place of a folder",
+                where="image.out",
+                found=self.out,
+                expected="the name of a file",
+                do=f"--set image.out={Path(self.out) / 'picture.png'}",
+            )
         return Codebook.load(resolve(target).path or Path(target))
+
+    def check(self, codebook: Codebook, target: Target, prompts: Sequence[PromptText]) -> None:
+        """Refuse the codebook of another target, and prompts that are no beginning of a picture:
+        what they hold of one is not in what is written, and an unknown word would be padding."""
+        codebook.check_target(target.name, target.spec.vocab_size)
+        tokenizer = target.tokenizer
+        padding = getattr(tokenizer, "pad_token_id", None)
+        if padding in (getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")):
+            padding = None  # it stands for something else, too
+        for prompt in prompts:
+            ids = target.encode(prompt.text)
+            codes = sum(0 <= token - codebook.first_id < len(codebook.patch_KX) for token in ids)
+            if codes or (padding is not None and padding in ids):
+                raise IncompatibleError(
+                    "a prompt is none that a picture begins behind",
+                    where="the prompts",
+                    found=f"{prompt.text[:60]!r}, "
+                    + (f"with {codes:,} image tokens" if codes else "with words it does not know"),
+                    expected="what the picture shows, in words of the target",
+                    do="leave them out: docs/images-out.md",
+                )
 
     def write(self, console: Console, codebook: Codebook | None, outputs: Sequence[Output]) -> None:
         """Write the pictures of all outputs into one file; say what of them is missing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from specctl.images.codebook import Codebook
 from specctl.images.png import GAP
+from specctl.train.pretrain.pictures import FIRST_CODE
 from specctl.train.pretrain.run import pretrain
 from specctl_testing.cli.ran import Run
 from specctl_testing.images import CODES, GRID, read_png, small_pictures
@@ -56,10 +58,32 @@ def test_rows_at_once_are_marked_and_refuse_what_they_lack(
         (("--top-k", 4), "sample.top_k"),
         (("--set", f"image.window={GRID + 1}"), f"expected: 1 to {GRID}"),
         (("--set", "image.out=seven.jpg"), "ends in .png"),
+        (("--chat",), "--chat"),
+        (("--mix", f"average={trained}"), "--mix average"),
     ):
         ran = run(*words, "--set", "image.window=1", *more, "7")
         assert ran.code != 0
         assert found in ran.err
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    for out, prompt, found in (
+        (folder, "7", "in the place of a folder"),
+        (tmp_path / "a.png", "7 v1 v2", "2 image tokens"),
+        (tmp_path / "a.png", "seven", "does not know"),
+    ):
+        ran = run(*words, "--set", f"image.out={out}", prompt)
+        assert ran.code != 0
+        assert found in ran.err
+    half = trained / "file"  # a picture that cannot be written: what was decoded is not lost
+    half.write_text("")
+    ran = run(*words, "--json", "--set", "image.window=2", "--set", f"image.out={half}/a.png", "7")
+    assert ran.code != 0
+    assert len(ran.json["result"]["outputs"][0]["token_ids"]) == GRID**2
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    Codebook(np.zeros((CODES + 1, 4), np.float32), GRID, FIRST_CODE).save(copy)
+    ran = run("generate", "--target", copy, "--set", "image.window=2", "7")
+    assert ran.code != 0
+    assert "that of another target" in ran.err
     no_grid = run("generate", "--target", "tiny", "--set", "image.out=x.png", "def main(")
     assert no_grid.code == 4
     assert "no codebook" in no_grid.err

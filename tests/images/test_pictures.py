@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
 
-from specctl.core.errors import FileError, RecipeError
-from specctl.images.codebook import Codebook, patches
+from specctl.core.errors import FileError, RecipeError, ResourceError
+from specctl.core.files import Disk
+from specctl.images.codebook import CODEBOOK, Codebook, patches
 from specctl.images.digits import digits
 from specctl.images.png import GAP, png_bytes, sheet
+from specctl.train.pretrain.pictures import FIRST_CODE, prepare_pictures
+from specctl.train.pretrain.recipe import PretrainRecipe, load_pretrain_recipe
 from specctl.train.pretrain.run import pretrain
-from specctl_testing.images import read_png, small_pictures
+from specctl_testing.images import LENGTH, read_png, small_pictures
 
 
 def test_a_grid_of_a_codebook_is_the_picture_it_was_made_of() -> None:
@@ -55,7 +63,12 @@ def test_a_codebook_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "codebook.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(FileError, match="no codebook"):
         Codebook.load(tmp_path)
-    Codebook(np.zeros((4, 3), np.float32), 4, 0).save(tmp_path)
+    for patch_KX, grid in ((np.zeros((4, 3)), 4), (np.zeros((0, 4)), 4), (np.zeros((4, 4)), 4000)):
+        Codebook(patch_KX.astype(np.float32), grid, 0).save(tmp_path)
+        with pytest.raises(FileError, match="no codebook"):
+            Codebook.load(tmp_path)
+    words = {"grid": "4", "first_id": "0"}
+    save_file({"patches": torch.zeros(4, 4).bfloat16()}, tmp_path / CODEBOOK, metadata=words)
     with pytest.raises(FileError, match="no codebook"):
         Codebook.load(tmp_path)
 
@@ -68,8 +81,40 @@ def test_a_sheet_holds_its_pictures() -> None:
     assert (corner[::2, ::2] == pictures[4]).all()
 
 
-def test_rows_that_are_no_whole_picture_are_refused(tmp_path: Path) -> None:
+def test_recipes_that_do_not_fit_pictures_are_refused(tmp_path: Path) -> None:
+    path = small_pictures(tmp_path / "recipe.yaml", seq_len=20, decay_seq_len=20)
     with pytest.raises(RecipeError, match=r"train\.seq_len .* expected: 18"):
-        pretrain(
-            small_pictures(tmp_path / "recipe.yaml", seq_len=20, decay_seq_len=20), tmp_path / "run"
-        )
+        pretrain(path, tmp_path / "run")
+    raw = yaml.safe_load(small_pictures(path).read_text())
+    for name, wrong in (("max_position_embeddings", 17), ("model_type", "llada")):
+        recipe = PretrainRecipe(**raw | {"model": raw["model"] | {name: wrong}})
+        with pytest.raises(RecipeError, match=str(wrong)):
+            prepare_pictures(recipe, tmp_path / "run")
+
+
+def test_a_stopped_preparation_leaves_no_half_files_and_other_pictures_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Disk, descriptor: int, data: memoryview) -> int:
+        os.write(descriptor, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    recipe = load_pretrain_recipe(small_pictures(tmp_path / "recipe.yaml"))
+    images, run = recipe.images, tmp_path / "run"
+    assert images is not None
+    for name in (CODEBOOK, "train.bin"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Disk, "write", full)
+            with pytest.raises(ResourceError, match=name):
+                prepare_pictures(recipe, run)
+        assert not (run / name).exists()
+        if name == CODEBOOK:
+            pictures, _ = digits(images.pictures, images.grid * images.side, recipe.data.seed)
+            Codebook.learned(pictures, images.codes, images.side, FIRST_CODE, 0).save(run)
+    assert len(prepare_pictures(recipe, run).train) == images.pictures * LENGTH
+    for other in (
+        images.model_copy(update={"pictures": images.pictures + 1}),
+        images.model_copy(update={"side": 1}),
+    ):
+        with pytest.raises(FileError, match="of another recipe"):
+            prepare_pictures(recipe.model_copy(update={"images": other}), run)

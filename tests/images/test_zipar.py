@@ -43,7 +43,9 @@ def dense_choice(target: Target, prompt: list[int], ids: list[int], window: int)
     real, source = len(tokens), [start + place - 1 for place in range(places)]
     for row in range(1, GRID if window < GRID else 1):
         source[row * GRID] = len(tokens)
-        tokens.append(ids[(row - 1) * GRID + window - 1])
+        newest = [place for place, step in enumerate(drawn) if step < drawn[row * GRID]]
+        before = [place for place in newest if place // GRID == max(row - 2, 0)]
+        tokens.append(ids[before[-1]])
         at.append(start + row * GRID - 1)
         read.append(drawn[row * GRID])
 

@@ -12,8 +12,10 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specctl.core.diffusion_kinds import diffusion_kind
 from specctl.core.errors import FileError, RecipeError
-from specctl.images.codebook import Codebook, has_codebook
+from specctl.core.files import write_bytes
+from specctl.images.codebook import CODEBOOK, Codebook, has_codebook
 from specctl.images.digits import CLASSES, Pixels, digits
 from specctl.train.pretrain.data import EOS, PAD, Ids, PretrainData, load_tokenizer
 from specctl.train.pretrain.recipe import ImageRecipe, PretrainRecipe
@@ -56,26 +58,37 @@ def prepare_pictures(recipe: PretrainRecipe, out: Path) -> PretrainData:
         image_tokenizer(images.codes, most).save_pretrained(folder)
     seed, size = recipe.data.seed, images.grid * images.side
     tokenizer = load_tokenizer(folder)
-    if (known := len(tokenizer)) != FIRST_CODE + images.codes:
-        raise FileError(
-            f"{out} holds the tokens of another recipe",
-            where=str(folder),
-            found=f"{known:,} tokens",
-            expected=f"{FIRST_CODE + images.codes:,}, or no tokenizer yet",
-            do="choose another --out",
-        )
+    check_kept(out, folder, "tokens", len(tokenizer), FIRST_CODE + images.codes)
     if not has_codebook(out):
         pictures, _ = digits(min(images.pictures, LEARNED_FROM), size, seed)
         Codebook.learned(pictures, images.codes, images.side, FIRST_CODE, seed).save(out)
     codebook = Codebook.load(out)
+    kept = f"{codebook.grid} x {codebook.grid} patches with {codebook.side} pixels a side"
+    check_kept(out, out / CODEBOOK, "codes", len(codebook.patch_KX), images.codes)
+    wanted = f"{images.grid} x {images.grid} patches with {images.side} pixels a side"
+    check_kept(out, out / CODEBOOK, "pictures", kept, wanted)
     parts = {"train": (images.pictures, seed), "heldout": (images.heldout, seed + HELDOUT_SEED)}
     ids: dict[str, Ids] = {}
     for name, (count, part_seed) in parts.items():
         path = out / f"{name}.bin"
         if not path.exists():
-            documents(codebook, *digits(count, size, part_seed)).tofile(path)
+            made = documents(codebook, *digits(count, size, part_seed))
+            write_bytes(path, made.tobytes())
         ids[name] = np.fromfile(path, dtype=np.uint16)
+        check_kept(out, path, "ids", len(ids[name]), count * (images.grid**2 + 2))
     return PretrainData(tokenizer, ids["train"], ids["heldout"], codebook)
+
+
+def check_kept(out: Path, path: Path, what: str, found: int | str, expected: int | str) -> None:
+    """Refuse what lies in OUT from another recipe."""
+    if found != expected:
+        raise FileError(
+            f"{out} holds the {what} of another recipe",
+            where=str(path),
+            found=str(found),
+            expected=f"{expected}, or no such file yet",
+            do="choose another --out",
+        )
 
 
 def documents(codebook: Codebook, pictures: Pixels, shown: np.ndarray) -> Ids:
@@ -86,8 +99,25 @@ def documents(codebook: Codebook, pictures: Pixels, shown: np.ndarray) -> Ids:
 
 
 def check_sizes(recipe: PretrainRecipe, images: ImageRecipe) -> None:
-    """Refuse rows that are no whole picture, and a model with another number of tokens."""
+    """Refuse rows that are no whole picture, and a model with another number of tokens, without
+    room for a picture, or that does not write from left to right."""
     train, length = recipe.train, images.grid**2 + 2
+    if (kind := diffusion_kind(recipe.model)) is not None:
+        raise RecipeError(
+            "pictures are learned by causal models alone",
+            where="images",
+            found=f"model_type {kind}",
+            expected="a causal model, as in recipes/tiny-digits.yaml",
+            do="leave out the section",
+        )
+    if (most := recipe.model.get("max_position_embeddings", 0)) < length:
+        raise RecipeError(
+            "the model has no room for a picture",
+            where="model.max_position_embeddings",
+            found=str(most),
+            expected=f"{length} or more: the digit, the codes and the end",
+            do=f"write max_position_embeddings: {length}",
+        )
     tokens = FIRST_CODE + images.codes
     wrong = [
         ("train.seq_len", train.seq_len, length),
