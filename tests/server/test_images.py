@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import struct
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from fastapi import FastAPI
 
 from specctl.api.generate import generate
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.runtime.target.image_prompts import turn_tokens
 from specctl.runtime.target.target import Target, load_target
 from specctl.server.app import create_app
 from specctl.server.engine_thread.service import Service
@@ -141,3 +144,28 @@ def test_images_are_refused_where_nothing_reads_them_or_nobody_shows_them(app: F
     assert "user's turn" in error_of(post(app, CHAT, system))["message"]
     many = post(app, CHAT, chat(*[shown(1)] * 17, "hello"))
     assert "at most 16 images" in error_of(many)["message"]
+
+
+
+
+def test_a_template_that_reads_parts_alone_loses_no_text(target: Target) -> None:
+    tokenizer = copy.copy(target.tokenizer)
+    tokenizer.chat_template = (  # as LLaVA's: of a string, such a filter leaves nothing
+        "{%- for message in messages -%}<|{{ message['role'] }}|>"
+        "{%- for part in message['content'] | selectattr('type', 'equalto', 'image') -%}<image>"
+        "{%- endfor -%}"
+        "{%- for part in message['content'] | selectattr('type', 'equalto', 'text') -%}"
+        "{{ part['text'] }}{%- endfor -%}<|end|>{%- endfor -%}<|assistant|>"
+    )
+    own = replace(target, tokenizer=tokenizer)
+    turns = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": "a world"},
+        {"role": "user", "content": "how <image> are you?"},
+    ]
+    assert own.chat_text(turns) == (
+        "<|user|><image>hello<|end|><|assistant|>a world<|end|><|user|>how <image> are you?<|end|>"
+        "<|assistant|>"
+    )
+    tokens, _ = turn_tokens(own, turns, [picture(1)])  # what the user spells is no place
+    assert "how <image> are you?" in own.tokenizer.decode(tokens)
