@@ -13,7 +13,7 @@ Letters: B rows, D hidden width, L positions, T fed tokens, V target vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,11 @@ OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")  # of a processor
 KNOWN = ("inputs_embeds", "position_ids")  # of what a language model is given
 WORST = {torch.float32: 1e-3}  # of logits, as a share of their deviation; else 0.5
 TRIED = 48  # pixels in each direction
+CheckLength = Callable[[int], None]  # raises for a prompt of more tokens than there is room for
+
+
+def any_length(length: int) -> None:
+    """A prompt of any length is read."""
 
 
 class LanguageGap(nn.Module):
@@ -116,12 +121,17 @@ class Vision:
 
     # -- prompts ----------------------------------------------------------------------------------
 
-    def see(self, tokens: Sequence[int], images: Sequence[Any]) -> tuple[list[int], PromptImages]:
+    def see(
+        self, tokens: Sequence[int], images: Sequence[Any], check: CheckLength = any_length
+    ) -> tuple[list[int], PromptImages]:
         """A prompt with one placeholder for each image (PIL, RGB): its expanded tokens, and what
-        stands at them. Raises SpecctlError where there are more or fewer placeholders."""
-        return self.read(self.inputs(tokens, images))
+        stands at them. `check` is called with its length as far as that is known, before more is
+        made of it. Raises SpecctlError where there are more or fewer placeholders."""
+        return self.read(self.inputs(tokens, images, check))
 
-    def inputs(self, tokens: Sequence[int], images: Sequence[Any]) -> ImageInputs:
+    def inputs(
+        self, tokens: Sequence[int], images: Sequence[Any], check: CheckLength = any_length
+    ) -> ImageInputs:
         """What the multimodal model is given of a prompt."""
         places = [at for at, token in enumerate(tokens) if token == self.place]
         if len(places) != len(images):
@@ -132,8 +142,13 @@ class Vision:
                 do="leave the marker out: images then stand in front of the prompt; if the chat "
                 "template writes no place for an image, give a prompt that is no chat (--raw)",
             )
-        parts = [self._processed([image]) for image in images]
-        pieces = [_ids_of(part) for part in parts]
+        parts, pieces, length = list[Mapping[str, Any]](), list[list[int]](), len(tokens)
+        for image in images:
+            check(length)
+            parts.append(self._processed([image]))
+            pieces.append(_ids_of(parts[-1]))
+            length += len(pieces[-1]) - 1
+        check(length)
         whole = parts[0] if len(parts) == 1 else self._processed(images)
         if _ids_of(whole) != [token for piece in pieces for token in piece]:
             raise self.refused(

@@ -19,6 +19,7 @@ from specctl.api.generate import generate
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.target.image_prompts import turn_tokens
 from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.vision import Vision
 from specctl.server.app import create_app
 from specctl.server.engine_thread.service import Service
 from specctl.server.requests.limits import Limits
@@ -145,6 +146,23 @@ def test_images_are_refused_where_nothing_reads_them_or_nobody_shows_them(app: F
     many = post(app, CHAT, chat(*[shown(1)] * 17, "hello"))
     assert "at most 16 images" in error_of(many)["message"]
 
+
+def test_a_prompt_that_does_not_fit_is_refused_before_its_images_are_read(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processed = list[int]()
+    found = Vision._processed
+
+    def counted(self: Vision, images: Any) -> Any:
+        processed.append(len(images))
+        return found(self, images)
+
+    monkeypatch.setattr(Vision, "_processed", counted)
+    monkeypatch.setattr(Vision, "read", lambda *_: pytest.fail("the tower has run"))
+    answer = post(app, CHAT, chat("hello " * 40, *[shown(1)] * 16))  # an image is 16 tokens
+    assert answer.status_code == 400
+    assert error_of(answer)["code"] == "context_length_exceeded"
+    assert 0 < len(processed) < 16
 
 
 
