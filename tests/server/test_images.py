@@ -22,6 +22,7 @@ from specctl.runtime.target.target import Target, load_target
 from specctl.runtime.target.vision import Vision
 from specctl.server.app import create_app
 from specctl.server.engine_thread.service import Service
+from specctl.server.requests import image_fields
 from specctl.server.requests.limits import Limits
 from specctl_testing.runtime.tiny_vision import make_folder, picture
 from specctl_testing.runtime.web import error_of, make_app, post
@@ -164,6 +165,17 @@ def test_a_prompt_that_does_not_fit_is_refused_before_its_images_are_read(
     assert error_of(answer)["code"] == "context_length_exceeded"
     assert 0 < len(processed) < 16
 
+
+def test_of_several_images_the_field_says_which_is_refused(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = "messages[0].content[1].image_url.url"
+    broken = post(app, CHAT, chat(shown(1), url("data:image/png;base64,aGVsbG8="), "hello"))
+    assert error_of(broken)["param"] == field
+    monkeypatch.setattr(image_fields, "MOST_PIXELS_IN_ALL", 500)  # each has 280
+    many = error_of(post(app, CHAT, chat(shown(1), shown(2), "hello")))
+    assert many["param"] == field
+    assert "220 pixels left" in many["message"]
 
 
 def test_a_template_that_reads_parts_alone_loses_no_text(target: Target) -> None:
