@@ -142,6 +142,13 @@ class Vision:
                 do="leave the marker out: images then stand in front of the prompt; if the chat "
                 "template writes no place for an image, give a prompt that is no chat (--raw)",
             )
+        if any(token in self.unsaid and token != self.place for token in tokens):
+            raise SpecctlError(
+                "a prompt spells a placeholder of what it does not hold",
+                found="a token of this target that stands for a video",
+                expected="text, and places for images",
+                do="leave that token out of the text; videos are not read",
+            )
         parts, pieces, length = list[Mapping[str, Any]](), list[list[int]](), len(tokens)
         for image in images:
             check(length)

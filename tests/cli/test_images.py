@@ -65,6 +65,8 @@ def test_what_does_not_go_with_images_is_refused(folder: Path, tmp_path: Path) -
         generate(load_target(str(folder)), "hello", images=[image], chat=False)
     with pytest.raises(SpecctlError, match="do not belong together"):
         generate(str(folder), ["a", "b"], images=[image])
+    with pytest.raises(SpecctlError, match="stands for a video"):
+        generate(str(folder), "a <|video_pad|>", images=[image], chat=False)
     with pytest.raises(SpecctlError, match="not fetched"):
         read_image("https://example.org/cat.png")
     (tmp_path / "no.png").write_bytes(b"no image")
