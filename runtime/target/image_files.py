@@ -128,10 +128,13 @@ def _upright(image: Any, where: str, most_pixels: int) -> Any:
 
 
 def _damaged(error: Exception, where: str) -> FileError:
+    found = f"{type(error).__name__}: {error}".replace("\n", " ")[:120]
+    if " object at 0x" in found:  # an address in this process is nobody's business
+        found = "bytes that are no image of a known format"
     return FileError(
         "an image cannot be decoded",
         where=where,
-        found=f"{type(error).__name__}: {error}".replace("\n", " ")[:120],
+        found=found,
         expected=", ".join(FORMATS),
         do="save it as PNG",
     )
