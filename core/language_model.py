@@ -110,7 +110,8 @@ class Feed:
     `added`: low-rank additions on some of the rows, by places that `linear_at` knows.
 
     `rope`: cos and signed sin of the fed tokens, [B, T, 1, E] each, in the place of what
-    `position_BT` says: tokens of an image stand on several axes (models/axes.py)."""
+    `position_BT` says: tokens of an image stand on several axes (models/axes.py). `deeper`: what is
+    added to the residual behind layers 0, 1, ..., [B, T, D] each: further features of images."""
 
     ids_BT: Tensor
     position_BT: Tensor
@@ -122,6 +123,7 @@ class Feed:
     residual_BTD: Tensor | None = None
     added: RowAdditions | None = None
     rope: tuple[Tensor, Tensor] | None = None
+    deeper: tuple[Tensor, ...] = ()
 
     def asked(self, rows_BTX: Tensor, first: int = 0) -> Tensor:
         """The rows whose logits are wanted; `rows_BTX` begins at fed index `first`."""

@@ -31,21 +31,31 @@ class ImageSpan:
 class PromptImages:
     """The images of one prompt, in order. `row_LD`: what stands at the positions of the spans,
     one behind another; `position_3T`: the axes of every position of the prompt, None where they are
-    all its index. Behind the prompt a token stands `offset` beyond its index, in every axis."""
+    all its index. Behind the prompt a token stands `offset` beyond its index, in every axis.
+    `deeper`: rows as those of `row_LD`, added behind layers 0, 1, ... (DeepStack, arXiv
+    2406.04334)."""
 
     spans: tuple[ImageSpan, ...]
     row_LD: Tensor
     position_3T: Tensor | None = None
     offset: int = 0
+    deeper: tuple[Tensor, ...] = ()
 
     def put(self, embedded_TD: Tensor, first: int) -> None:
         """Write the rows into the embeddings of positions `first` and behind, in place."""
-        end, at = first + len(embedded_TD), 0
+        self._put(self.row_LD, embedded_TD, first)
+
+    def put_deeper(self, layer: int, added_TD: Tensor, first: int) -> None:
+        """Write what is added behind that layer, in the same way."""
+        self._put(self.deeper[layer], added_TD, first)
+
+    def _put(self, row_LD: Tensor, out_TD: Tensor, first: int) -> None:
+        end, at = first + len(out_TD), 0
         for span in self.spans:
             low, high = max(span.first, first), min(span.end, end)
             if low < high:
-                rows_LD = self.row_LD[at + low - span.first : at + high - span.first]
-                embedded_TD[low - first : high - first] = rows_LD.to(embedded_TD)
+                rows_LD = row_LD[at + low - span.first : at + high - span.first]
+                out_TD[low - first : high - first] = rows_LD.to(out_TD)
             at += span.end - span.first
 
     def positions(self, first: int, count: int) -> Tensor | None:

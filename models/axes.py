@@ -36,15 +36,26 @@ class RotaryAxes:
         return cos, sin
 
 
-def axis_of_each(rope: Any, num_frequencies: int) -> tuple[int, ...] | None:
-    """The axis of every frequency by a configuration's rope parameters; None where these have no
-    sections that cover all frequencies, or one behind another in an order not known here."""
+def axis_of_each(theirs: Any, rope: Any, num_frequencies: int) -> tuple[int, ...] | None:
+    """The axis of every frequency. It is tried: a position of one on one axis turns the frequencies
+    of that axis alone. `theirs`: the rotary embedding of the model; `rope`: the parameters of its
+    configuration. None where positions have no axes, or not one for each frequency."""
     section: Sequence[int] | None = (rope or {}).get("mrope_section")
-    if section is None or len(section) != 3 or sum(section) != num_frequencies:
+    if section is None:
         return None
-    if not rope.get("mrope_interleaved"):
-        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
-    axis = [0] * num_frequencies  # Qwen3-VL: time, height, width in turn, and time at the end
-    for which in (1, 2):
-        axis[which : 3 * section[which] : 3] = [which] * len(range(which, 3 * section[which], 3))
-    return tuple(axis)
+    found = [-1] * num_frequencies
+    for axis in range(3):
+        position_311 = torch.zeros(3, 1, 1, dtype=torch.long, device=theirs.inv_freq.device)
+        position_311[axis] = 1
+        sin = theirs(torch.zeros(1, device=position_311.device), position_311)[1]
+        if sin.dim() != 3:  # releases in which each layer puts the axes together
+            return _sections(section, num_frequencies)
+        for at in sin[0, 0, :num_frequencies].nonzero()[:, 0].tolist():
+            found[at] = axis
+    return None if min(found) < 0 else tuple(found)
+
+
+def _sections(section: Sequence[int], num_frequencies: int) -> tuple[int, ...] | None:
+    """One axis behind another, as in Qwen2-VL."""
+    axis = tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    return axis if len(axis) == num_frequencies else None

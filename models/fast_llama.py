@@ -107,7 +107,8 @@ class FastLlama(LanguageModel):
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         feed = self._filled(feed)
         may_step = self.bits is not None if kv is None else kv.is_as_read
-        may_step = may_step and feed.added is None and feed.rope is None
+        is_text = feed.rope is None and not feed.deeper
+        may_step = may_step and feed.added is None and is_text
         step = self._native(feed.ids_BT) if may_step else None
         if step is None and may_choose(feed, kv):
             with forward_threads(feed, self.spec.num_layers):
@@ -233,6 +234,8 @@ class FastLlama(LanguageModel):
                 x = self._attention(x, layer, index, rope, scores, kv)
             if parts is None or index in parts.mlp:
                 x = self._mlp(x, layer)
+            if index < len(feed.deeper):
+                x = x + feed.deeper[index]
         if feed.logits or shape.num_layers in taps:
             x = rms_norm(x, module.model.norm.weight, shape.norm_eps)
             if shape.num_layers in taps:

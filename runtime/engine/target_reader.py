@@ -77,11 +77,10 @@ class TargetReader:
         span, context = max(lengths) + num_fed, self.target.spec.max_positions
         same = lengths[0] if min(lengths) == max(lengths) else None
         self.kv.begin(view.slots, view.slot_B, view.kept_len_B, num_fed, span, same)
-        images = [row.request.images for row in round.rows]
         position_BT = tree.position_BT(view.kept_len_B)
-        if (offset_B1 := offsets(images, self.device)) is not None:
-            position_BT = position_BT + offset_B1
-        if tree.exits is not None and any(each is not None for each in images):
+        if any(row.request.images is not None for row in round.rows):
+            offset_B1 = offsets([row.request.images for row in round.rows], self.device)
+            position_BT = position_BT if offset_B1 is None else position_BT + offset_B1
             tree = replace(tree, exits=None)  # read with what stands for an image in its ids
         if span > context:  # padding beyond the context: cut at commit
             position_BT = position_BT.clamp(max=context - 1)

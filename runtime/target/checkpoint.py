@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from specctl.core.attention_only import AttentionOnly
@@ -182,7 +182,8 @@ def load_checkpoint(
     tokenizer = load_tokenizer(folder, config)
     kind = config.model_type if is_multimodal(config) else None
     if images and kind is None:
-        raise no_vision(resolved.name, None)
+        is_whole = type(config) in AutoModelForImageTextToText._model_mapping
+        raise no_vision(resolved.name, config.model_type if is_whole else None, False)
     processor = load_processor(folder, config) if images else None
     if processor is not None and not tokenizer.chat_template:
         tokenizer.chat_template = getattr(processor, "chat_template", None)

@@ -13,7 +13,7 @@ Letters: B rows, D hidden width, L positions, T fed tokens, V target vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +31,7 @@ from specctl.models.fast_llama import FastLlama
 
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")  # of a processor: not of images
 KNOWN = ("inputs_embeds", "position_ids")  # of what a language model is given
+DEEPER, WHERE = "deepstack_visual_embeds", "visual_pos_masks"  # given to those of Qwen3-VL as well
 WORST = {torch.float32: 1e-3}  # of logits, as a share of their deviation; else 0.5
 TRIED = 48  # pixels in each direction
 CheckLength = Callable[[int], None]  # raises for a prompt of more tokens than there is room for
@@ -74,7 +75,7 @@ class Vision:
     processor. `place`: the token that stands for an image in a prompt, before it is expanded;
     `spelled`: how a text spells an image, with what the model has around it;
     `unsaid`: ids that stand for images alone: never drawn where there are images. `axes`: of
-    M-RoPE, None where positions are plain."""
+    M-RoPE, None where positions are plain; `is_own`: whether our own forward runs."""
 
     kind: str
     model: Any
@@ -84,6 +85,7 @@ class Vision:
     unsaid: tuple[int, ...]
     spelled: str
     axes: RotaryAxes | None = None
+    is_own: bool = False
 
     @classmethod
     def beside(cls, whole: WholeModel, lm: LanguageModel) -> Vision:
@@ -101,13 +103,13 @@ class Vision:
             place,
             _unsaid(processor, model.config, place, lm.spec.vocab_size),
             _spelled(processor, model.config),
-            _axes(lm, tower.config),
+            _axes(lm, tower),
+            isinstance(lm, FastLlama),
         )
         ids = [token for token in range(8) if token not in vision.unsaid][:3]
         image = _pattern()
         seen = vision.inputs([ids[0], place, *ids[1:]], [image])
-        with torch.inference_mode():
-            theirs_TV = model(**seen.given, use_cache=False).logits[0].float()
+        theirs_TV = vision._run(seen).logits[0].float()
         inner.language_model = LanguageGap(vision.embedding, tower.config)
         ours_TV = vision.logits(lm, *vision.read(seen))
         worst = float((ours_TV - theirs_TV).abs().max() / theirs_TV.std().clamp(min=1e-6))
@@ -171,19 +173,32 @@ class Vision:
 
     def read(self, seen: ImageInputs) -> tuple[list[int], PromptImages]:
         """The tower, the projector and the embeddings, run once."""
-        with torch.inference_mode():
-            try:
-                self.model(**seen.given, use_cache=False)
-            except _Given as caught:
-                given = caught.given
-            else:
-                raise self.refused("a language model that is left out", "one that reads the prompt")
+        try:
+            self._run(seen)
+        except _Given as caught:
+            given = caught.given
+        else:
+            raise self.refused("a language model that is left out", "one that reads the prompt")
         self._check(given)
         embedded_TD = given["inputs_embeds"][0]
         rows = [embedded_TD[span.first : span.end] for span in seen.spans]
         position_3T, offset = self._positions(given.get("position_ids"), len(seen.tokens))
         row_LD = torch.cat(rows) if rows else embedded_TD[:0]
-        return seen.tokens, PromptImages(seen.spans, row_LD.clone(), position_3T, offset)
+        deeper = tuple(self._deeper(given, seen.spans))
+        return seen.tokens, PromptImages(seen.spans, row_LD.clone(), position_3T, offset, deeper)
+
+    def _run(self, seen: ImageInputs) -> Any:
+        """The model's forward; what it raises for inputs of its own processor is a refusal."""
+        try:
+            with torch.inference_mode():
+                return self.model(**seen.given, use_cache=False)
+        except _Given:
+            raise
+        except Exception as error:  # foreign code, which differs by model: any type may come
+            if is_out_of_memory(error):
+                raise
+            why = f"a forward that fails: {type(error).__name__}: {error}".split("\n")[0][:160]
+            raise self.refused(why, "one that reads what its processor makes") from error
 
     # -- prefill ----------------------------------------------------------------------------------
 
@@ -208,7 +223,19 @@ class Vision:
         if any(each is not None and each.position_3T is not None for each in images):
             assert self.axes is not None, "targets of this kind are refused without axes"
             rope = self.axes.at(torch.stack(rows, dim=1), residual_BTD.dtype)
-        return replace(feed, residual_BTD=residual_BTD, position_BT=position_BT, rope=rope)
+        deeper = list[Tensor]()
+        for layer in range(max(0 if each is None else len(each.deeper) for each in images)):
+            deeper.append(torch.zeros_like(residual_BTD))
+            for b, (each, start) in enumerate(zip(images, starts, strict=True)):
+                if each is not None:
+                    each.put_deeper(layer, deeper[layer][b], start)
+        return replace(
+            feed,
+            residual_BTD=residual_BTD,
+            position_BT=position_BT,
+            rope=rope,
+            deeper=tuple(deeper),
+        )
 
     def logits(self, lm: LanguageModel, tokens: Sequence[int], images: PromptImages) -> Tensor:
         """[T, V] float32 behind every token of a prompt, without a cache."""
@@ -258,12 +285,20 @@ class Vision:
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse a language model that is given more than embeddings and positions."""
-        others = [n for n, value in given.items() if n not in KNOWN and _holds_tensor(value)]
+        known = {*KNOWN, DEEPER, WHERE} if self.is_own else {*KNOWN}
+        others = [n for n, value in given.items() if n not in known and _holds_tensor(value)]
         if others:
             raise self.refused(
                 f"a language model that is given {', '.join(sorted(others))}",
                 "embeddings and positions alone",
             )
+
+    def _deeper(self, given: Mapping[str, Any], spans: Sequence[ImageSpan]) -> Iterator[Tensor]:
+        """Rows that are added behind the first layers, [L, D] each."""
+        for added_RD in given.get(DEEPER) or ():
+            whole_TD = torch.zeros_like(given["inputs_embeds"][0])
+            whole_TD[given[WHERE][0]] = added_RD.to(whole_TD)
+            yield torch.cat([whole_TD[span.first : span.end] for span in spans])
 
     def _positions(self, found: Tensor | None, length: int) -> tuple[Tensor | None, int]:
         """Axes [3, T] where positions are not the index, and what is left of them behind."""
@@ -361,15 +396,22 @@ def check_images_alone(
         )
 
 
-def no_vision(name: str, kind: str | None) -> IncompatibleError:
-    """The error for images without anything that sees them."""
+def no_vision(name: str, kind: str | None, is_loaded: bool = True) -> IncompatibleError:
+    """The error for images without anything that sees them. `kind`: of the model that the target is
+    a part of; `is_loaded`: without images."""
+    other = "choose a target such as LLaVA or Qwen2-VL"
+    if kind is None:
+        found, do = "a language model", other
+    elif is_loaded:
+        found = f"the text side of {kind}"
+        do = "specctl.load_target(NAME, images=True); specctl serve --set api.images=true"
+    else:
+        found, do = f"{kind}, of which transformers' causal class for text is used here", other
     return IncompatibleError(
         f"target {name} reads no images",
-        found="a language model" if kind is None else f"the text side of {kind}",
+        found=found,
         expected="a multimodal target that was loaded with its vision",
-        do="choose a target such as LLaVA or Qwen2-VL"
-        if kind is None
-        else "specctl.load_target(NAME, images=True); specctl serve --set api.images=true",
+        do=do,
     )
 
 
@@ -406,11 +448,15 @@ def _unsaid(processor: Any, config: Any, place: int, vocab_size: int) -> tuple[i
     return tuple(sorted(i for i in found if isinstance(i, int) and 0 <= i < vocab_size))
 
 
-def _axes(lm: LanguageModel, config: Any) -> RotaryAxes | None:
+def _axes(lm: LanguageModel, tower: Any) -> RotaryAxes | None:
     """Those of our own forward; None where it has plain positions, or another runs."""
     if not isinstance(lm, FastLlama):
         return None
-    axis = axis_of_each(getattr(config, "rope_parameters", None), lm.spec.head_dim // 2)
+    rope, theirs = (
+        getattr(tower.config, "rope_parameters", None),
+        getattr(tower, "rotary_emb", None),
+    )
+    axis = axis_of_each(theirs, rope, lm.spec.head_dim // 2)
     return None if axis is None else RotaryAxes(lm.module.rotary, axis)
 
 

@@ -93,6 +93,9 @@ def test_a_multimodal_model_with_a_causal_class_of_its_own_is_left_to_transforme
     full.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     target = load_target(str(tmp_path), dtype="float32", device="cpu")
+    with pytest.raises(IncompatibleError, match="reads no images") as caught:
+        load_target(str(tmp_path), images=True)
+    assert "gemma3" in str(caught.value.found)
     ids_BS = torch.arange(8, 24)[None]
     masks = target.lm.document_masks(torch.zeros_like(ids_BS))
     with torch.no_grad():
