@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from specctl.api.prompts import EncodedPrompt, Prompt, messages_of, several
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.runtime.engine.request import check_length
 from specctl.runtime.target.image_files import read_image
 from specctl.runtime.target.image_prompts import MARK, placed, text_tokens, turn_tokens
 from specctl.runtime.target.prompt_limits import check_room
@@ -63,16 +65,17 @@ def _encoded(target: Target, prompt: Any, given: list[Any], chat: bool) -> Encod
             "give the text",
         )
     images = [read_image(one) for one in given]
+    check = partial(check_length, context=target.spec.max_positions)
     if isinstance(prompt, str):
         check_room(target, prompt.strip())
         if not chat:
-            ids, seen = text_tokens(target, prompt, images)
+            ids, seen = text_tokens(target, prompt, images, check)
             return EncodedPrompt(tuple(ids), prompt, images=seen)
         turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     else:
         turns = messages_of(prompt)
     text = str(turns[-1].get("content") or "")
-    ids, seen = turn_tokens(target, _with_places(turns, len(images)), images)
+    ids, seen = turn_tokens(target, _with_places(turns, len(images)), images, check=check)
     return EncodedPrompt(tuple(ids), text, is_chat=True, images=seen)
 
 

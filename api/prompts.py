@@ -231,6 +231,7 @@ def _no_content(found: Any) -> SpecctlError:
         "the content of a message is no text",
         where="prompts",
         found=f"{getattr(kind, '__name__', kind)}: {found!r}"[:120],
-        expected='a string, or parts such as {"type": "text", "text": "..."}; targets read text',
-        do="leave out what is no text, or put it into words",
+        expected='a string, or parts such as {"type": "text", "text": "..."}',
+        do="leave out what is no text; an image is given as images=, and <image> in a text says "
+        "where it stands",
     )

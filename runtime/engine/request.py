@@ -40,10 +40,15 @@ class Request:
 
 def check_fits(request: Request, context: int) -> None:
     """Refuse a prompt that a target with that context can never read and continue."""
-    if not 0 < len(request.tokens) < context:
+    check_length(len(request.tokens), context)
+
+
+def check_length(length: int, context: int) -> None:
+    """Refuse a prompt of so many tokens."""
+    if not 0 < length < context:
         raise SpecctlError(
             "the prompt does not fit the target's context",
-            found=f"{len(request.tokens):,} tokens",
+            found=f"{length:,} tokens",
             expected=f"1 to {context - 1:,} tokens",
             do="shorten the prompt, or choose a target with a longer context",
         )

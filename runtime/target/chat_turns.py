@@ -1,8 +1,10 @@
-"""Messages as a chat template takes them: arguments of calls as objects or as JSON text, null or ""
-where nothing is said beside a call, thoughts under the name that the template reads.
+"""Messages as a chat template takes them: texts as strings or in parts, arguments of calls as
+objects or as JSON text, null or "" where nothing is said beside a call, thoughts under the name
+that the template reads.
 
 Templates differ in this, and one that is given the other form often writes something else without
-an error (`{'city': 'Bern'}` for `{"city": "Bern"}`), so each is tried once with a call of ours.
+an error (`{'city': 'Bern'}` for `{"city": "Bern"}`; nothing at all for a string, by LLaVA's), so
+each is tried once with a call and a text of ours.
 """
 
 from __future__ import annotations
@@ -52,6 +54,25 @@ def call_form(tokenizer: Any, template: str) -> CallForm:
         if FUNCTION in text and VALUE in text and not is_python and not is_escaped:
             return CallForm(as_text, nothing, is_written=True)
     return CallForm()
+
+
+@lru_cache(maxsize=16)
+def takes_parts(tokenizer: Any, template: str) -> bool:
+    """Whether a template writes a text in parts and loses one that is a string."""
+    from jinja2.exceptions import TemplateError
+
+    from specctl.runtime.target.bounded_templates import tried
+
+    try:
+        if VALUE in tried(tokenizer, [{"role": "user", "content": VALUE}]):
+            return False
+        return VALUE in tried(tokenizer, [{"role": "user", "content": _parts(VALUE)}])
+    except TemplateError:
+        return False
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _probe(as_text: bool, nothing: str | None) -> list[dict[str, Any]]:
@@ -110,6 +131,9 @@ def _taken(tokenizer: Any, template: str, turn: dict[str, Any]) -> dict[str, Any
         turn["tool_calls"] = [_call(call, form) for call in calls]
         if not turn.get("content"):
             turn["content"] = form.nothing
+    said = turn.get("content")
+    if isinstance(said, str) and said and takes_parts(tokenizer, template):
+        turn["content"] = _parts(said)
     return turn
 
 

@@ -28,8 +28,7 @@ def read_image(source: Any) -> Any:
     """A PIL image in RGB, turned as its camera says, of a path, bytes or a PIL image. Raises
     FileError for what is no image or too large."""
     if hasattr(source, "convert") and hasattr(source, "size"):
-        _check_size(source, "an image of PIL")
-        return source.convert("RGB")
+        return _upright(source, "an image of PIL", MOST_PIXELS)
     if isinstance(source, (str, Path)):
         path = Path(source)
         if re.match(r"[a-z]+://", str(source)):
@@ -62,8 +61,9 @@ def read_image(source: Any) -> Any:
     )
 
 
-def of_data_uri(uri: str, where: str) -> Any:
-    """The image in a data URI; FileError for any other address, which is not fetched."""
+def of_data_uri(uri: str, where: str, most_pixels: int = MOST_PIXELS) -> Any:
+    """The image in a data URI; FileError for any other address, which is not fetched, and for one
+    of more pixels than are left."""
     found = DATA.match(uri)
     if found is None:
         raise FileError(
@@ -82,46 +82,70 @@ def of_data_uri(uri: str, where: str) -> Any:
             found=str(error)[:80],
             do="encode its bytes anew",
         ) from error
-    return decoded(data, where)
+    return decoded(data, where, most_pixels)
 
 
-def decoded(data: bytes, where: str) -> Any:
+def decoded(data: bytes, where: str, most_pixels: int = MOST_PIXELS) -> Any:
     """The image that these bytes hold."""
     pillow = library("PIL.Image", "reading images", "images", kind=IncompatibleError)
-    turned = library("PIL.ImageOps", "reading images", "images", kind=IncompatibleError)
     if len(data) > MOST_BYTES:
         raise _too_large(f"{len(data):,} bytes", where)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own limit on pixels is wider than ours
             with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
-                _check_size(image, where)
-                return turned.exif_transpose(image).convert("RGB")
+                return _upright(image, where, most_pixels)
     except SpecctlError:
         raise
     except Exception as error:  # decoders raise many kinds for damaged files
         if isinstance(error, pillow.DecompressionBombError):
             raise _too_large(str(error)[:60], where) from error
-        raise FileError(
-            "an image cannot be decoded",
-            where=where,
-            found=f"{type(error).__name__}: {error}".replace("\n", " ")[:120],
-            expected=", ".join(FORMATS),
-            do="save it as PNG",
-        ) from error
+        raise _damaged(error, where) from error
 
 
-def _check_size(image: Any, where: str) -> None:
+def _upright(image: Any, where: str, most_pixels: int) -> Any:
+    """An image of PIL in RGB, of 8 bits a channel, turned as its camera says."""
+    turned = library("PIL.ImageOps", "reading images", "images", kind=IncompatibleError)
     width, height = image.size
-    if width < 1 or height < 1 or width * height > MOST_PIXELS:
-        raise _too_large(f"{width:,} x {height:,} pixels", where)
+    if width < 1 or height < 1 or width * height > most_pixels:
+        raise _too_large(f"{width:,} x {height:,} pixels", where, most_pixels)
+    is_wide = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
+    if image.mode in ("I", "F") and not is_wide:
+        raise FileError(
+            "an image has numbers of no known range",
+            where=where,
+            found=f"mode {image.mode} of PIL",
+            expected="8 bits a channel, or 16 bits of grey",
+            do='scale its numbers to 0 .. 255 and convert it to "RGB"',
+        )
+    try:
+        image = turned.exif_transpose(image)
+        if is_wide:  # PIL itself cuts them at 255: nearly all is white
+            image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+        return image.convert("RGB")
+    except Exception as error:  # decoders raise many kinds for damaged files
+        raise _damaged(error, where) from error
 
 
-def _too_large(found: str, where: str) -> FileError:
+def _damaged(error: Exception, where: str) -> FileError:
+    found = f"{type(error).__name__}: {error}".replace("\n", " ")[:120]
+    if " object at 0x" in found:  # an address in this process is nobody's business
+        found = "bytes that are no image of a known format"
+    return FileError(
+        "an image cannot be decoded",
+        where=where,
+        found=found,
+        expected=", ".join(FORMATS),
+        do="save it as PNG",
+    )
+
+
+def _too_large(found: str, where: str, most_pixels: int = MOST_PIXELS) -> FileError:
+    left = " left of those of all images" if most_pixels < MOST_PIXELS else ""
     return FileError(
         "an image is too large",
         where=where,
         found=found,
-        expected=f"at most {MOST_BYTES >> 20} MiB and {MOST_PIXELS:,} pixels",
+        expected=f"at most {MOST_BYTES >> 20} MiB and {most_pixels:,} pixels{left}",
         do="scale it down",
     )

@@ -9,7 +9,7 @@ from typing import Any
 from specctl.core.prompt_images import PromptImages
 from specctl.runtime.target.chat_tokens import chat_tokens
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.vision import Vision, no_vision
+from specctl.runtime.target.vision import CheckLength, Vision, any_length, no_vision
 
 MARK = "<image>"
 IMAGE = {"type": "image"}  # a part of a message, as chat templates know it
@@ -36,14 +36,14 @@ def placed(text: str, count: int) -> list[dict[str, Any]]:
 
 
 def text_tokens(
-    target: Target, text: str, images: Sequence[Any]
+    target: Target, text: str, images: Sequence[Any], check: CheckLength = any_length
 ) -> tuple[list[int], PromptImages | None]:
     """A text that is continued as it is, with images (PIL, RGB)."""
     if not images:
         return target.encode(text), None
     vision = vision_of(target)
     text = text if MARK in text else MARK * len(images) + text
-    return vision.see(target.encode(text.replace(MARK, vision.spelled)), images)
+    return vision.see(target.encode(text.replace(MARK, vision.spelled)), images, check)
 
 
 def turn_tokens(
@@ -53,8 +53,9 @@ def turn_tokens(
     text: str | None = None,
     tools: Sequence[Turn] = (),
     variables: Mapping[str, Any] | None = None,
+    check: CheckLength = any_length,
 ) -> tuple[list[int], PromptImages | None]:
     """A conversation in the target's chat template, whose parts {"type": "image"} stand for the
-    images in order. A mark that a message spells is read as text."""
+    images in order. A mark that a message spells is read as text. `check`: of `Vision.see`."""
     tokens = chat_tokens(target, turns, text, tools, variables)
-    return vision_of(target).see(tokens, images) if images else (tokens, None)
+    return vision_of(target).see(tokens, images, check) if images else (tokens, None)

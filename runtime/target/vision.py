@@ -13,7 +13,7 @@ Letters: B rows, D hidden width, L positions, T fed tokens, V target vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,11 @@ KNOWN = ("inputs_embeds", "position_ids")  # of what a language model is given
 DEEPER, WHERE = "deepstack_visual_embeds", "visual_pos_masks"  # given to those of Qwen3-VL as well
 WORST = {torch.float32: 1e-3}  # of logits, as a share of their deviation; else 0.5
 TRIED = 48  # pixels in each direction
+CheckLength = Callable[[int], None]  # raises for a prompt of more tokens than there is room for
+
+
+def any_length(length: int) -> None:
+    """A prompt of any length is read."""
 
 
 class LanguageGap(nn.Module):
@@ -118,12 +123,17 @@ class Vision:
 
     # -- prompts ----------------------------------------------------------------------------------
 
-    def see(self, tokens: Sequence[int], images: Sequence[Any]) -> tuple[list[int], PromptImages]:
+    def see(
+        self, tokens: Sequence[int], images: Sequence[Any], check: CheckLength = any_length
+    ) -> tuple[list[int], PromptImages]:
         """A prompt with one placeholder for each image (PIL, RGB): its expanded tokens, and what
-        stands at them. Raises SpecctlError where there are more or fewer placeholders."""
-        return self.read(self.inputs(tokens, images))
+        stands at them. `check` is called with its length as far as that is known, before more is
+        made of it. Raises SpecctlError where there are more or fewer placeholders."""
+        return self.read(self.inputs(tokens, images, check))
 
-    def inputs(self, tokens: Sequence[int], images: Sequence[Any]) -> ImageInputs:
+    def inputs(
+        self, tokens: Sequence[int], images: Sequence[Any], check: CheckLength = any_length
+    ) -> ImageInputs:
         """What the multimodal model is given of a prompt."""
         places = [at for at, token in enumerate(tokens) if token == self.place]
         if len(places) != len(images):
@@ -134,8 +144,20 @@ class Vision:
                 do="leave the marker out: images then stand in front of the prompt; if the chat "
                 "template writes no place for an image, give a prompt that is no chat (--raw)",
             )
-        parts = [self._processed([image]) for image in images]
-        pieces = [_ids_of(part) for part in parts]
+        if any(token in self.unsaid and token != self.place for token in tokens):
+            raise SpecctlError(
+                "a prompt spells a placeholder of what it does not hold",
+                found="a token of this target that stands for a video",
+                expected="text, and places for images",
+                do="leave that token out of the text; videos are not read",
+            )
+        parts, pieces, length = list[Mapping[str, Any]](), list[list[int]](), len(tokens)
+        for image in images:
+            check(length)
+            parts.append(self._processed([image]))
+            pieces.append(_ids_of(parts[-1]))
+            length += len(pieces[-1]) - 1
+        check(length)
         whole = parts[0] if len(parts) == 1 else self._processed(images)
         if _ids_of(whole) != [token for piece in pieces for token in piece]:
             raise self.refused(

@@ -250,7 +250,7 @@ class RequestReader:
             said = self.style.write(target, body)
             self.check_room(said.text, "messages")
             how = said.text, said.tools, said.variables
-            tokens, seen = turn_tokens(target, said.turns, images, *how)
+            tokens, seen = turn_tokens(target, said.turns, images, *how, self._check_length)
             tags = self.style.think_tags
             is_thinking = tags is not None and said.text.rstrip().endswith(tags[0])
             return Prompts([tokens], is_thinking, said, seen)
@@ -282,6 +282,11 @@ class RequestReader:
             )
             message += f"answer together have at most {context:,}"
             raise ApiError(400, message, param=field, code="context_length_exceeded")
+
+    def _check_length(self, num_prompt: int) -> None:
+        """Refuse a prompt with images before they are read, which takes far more than a text."""
+        if num_prompt >= (context := self.service.status().context):
+            raise TooLong(num_prompt, context, 1)
 
     def _room(self, body: ChatRequest | CompletionRequest, num_prompt: int, is_cut: bool) -> int:
         """How many tokens a choice may have; TooLong if what was wanted cannot fit."""

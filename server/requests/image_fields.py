@@ -7,13 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specctl.runtime.target.image_files import MOST_BYTES, of_data_uri
+from specctl.core.errors import FileError
+from specctl.runtime.target.image_files import MOST_BYTES, MOST_PIXELS, of_data_uri
 from specctl.runtime.target.image_prompts import vision_of
 from specctl.runtime.target.target import Target
-from specctl.server.errors import ApiError
+from specctl.server.errors import ApiError, api_error
 from specctl.server.requests.fields import Strict, Unused
 
 MOST_IMAGES = 16  # of one request
+MOST_PIXELS_IN_ALL = 4 * MOST_PIXELS  # of one request: 192 MiB in RGB
 MOST_CHARS = 4 * MOST_BYTES // 3 + 64
 MEDIA_TYPES = Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
 Data = Annotated[str, Field(min_length=1, max_length=MOST_CHARS)]
@@ -67,7 +69,16 @@ def read_images(target: Target, messages: Iterable[Any]) -> list[Any]:
     if len(found) > MOST_IMAGES:
         message = f"messages: at most {MOST_IMAGES} images are read per request"
         raise ApiError(400, message, param="messages", code="invalid_value")
-    return [of_data_uri(part.image_url.url, where) for where, part in found]
+    images, left = list[Any](), MOST_PIXELS_IN_ALL
+    for where, part in found:
+        try:
+            images.append(of_data_uri(part.image_url.url, where, min(left, MOST_PIXELS)))
+        except FileError as error:  # of several images, the field says which
+            refused = api_error(error)
+            message = f"{where}: {refused.detail}"
+            raise ApiError(400, message, param=where, code="invalid_value") from error
+        left -= images[-1].width * images[-1].height
+    return images
 
 
 def _parts(messages: Iterable[Any]) -> Iterator[tuple[str, ImagePart]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from specctl.api.generate import generate
 from specctl.api.targets import load_target
@@ -63,6 +65,8 @@ def test_what_does_not_go_with_images_is_refused(folder: Path, tmp_path: Path) -
         generate(load_target(str(folder)), "hello", images=[image], chat=False)
     with pytest.raises(SpecctlError, match="do not belong together"):
         generate(str(folder), ["a", "b"], images=[image])
+    with pytest.raises(SpecctlError, match="stands for a video"):
+        generate(str(folder), "a <|video_pad|>", images=[image], chat=False)
     with pytest.raises(SpecctlError, match="not fetched"):
         read_image("https://example.org/cat.png")
     (tmp_path / "no.png").write_bytes(b"no image")
@@ -72,3 +76,23 @@ def test_what_does_not_go_with_images_is_refused(folder: Path, tmp_path: Path) -
         (folder / name).unlink(missing_ok=True)
     with pytest.raises(SpecctlError, match="processor"):
         load_target(str(folder), images=True)
+
+
+def test_pictures_are_read_as_they_look(tmp_path: Path) -> None:
+    grey = Image.new("I;16", (4, 2), 30000)
+    held = io.BytesIO()
+    grey.save(held, "PNG")
+    assert {read_image(one).getpixel((0, 0)) for one in (grey, held.getvalue())} == {(117,) * 3}
+    with pytest.raises(SpecctlError, match="no known range"):
+        read_image(Image.new("F", (4, 2), 0.5))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: a quarter turn
+    Image.new("RGB", (4, 2)).save(tmp_path / "turned.jpg", exif=exif)
+    with Image.open(tmp_path / "turned.jpg") as opened:
+        assert read_image(opened).size == read_image(tmp_path / "turned.jpg").size == (2, 4)
+    picture(3, 64, 64).save(tmp_path / "cut.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "cut.jpg").read_bytes()[:-90])
+    with Image.open(tmp_path / "cut.jpg") as opened:
+        for cut in (opened, tmp_path / "cut.jpg"):
+            with pytest.raises(SpecctlError, match="cannot be decoded"):
+                read_image(cut)

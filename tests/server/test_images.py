@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import struct
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +17,12 @@ from fastapi import FastAPI
 
 from specctl.api.generate import generate
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.runtime.target.image_prompts import turn_tokens
 from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.vision import Vision
 from specctl.server.app import create_app
 from specctl.server.engine_thread.service import Service
+from specctl.server.requests import image_fields
 from specctl.server.requests.limits import Limits
 from specctl_testing.runtime.tiny_vision import make_folder, picture
 from specctl_testing.runtime.web import error_of, make_app, post
@@ -141,3 +146,57 @@ def test_images_are_refused_where_nothing_reads_them_or_nobody_shows_them(app: F
     assert "user's turn" in error_of(post(app, CHAT, system))["message"]
     many = post(app, CHAT, chat(*[shown(1)] * 17, "hello"))
     assert "at most 16 images" in error_of(many)["message"]
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_its_images_are_read(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processed = list[int]()
+    found = Vision._processed
+
+    def counted(self: Vision, images: Any) -> Any:
+        processed.append(len(images))
+        return found(self, images)
+
+    monkeypatch.setattr(Vision, "_processed", counted)
+    monkeypatch.setattr(Vision, "read", lambda *_: pytest.fail("the tower has run"))
+    answer = post(app, CHAT, chat("hello " * 40, *[shown(1)] * 16))  # an image is 16 tokens
+    assert answer.status_code == 400
+    assert error_of(answer)["code"] == "context_length_exceeded"
+    assert 0 < len(processed) < 16
+
+
+def test_of_several_images_the_field_says_which_is_refused(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = "messages[0].content[1].image_url.url"
+    broken = post(app, CHAT, chat(shown(1), url("data:image/png;base64,aGVsbG8="), "hello"))
+    assert error_of(broken)["param"] == field
+    assert "0x" not in error_of(broken)["message"]  # no address of this process
+    monkeypatch.setattr(image_fields, "MOST_PIXELS_IN_ALL", 500)  # each has 280
+    many = error_of(post(app, CHAT, chat(shown(1), shown(2), "hello")))
+    assert many["param"] == field
+    assert "220 pixels left" in many["message"]
+
+
+def test_a_template_that_reads_parts_alone_loses_no_text(target: Target) -> None:
+    tokenizer = copy.copy(target.tokenizer)
+    tokenizer.chat_template = (  # as LLaVA's: of a string, such a filter leaves nothing
+        "{%- for message in messages -%}<|{{ message['role'] }}|>"
+        "{%- for part in message['content'] | selectattr('type', 'equalto', 'image') -%}<image>"
+        "{%- endfor -%}"
+        "{%- for part in message['content'] | selectattr('type', 'equalto', 'text') -%}"
+        "{{ part['text'] }}{%- endfor -%}<|end|>{%- endfor -%}<|assistant|>"
+    )
+    own = replace(target, tokenizer=tokenizer)
+    turns = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": "a world"},
+        {"role": "user", "content": "how <image> are you?"},
+    ]
+    assert own.chat_text(turns) == (
+        "<|user|><image>hello<|end|><|assistant|>a world<|end|><|user|>how <image> are you?<|end|>"
+        "<|assistant|>"
+    )
+    tokens, _ = turn_tokens(own, turns, [picture(1)])  # what the user spells is no place
+    assert "how <image> are you?" in own.tokenizer.decode(tokens)
