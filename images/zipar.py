@@ -118,18 +118,18 @@ def check(lm: LanguageModel, prompts: Sequence[Sequence[int]], grid: int, window
     if not 1 <= window <= grid:
         raise RecipeError(
             "the window of ZipAR is not one of this picture",
-            where="image.window",
+            where="picture.window",
             found=str(window),
             expected=f"1 to {grid}, the tokens of a row; {grid} is plain decoding",
-            do=f"--set image.window={grid}",
+            do=f"--set picture.window={grid}",
         )
     if lm.windows or lm.state_bytes:
         raise IncompatibleError(
             "rows of a picture cannot be decoded at once by this target",
-            where="image.window",
+            where="picture.window",
             found="recurrent layers" if lm.state_bytes else "layers with a sliding window",
             expected="a model whose layers all attend to the whole text",
-            do="leave out image.window",
+            do="leave out picture.window",
         )
     if prompts and max(map(len, prompts)) + grid * grid > lm.spec.max_positions:
         raise IncompatibleError(

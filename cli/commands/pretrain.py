@@ -81,7 +81,7 @@ def pretrain(
     if has_codebook(out / "export"):
         following = command_line(
             "generate", "--target", out / "export", "--temperature", 1,
-            "--set", f"image.out={out / 'seven.png'}", "7",
+            "--set", f"picture.out={out / 'seven.png'}", "7",
         )  # fmt: skip
     if is_masked:  # nothing drafts for it
         following = command_line("generate", "--target", out / "export", "--stats", "def main(")

@@ -51,7 +51,7 @@ def generate_zipped(
             console.out(line)
     console.result = result = {**made.to_json(), "target": target_json(target)}
     images.write(console, codebook, made.outputs)
-    plain = ["--set", f"image.window={codebook.grid}", "--stats"]
+    plain = ["--set", f"picture.window={codebook.grid}", "--stats"]
     follow = with_text("generate", "--target", target.name, *plain)
     console.done(result, next=[follow])
 
@@ -68,9 +68,9 @@ def check_zipped(sampling: Sampling, others: Sequence[str]) -> None:
     if found := [*others, *given]:
         raise IncompatibleError(
             "ZipAR decodes whole pictures, without drafter, with temperature and seed alone",
-            where="image.window",
+            where="picture.window",
             found=", ".join(found),
             expected="a target, prompts, temperature and seed",
             do=f"leave out {found[0]} (sample.generation_config=none: what the target suggests), "
-            "or image.window",
+            "or picture.window",
         )

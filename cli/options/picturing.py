@@ -27,7 +27,7 @@ class ImageFlags:
     out: Annotated[
         str | None,
         Setting(
-            "image.out",
+            "picture.out",
             "PNG file of what was written, by a target of image tokens (docs/images-out.md).",
             metavar="FILE",
         ),
@@ -35,7 +35,7 @@ class ImageFlags:
     window: Annotated[
         int | None,
         Setting(
-            "image.window",
+            "picture.window",
             "ZipAR: a row of the picture begins so many tokens behind the row above (approximate).",
             min=1,
         ),
@@ -52,18 +52,18 @@ class ImageFlags:
         if self.out is not None and not self.out.lower().endswith(".png"):
             raise RecipeError(
                 "pictures are written as PNG alone",
-                where="image.out",
+                where="picture.out",
                 found=self.out,
                 expected="a name that ends in .png",
-                do="--set image.out=picture.png",
+                do="--set picture.out=picture.png",
             )
         if self.out is not None and Path(self.out).is_dir():
             raise FileError(
                 "a picture cannot be written in the place of a folder",
-                where="image.out",
+                where="picture.out",
                 found=self.out,
                 expected="the name of a file",
-                do=f"--set image.out={Path(self.out) / 'picture.png'}",
+                do=f"--set picture.out={Path(self.out) / 'picture.png'}",
             )
         return Codebook.load(resolve(target).path or Path(target))
 

@@ -5,9 +5,9 @@
     python docs/site/results.py --add bench.json --about eagle3="200 steps on 1,196 answers"
 
 --add takes what `specctl bench --json` or `--out` wrote, with the commit of this checkout (or
---commit), and keeps what the page shows in docs/results/NAME.json (NAME: that of the file). `--about` says how a
-drafter was trained; one without it is one that needs no training. Of absolute paths the last part
-is kept.
+--commit), and keeps what the page shows in docs/results/NAME.json (NAME: that of the file).
+`--about` says how a drafter was trained; one without it is one that needs no training. Of absolute
+paths the last part is kept.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pictures_are_written_as_their_owner_would(run: Run, trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "seven.png"
     words = ("generate", "--target", trained, "--temperature", 1, "--max-new-tokens", GRID**2)
-    ran = run(*words, "--json", "--set", f"image.out={file}", "--draft", "speculative-jacobi", "7")
+    ran = run(*words, "--json", "--set", f"picture.out={file}", "--draft", "speculative-jacobi", "7")
     assert ran.code == 0, ran.err
     output = ran.json["result"]["outputs"][0]
     assert any(word.startswith("v") for word in output["text"].split())
@@ -42,7 +42,7 @@ def test_rows_at_once_are_marked_and_refuse_what_they_lack(
     words = ("generate", "--target", trained, "--temperature", 1, "--seed", 3)
     shown = {}
     for window in (1, GRID):
-        ran = run(*words, "--json", "--set", f"image.window={window}", "7")
+        ran = run(*words, "--json", "--set", f"picture.window={window}", "7")
         assert ran.code == 0, ran.err
         stats = ran.json["result"]["stats"]
         shown[window] = ran.json["result"]["outputs"][0]["token_ids"]
@@ -56,12 +56,12 @@ def test_rows_at_once_are_marked_and_refuse_what_they_lack(
     for more, found in (
         (("--draft", "prompt-lookup"), "--draft"),
         (("--top-k", 4), "sample.top_k"),
-        (("--set", f"image.window={GRID + 1}"), f"expected: 1 to {GRID}"),
-        (("--set", "image.out=seven.jpg"), "ends in .png"),
+        (("--set", f"picture.window={GRID + 1}"), f"expected: 1 to {GRID}"),
+        (("--set", "picture.out=seven.jpg"), "ends in .png"),
         (("--chat",), "--chat"),
         (("--mix", f"average={trained}"), "--mix average"),
     ):
-        ran = run(*words, "--set", "image.window=1", *more, "7")
+        ran = run(*words, "--set", "picture.window=1", *more, "7")
         assert ran.code != 0
         assert found in ran.err
     folder = tmp_path / "folder.png"
@@ -71,19 +71,19 @@ def test_rows_at_once_are_marked_and_refuse_what_they_lack(
         (tmp_path / "a.png", "7 v1 v2", "2 image tokens"),
         (tmp_path / "a.png", "seven", "does not know"),
     ):
-        ran = run(*words, "--set", f"image.out={out}", prompt)
+        ran = run(*words, "--set", f"picture.out={out}", prompt)
         assert ran.code != 0
         assert found in ran.err
     half = trained / "file"  # a picture that cannot be written: what was decoded is not lost
     half.write_text("")
-    ran = run(*words, "--json", "--set", "image.window=2", "--set", f"image.out={half}/a.png", "7")
+    ran = run(*words, "--json", "--set", "picture.window=2", "--set", f"picture.out={half}/a.png", "7")
     assert ran.code != 0
     assert len(ran.json["result"]["outputs"][0]["token_ids"]) == GRID**2
     copy = shutil.copytree(trained, tmp_path / "copy")
     Codebook(np.zeros((CODES + 1, 4), np.float32), GRID, FIRST_CODE).save(copy)
-    ran = run("generate", "--target", copy, "--set", "image.window=2", "7")
+    ran = run("generate", "--target", copy, "--set", "picture.window=2", "7")
     assert ran.code != 0
     assert "that of another target" in ran.err
-    no_grid = run("generate", "--target", "tiny", "--set", "image.out=x.png", "def main(")
+    no_grid = run("generate", "--target", "tiny", "--set", "picture.out=x.png", "def main(")
     assert no_grid.code == 4
     assert "no codebook" in no_grid.err
