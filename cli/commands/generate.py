@@ -108,7 +108,7 @@ def generate(
     given = [f"--{name}" for name, value in others.items() if value]
     given += [" ".join(draft.words())] if draft.words() else []
     if is_denoised(target, OWN, denoising):
-        given += ["--set image.*"] if images != ImageFlags() else []
+        given += ["--set picture.*"] if images != ImageFlags() else []
         flags = sampling, denoising, prompts, chat, stats, given
         generate_denoised(console, target, *flags)
         return

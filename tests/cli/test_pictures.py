@@ -27,7 +27,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pictures_are_written_as_their_owner_would(run: Run, trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "seven.png"
     words = ("generate", "--target", trained, "--temperature", 1, "--max-new-tokens", GRID**2)
-    ran = run(*words, "--json", "--set", f"picture.out={file}", "--draft", "speculative-jacobi", "7")
+    ran = run(
+        *words, "--json", "--set", f"picture.out={file}", "--draft", "speculative-jacobi", "7"
+    )
     assert ran.code == 0, ran.err
     output = ran.json["result"]["outputs"][0]
     assert any(word.startswith("v") for word in output["text"].split())
@@ -76,7 +78,9 @@ def test_rows_at_once_are_marked_and_refuse_what_they_lack(
         assert found in ran.err
     half = trained / "file"  # a picture that cannot be written: what was decoded is not lost
     half.write_text("")
-    ran = run(*words, "--json", "--set", "picture.window=2", "--set", f"picture.out={half}/a.png", "7")
+    ran = run(
+        *words, "--json", "--set", "picture.window=2", "--set", f"picture.out={half}/a.png", "7"
+    )
     assert ran.code != 0
     assert len(ran.json["result"]["outputs"][0]["token_ids"]) == GRID**2
     copy = shutil.copytree(trained, tmp_path / "copy")
