@@ -79,9 +79,8 @@ def zip_grids(
         kept, num_fed = len(kept_L), len(at_T)
         kept_B = torch.full_like(slot_B, kept)
         kv.begin(tuple(range(count)), slot_B, kept_B, num_fed, kept + num_fed, kept)
+        # what stands in lies behind all that is read with it, so that nothing else attends to it
         mask_TL = torch.cat([kept_L, at_T]) <= at_T[:, None]
-        if standing:
-            mask_TL[:-1, -1] = False
         masks = Masks(mask_TL.expand(count, 1, -1, -1))
         found = lm.forward(fed_BT, at_T.expand(count, -1), masks, kv).logits_BTV
         assert found is not None
