@@ -59,23 +59,38 @@ def target(make_target: Any) -> Any:
     return make_target(num_layers=2, vocab=24)
 
 
+@pytest.fixture(scope="module")
+def learned(target: Any, make_batch: Any) -> Any:
+    """learned(name, trimmed, **options): heads that are neither as they begin nor perfect, each
+    trained once."""
+    kept: dict[str, HeadDrafter] = {}
+
+    def make(name: str, trimmed: bool, **options: Any) -> HeadDrafter:
+        key = f"{name} {trimmed} {options}"
+        if key not in kept:
+            vocab = KEPT if trimmed else None
+            kept[key] = make_heads(target, name, vocab, num_heads=3, **options)
+            steps = 4 if trimmed else 40 if name == "mlp-speculator" else 12
+            with torch.enable_grad():
+                train(target, kept[key], make_batch, steps, rows=2)
+        return kept[key]
+
+    return make
+
+
 @pytest.mark.parametrize("trimmed", [False, True], ids=["full", "trimmed"])
 @pytest.mark.parametrize(("name", "options"), FAMILIES, ids=IDS)
 @torch.no_grad()
 def test_training_and_serving_logits_agree_for_the_same_prefix(
     target: Any,
-    make_batch: Any,
+    learned: Any,
     capture_batch: Any,
     drive: Any,
     name: str,
     options: dict[str, Any],
     trimmed: bool,
 ) -> None:
-    drafter: HeadDrafter = make_heads(
-        target, name, KEPT if trimmed else None, num_heads=3, **options
-    )
-    with torch.enable_grad():
-        train(target, drafter, make_batch, 4, rows=2)  # nothing zero, nothing the identity
+    drafter: HeadDrafter = learned(name, trimmed, **options)
     batch = capture_batch(target, drafter, one_text(TEXT))
     weights = drafter.head_weights()
     trained = [
@@ -152,11 +167,9 @@ def test_siblings_and_cousins_do_not_see_each_other(
 @pytest.mark.parametrize(("name", "options"), FAMILIES, ids=IDS)
 @torch.no_grad()
 def test_after_rounds_of_unequal_acceptance_it_drafts_as_from_a_fresh_start(
-    target: Any, make_batch: Any, drive: Any, round_view: Any, name: str, options: dict[str, Any]
+    target: Any, learned: Any, drive: Any, name: str, options: dict[str, Any]
 ) -> None:
-    drafter: HeadDrafter = make_heads(target, name, num_heads=3, **options)
-    with torch.enable_grad():
-        train(target, drafter, make_batch, 40 if name == "mlp-speculator" else 12, rows=4)
+    drafter: HeadDrafter = learned(name, False, **options)
     ran = decode(target, drafter, PROMPTS, tokens=24, length=3, slots=2, policy="chain")
     assert len({n for outcome in ran.outcomes for n in outcome.num_accepted}) > 1
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, ran.answers, strict=True)]
