@@ -17,7 +17,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from latent_cache import Step, in_turn
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -56,7 +56,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "full_attn_idxs": [2, 5, 8, 10, 12, 14], "vocab_size": 65_536,
     },
 }  # fmt: skip
-Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +164,6 @@ class Rounds:
         self.kv.state.restore(0, self.behind)
 
 
-def turns(
-    steps: dict[str, Step], repeats: int, after: Callable[[], None]
-) -> dict[str, list[float]]:
-    """CPU milliseconds of every step, called in turns."""
-    spent: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            began = time.process_time()
-            step()
-            spent[name].append(1e3 * (time.process_time() - began))
-            after()
-    return spent
-
-
 def ratio(over: list[float], under: list[float]) -> str:
     low, middle, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
     return f"{middle:.2f}x [{low:.2f}, {high:.2f}]"
@@ -203,7 +188,7 @@ def plain(model: Any, context: int, tokens: int, repeats: int) -> None:
         return made[0, context:]
 
     same = int((ours() == theirs()).sum())
-    spent = turns({"specctl": ours, "transformers": theirs}, repeats, lambda: None)
+    spent = in_turn({"specctl": ours, "transformers": theirs}, repeats)
     cells = [f"{1e3 * tokens / statistics.median(each):.2f}" for each in spent.values()]
     print(
         f"\n{tokens} tokens behind a prompt of {context}, tokens a second with the prompt; ", end=""
@@ -237,7 +222,7 @@ def rounds(lm: StateLM, context: int, repeats: int) -> None:
             wanted = said["own"]
             away = max(float((each - wanted).abs().max()) for each in said.values())
             assert away <= 1e-3 * float(wanted.abs().max()), f"{width}: {away:.2g} away"
-            spent = turns(steps, repeats, ways["own"].restore)
+            spent = in_turn(steps, repeats, ways["own"].restore)
             alone = alone or spent["own"]
             what = f"{'tree' if is_tree else 'chain'} of {width}" if width > 1 else "one token"
             cells = [what, f"{statistics.median(spent['own']):.0f} ms", ratio(spent["own"], alone)]

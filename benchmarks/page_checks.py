@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from browser import Page
+from browser import Page, find_browser
+from proof_common import parser
 from serve_common import Server
+
+from specctl.core.errors import SpecctlError
 
 PROMPT = "def main(arguments):\n    "
 TEXT = "document.querySelector('.turn:last-of-type .answer').textContent"
@@ -184,6 +189,25 @@ def accessible(axe: str, width: int, dark: bool) -> Try:
         return axe_finds(page, axe)
 
     return try_it
+
+
+def page_options(doc: str | None) -> tuple[argparse.Namespace, str, str | None]:
+    """The options of a proof in a browser, the browser's path, and axe-core's source, if given.
+    Exits where there is no browser."""
+    options = parser(doc)
+    options.add_argument("--browser", help="a Chromium; the first on PATH if not given")
+    options.add_argument("--shots", type=Path, help="keep pictures in this folder")
+    options.add_argument("--axe", type=Path, help="axe.min.js of axe-core, to run its rules too")
+    given = options.parse_args()
+    axe = given.axe.read_text(encoding="utf-8") if given.axe is not None else None
+    try:
+        path = find_browser(given.browser)
+    except SpecctlError as error:
+        print(f"error[{int(error.exit)}]: {error.text()}", file=sys.stderr)
+        sys.exit(error.exit)
+    if given.shots is not None:
+        given.shots.mkdir(parents=True, exist_ok=True)
+    return given, path, axe
 
 
 def axe_finds(page: Page, axe: str) -> str | None:

@@ -12,11 +12,10 @@ node_modules/axe-core/axe.min.js), at 1280 and 390 px, in light and in dark.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
-from browser import Browser, Page, find_browser
+from browser import Browser, Page
 from page_checks import (
     Try,
     accessible,
@@ -25,16 +24,15 @@ from page_checks import (
     hostile_text_stays_text,
     keyboard_reaches_everything,
     keys_are_kept_in_memory_only,
+    page_options,
     runs_nothing_foreign,
     shows_what_the_api_answers,
     stops,
     talks,
     too_long_is_said,
 )
-from proof_common import Check, checked, parser, report
+from proof_common import Check, checked, report
 from serve_common import Server, serve_process
-
-from specctl.core.errors import SpecctlError
 
 KEY = "a-key-for-this-proof"
 DRAFTED = ("--draft", "prompt-lookup", "--batching", "fixed")
@@ -100,19 +98,7 @@ def prove(browser: Browser, folder: Path, shots: Path | None, axe: str | None) -
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--browser", help="a Chromium; the first on PATH if not given")
-    options.add_argument("--shots", type=Path, help="keep pictures in this folder")
-    options.add_argument("--axe", type=Path, help="axe.min.js of axe-core, to run its rules too")
-    given = options.parse_args()
-    axe = given.axe.read_text(encoding="utf-8") if given.axe is not None else None
-    try:
-        path = find_browser(given.browser)
-    except SpecctlError as error:
-        print(f"error[{int(error.exit)}]: {error.text()}", file=sys.stderr)
-        sys.exit(error.exit)
-    if given.shots is not None:
-        given.shots.mkdir(parents=True, exist_ok=True)
+    given, path, axe = page_options(__doc__)
     with tempfile.TemporaryDirectory() as folder, Browser(path) as browser:
         checks = prove(browser, Path(folder), given.shots, axe)
     report(checks, given.json)

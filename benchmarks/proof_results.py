@@ -11,15 +11,12 @@ node_modules/axe-core/axe.min.js), in light and in dark.
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from browser import Browser, Page, find_browser
-from page_checks import axe_finds
-from proof_common import Check, checked, parser, report
-
-from specctl.core.errors import SpecctlError
+from browser import Browser, Page
+from page_checks import axe_finds, page_options
+from proof_common import Check, checked, report
 
 BOOK = Path(__file__).parents[1] / "docs" / "results"
 VISIBLE = "[...document.querySelectorAll('tbody tr')].filter(r => !r.hidden)"
@@ -86,19 +83,7 @@ def fits(width: int, dark: bool, shots: Path | None, axe: str | None) -> Try:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--browser", help="a Chromium; the first on PATH if not given")
-    options.add_argument("--shots", type=Path, help="keep pictures in this folder")
-    options.add_argument("--axe", type=Path, help="axe.min.js of axe-core, to run its rules too")
-    given = options.parse_args()
-    axe = given.axe.read_text(encoding="utf-8") if given.axe is not None else None
-    try:
-        path = find_browser(given.browser)
-    except SpecctlError as error:
-        print(f"error[{int(error.exit)}]: {error.text()}", file=sys.stderr)
-        sys.exit(error.exit)
-    if given.shots is not None:
-        given.shots.mkdir(parents=True, exist_ok=True)
+    given, path, axe = page_options(__doc__)
     with (BOOK / "results.csv").open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     tries: list[tuple[str, Try]] = [
