@@ -350,8 +350,8 @@ def load_processor(folder: Path, config: Any) -> Any:
 
     library("PIL.Image", "reading images", "images", kind=IncompatibleError)
     try:
-        kind_of = AutoProcessor if find_spec("torchvision") else without_video(config)
-        found = kind_of.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        processors = AutoProcessor if find_spec("torchvision") else without_video(config)
+        found = processors.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a foreign folder through a foreign reader: any type may come
         raise IncompatibleError(
             f"the processor that makes images ready for {kind} cannot be read",

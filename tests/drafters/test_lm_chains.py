@@ -14,7 +14,7 @@ from specctl.core.drafter import RoundView, Space
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
-from specctl.models.llama.llama import fast_llama
+from specctl.models.llama import fast_llama
 from specctl.models.native import library as built
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy

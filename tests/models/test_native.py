@@ -22,8 +22,8 @@ from specctl.core.language_model import Feed, LmOut, Masks
 from specctl.core.spec import ModelSpec
 from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree, NodeKind
+from specctl.models.llama import fast_llama, llama
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
-from specctl.models.llama.llama import fast_llama, llama
 from specctl.models.native import bits as few_bits
 from specctl.models.native import library as built
 from specctl.models.native import step

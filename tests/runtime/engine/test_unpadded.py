@@ -9,8 +9,8 @@ import torch
 
 from specctl.core.language_model import Feed
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
+from specctl.models.llama import fast_llama
 from specctl.models.llama.fast_llama import FastLlama
-from specctl.models.llama.llama import fast_llama
 from specctl.runtime.engine.unpadded import Unpadded
 
 TAPS = (1, 3)
