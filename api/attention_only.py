@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from specctl.api.families import family_infos
-from specctl.core.attention_only import AttentionOnly, borrowing, of_serving
 from specctl.core.errors import SpecctlError
-from specctl.core.model_folder import CONFIG
+from specctl.core.forward.attention_only import AttentionOnly, borrowing, of_serving
+from specctl.core.storage.model_folder import CONFIG
 from specctl.models.hf.hf_spec import PLAIN_HEADS, has_state_layers
 from specctl.recipes.built_in import as_path_word
 from specctl.recipes.drafter_names import drafter_names, drafter_words

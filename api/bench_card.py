@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.runtime.measure.bench_report import BenchReport
 
 READING = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specctl.api.prompts import Prompt, are_chats, encode_prompts
 from specctl.core.errors import RecipeError, SpecctlError, nearest, one_of_two
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.runtime.measure.questions import Question, question_of
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import heldout_prompts

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from specctl.api.failures import raises_user_errors
-from specctl.core.diffusion_kinds import is_diffusion_folder
 from specctl.core.errors import IncompatibleError, RecipeError, did_you_mean
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.table import Table, Tabled
+from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 from specctl.diffusion import engine
 from specctl.diffusion.folder import DiffusionTarget, load_diffusion
 from specctl.diffusion.settings import DenoiseSettings

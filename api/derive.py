@@ -14,7 +14,7 @@ from specctl.api.initial_shape import following_init
 from specctl.api.progress import Progress, as_reporter
 from specctl.api.recipe import RecipeLike, recipe_of
 from specctl.core.errors import FileError, RecipeError, SpecctlError
-from specctl.core.files import digest_of, sha256_file, write_json
+from specctl.core.storage.files import digest_of, sha256_file, write_json
 from specctl.recipes.made_for import DEMONSTRATION, is_same, made_for, target_of
 from specctl.recipes.schema import DataPart, DrafterPart, TargetPart
 from specctl.recipes.serve import ServePart

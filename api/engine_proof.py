@@ -15,9 +15,9 @@ from specctl.api.generate import generate
 from specctl.api.progress import Progress, as_reporter
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.errors import SpecctlError
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.table import Table, Tabled
 from specctl.drafters import family
 from specctl.export.engines import Answers, EngineJob, ServingEngine
 from specctl.export.engines.process import chosen_engine, own_python

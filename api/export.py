@@ -11,7 +11,7 @@ from specctl.api.failures import raises_user_errors
 from specctl.api.outputs import check_folder
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.errors import SpecctlError
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.table import Table, Tabled
 from specctl.export.formats import PACKAGE, check_store, filled, find_format, format_for
 from specctl.export.formats import export as write
 from specctl.export.package.manifest import Manifest, package_in, read_manifest

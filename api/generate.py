@@ -16,7 +16,7 @@ from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.prompts import EncodedPrompt, Prompt, are_chats, empty_answers, encode_prompts
 from specctl.api.targets import TargetLike, load_target, target_or_own
 from specctl.core.errors import IncompatibleError, RecipeError, did_you_mean, one_of_two
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.table import Table, Tabled
 from specctl.runtime import generate as runtime
 from specctl.runtime.generate import OnRound, OnTokens, Output
 from specctl.runtime.measure.cost import equip, fitted_sizes

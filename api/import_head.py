@@ -14,7 +14,7 @@ from specctl.api.outputs import check_folder
 from specctl.api.progress import Progress, as_reporter
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.drafter import Drafter
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.table import Table, Tabled
 from specctl.export.imports import Imported, Measured, Report, import_published
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy

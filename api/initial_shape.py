@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.core.errors import NetworkError, RecipeError
-from specctl.core.model_folder import is_adapter_alone
+from specctl.core.storage.model_folder import is_adapter_alone
 from specctl.recipes.load import build_recipe
 from specctl.recipes.section import flatten
 from specctl.recipes.stages import PREFIX

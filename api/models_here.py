@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import SpecctlError
-from specctl.core.gguf_header import read_header
-from specctl.core.model_folder import CONFIG, WEIGHTS
+from specctl.core.storage.gguf_header import read_header
+from specctl.core.storage.model_folder import CONFIG, WEIGHTS
 from specctl.export.package.manifest import MANIFEST, read_manifest
 from specctl.recipes.ollama_store import pulled
 from specctl.recipes.published import place_of_name, published_names

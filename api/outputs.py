@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, SpecctlError
-from specctl.core.installed import pip_install
+from specctl.core.messages.installed import pip_install
 
 PICTURES = (".png", ".svg", ".pdf")
 

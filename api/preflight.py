@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specctl.api.outputs import check_folder
 from specctl.core.errors import FileError, NetworkError, RecipeError, SpecctlError, unknown
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.recipes.stages import PREFIX, stages_of
 
 if TYPE_CHECKING:

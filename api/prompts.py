@@ -13,7 +13,7 @@ from numbers import Integral
 from typing import Any
 
 from specctl.core.errors import SpecctlError
-from specctl.core.prompt_images import PromptImages
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.runtime.generate import Output
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.spoken_to import NO_TEMPLATE, OF_PRETRAINING

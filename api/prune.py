@@ -18,8 +18,8 @@ from specctl.api.recipe import RecipeLike, recipe_of, run_folder, set_words
 from specctl.api.targets import TargetLike, in_memory, inflated_note
 from specctl.api.train import TrainResult, load_initial, packaged_acceptance, train_and_package
 from specctl.core.errors import FileError, RecipeError
+from specctl.core.messages.table import Table, Tabled
 from specctl.core.spec import ModelSpec
-from specctl.core.table import Table, Tabled
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.check import check_package
 from specctl.export.package.folder import save_package

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.api.failures import raises_user_errors
 from specctl.core.errors import FileError, IncompatibleError, SpecctlError
-from specctl.core.model_folder import refuse_stand_ins
+from specctl.core.storage.model_folder import refuse_stand_ins
 from specctl.recipes.built_in import as_path_word
 from specctl.recipes.drafter_names import drafter_names, drafter_words
 from specctl.recipes.published import path_named
 from specctl.recipes.targets import resolve
 
 if TYPE_CHECKING:
-    from specctl.core.attention_only import AttentionOnly
+    from specctl.core.forward.attention_only import AttentionOnly
     from specctl.export.package.manifest import TargetRecord
     from specctl.runtime.target.target import Target
 

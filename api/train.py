@@ -18,7 +18,7 @@ from specctl.api.recipe import RecipeLike, recipe_of, refuse_dependent, run_fold
 from specctl.api.targets import TargetLike, in_memory
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.table import Table, Tabled
 from specctl.export.formats import export, formats
 from specctl.export.package.check import check_package
 from specctl.export.package.compat import ALLOWABLE

@@ -15,8 +15,8 @@ from specctl.api.progress import Progress, as_reporter
 from specctl.api.prompts import Prompt, encode_prompts
 from specctl.api.targets import TargetLike, target_json, target_or_own
 from specctl.core.errors import RecipeError, SpecctlError, nearest
-from specctl.core.printable import counted
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.printable import counted
+from specctl.core.messages.table import Table, Tabled
 from specctl.export.package.find import Kind, locate
 from specctl.export.package.manifest import MANIFEST, check_files, package_in
 from specctl.export.package.proof_record import write_record

@@ -19,7 +19,7 @@ from specctl.api.targets import TargetLike, target_or_own
 from specctl.api.train import packaged
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.table import Table, Tabled
 from specctl.export.package.manifest import MANIFEST, Manifest, read_manifest
 from specctl.recipes.load import load_recipe
 from specctl.recipes.published import path_named

@@ -10,7 +10,7 @@ from typing import Any
 from specctl.api.failures import raises_user_errors
 from specctl.api.prompts import encode_prompts
 from specctl.api.targets import TargetLike, target_or_own
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.table import Table, Tabled
 from specctl.images.zipar import verification_of, zip_grids
 from specctl.runtime.generate import Output
 

@@ -20,7 +20,7 @@ import torch
 
 from specctl import generate, load_target
 from specctl.api.drafting import LoadedDraft, load_draft
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.runtime.target.target import Target
 
 COLUMNS, ROWS = 46, 16

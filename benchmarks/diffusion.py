@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from specctl.core.errors import RecipeError
-from specctl.core.table import Table
+from specctl.core.messages.table import Table
 from specctl.diffusion.engine import denoise, verification_of
 from specctl.diffusion.folder import DiffusionTarget, load_diffusion
 from specctl.diffusion.settings import DenoiseSettings

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specctl import Sampling, generate, load_target
 from specctl.core.batch import HeadRows, TrainBatch
-from specctl.core.files import write_json
+from specctl.core.storage.files import write_json
 from specctl.core.vocab import VocabMap
 from specctl.drafters.eagle3 import Eagle3
 from specctl.recipes.schema import TrainPart

@@ -24,7 +24,7 @@ from peers import rows_of, train_ours
 from torch import Tensor
 
 from specctl import load_drafter, load_target
-from specctl.core.files import write_json
+from specctl.core.storage.files import write_json
 from specctl.core.tree import DraftTree
 from specctl.drafters.propd import ProPD
 from specctl.recipes.load import load_recipe

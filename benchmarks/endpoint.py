@@ -33,8 +33,8 @@ import torch
 from vllm_common import serving
 
 from specctl.core.drafter import Needs
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.served import load_served

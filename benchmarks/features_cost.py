@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from specctl.core.traffic_files import Writer
+from specctl.core.storage.traffic_files import Writer
 from specctl.drafters import family
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request, Row

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 from transformers import DynamicCache
 
+from specctl.core.forward.masks import chain_mask
 from specctl.core.language_model import LanguageModel, Masks
-from specctl.core.masks import chain_mask
 from specctl.models.hf.hf_lm import HfLM
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target, load_target

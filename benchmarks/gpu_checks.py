@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from specctl import Sampling
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families, family
 from specctl.drafters.attention.attention import attend_seen

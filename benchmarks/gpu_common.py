@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.errors import Exit, SpecctlError
-from specctl.core.files import write_json
 from specctl.core.spec import ModelSpec
+from specctl.core.storage.files import write_json
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.target import Target
 

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from specctl import Sampling
 from specctl.core.drafter import Drafter, Space, StepState
+from specctl.core.forward.masks import chain_mask
 from specctl.core.language_model import Feed, LanguageModel, Masks
-from specctl.core.masks import chain_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.drafters.states import recorded

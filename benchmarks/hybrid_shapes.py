@@ -30,8 +30,8 @@ from latent_cache import Step, in_turn
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specctl.core.forward.slot_state import StateKV
 from specctl.core.language_model import Feed
-from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.recurrent import state_mixers
 from specctl.models.recurrent.state_forms import DecayedInputs, FedTokens, parents_of

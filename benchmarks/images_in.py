@@ -34,8 +34,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProce
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.language_model import Feed
-from specctl.core.prompt_images import PromptImages
 from specctl.drafters import family
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.image_rows import with_images

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import load_target
-from specctl.core.table import Table
+from specctl.core.messages.table import Table
 from specctl.drafters import family
 from specctl.images.codebook import Codebook
 from specctl.images.continuous import (

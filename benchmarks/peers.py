@@ -42,8 +42,8 @@ from specctl import Sampling, generate, load_drafter, load_target
 from specctl.api.train import train_and_package
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Space
-from specctl.core.files import write_json
 from specctl.core.language_model import Borrowed
+from specctl.core.storage.files import write_json
 from specctl.drafters.eagle3 import Eagle3, Eagle3Options, Eagle3State
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe

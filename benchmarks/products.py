@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specctl.api.train import train_and_package
-from specctl.core.kept_memory import kept_memory
+from specctl.core.device.kept_memory import kept_memory
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train import loop, products

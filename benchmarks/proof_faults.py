@@ -26,7 +26,7 @@ from proof_common import Check, checked, parser, report, run_ranks
 from syscalls import CHANGING, Call, Syscalls, unflushed_renames
 
 from specctl.core.errors import FileError, ResourceError, SpecctlError
-from specctl.core.files import write_bytes
+from specctl.core.storage.files import write_bytes
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot

@@ -41,9 +41,9 @@ from transformers import AutoModelForCausalLM
 from specctl import load_target
 from specctl.core import language_model
 from specctl.core.drafter import Drafter
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed, LmOut
-from specctl.core.sub_layers import SubLayers
 from specctl.drafters import family
 from specctl.models.hf.hf_lm import HfLM
 from specctl.models.llama.fast_llama import FastLlama

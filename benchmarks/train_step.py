@@ -83,8 +83,8 @@ def work(args: argparse.Namespace) -> None:
         from specctl.train.features.reading import reading_target
 
         target = reading_target(target, recipe.train)
-    if importlib.util.find_spec("specctl.core.kept_memory"):  # nor this
-        from specctl.core.kept_memory import kept_memory
+    if importlib.util.find_spec("specctl.core.device.kept_memory"):  # nor this
+        from specctl.core.device.kept_memory import kept_memory
 
         kept = kept_memory(torch.device("cpu"))
         kept.__enter__()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.core.row_part import RowPart
+from specctl.core.forward.row_part import RowPart
 
 # KL(p || q) of the rows that a loss is about to sum -> bool: the rows it shall sum (AdaSPEC).
 Select = Callable[[Tensor], Tensor]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.errors import RecipeError
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, ChainDraws, LanguageModel, WholeChain
 from specctl.core.spec import Identity, ModelSpec

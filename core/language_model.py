@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
+from specctl.core.forward.masks import chain_mask, document_mask, tree_mask
+from specctl.core.forward.row_additions import RowAdditions
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import KVShape, SlotKV
-from specctl.core.masks import chain_mask, document_mask, tree_mask
-from specctl.core.row_additions import RowAdditions
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree
 
 WIDTH_STEP = 16

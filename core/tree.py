@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
 
 
 class NodeKind(StrEnum):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import SpecctlError
-from specctl.core.only_shapes import has_only_shapes
+from specctl.core.forward.only_shapes import has_only_shapes
 
 
 @dataclass(frozen=True, slots=True)

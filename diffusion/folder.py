@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
-from specctl.core.files import write_json
-from specctl.core.model_folder import CONFIG, refuse_stand_ins
+from specctl.core.storage.files import write_json
+from specctl.core.storage.model_folder import CONFIG, refuse_stand_ins
 from specctl.diffusion.model import MaskedLM
 from specctl.diffusion.shape import DiffusionShape, shape_from
 from specctl.runtime.target.bounded_templates import written

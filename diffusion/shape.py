@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specctl.core.diffusion_kinds import DREAM, KINDS, LLADA, diffusion_kind
 from specctl.core.errors import IncompatibleError
+from specctl.core.storage.diffusion_kinds import DREAM, KINDS, LLADA, diffusion_kind
 from specctl.models.llama.llama import LlamaShape
 
 # Field: its key in the config of each layout.

@@ -37,9 +37,9 @@ from torch import Tensor
 
 from specctl.core.drafter import Family, Space
 from specctl.core.errors import RecipeError
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.self_drafter import SelfDrafter, UnverifiedOptions, check_layers
 from specctl.drafters.option_checks import Count, OneOf, Options, check_options

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from specctl.core.drafter import Family, Space
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.self_drafter import SelfDrafter, UnverifiedOptions
 from specctl.drafters.option_checks import Count, OneOf, Options, check_options

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
 from specctl.core.errors import IntegrityError, ResourceError
-from specctl.core.installed import library
+from specctl.core.messages.installed import library
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.option_checks import Count, OneOf, Options

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family, Outcome, Space
+from specctl.core.forward.sub_layers import NOTHING, SubLayers
 from specctl.core.language_model import Feed, LanguageModel
-from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.drafters.frames.self_drafter import SelfDrafter
 from specctl.drafters.option_checks import Count, Options
 from specctl.drafters.states.borrowed_state import BorrowedState

@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family, Needs, Outcome, RoundView, Space
 from specctl.core.errors import RecipeError
+from specctl.core.forward.row_additions import ATTENTION, MLP, Factors, Place, RowAdditions
+from specctl.core.forward.sub_layers import NOTHING, SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, Masks
-from specctl.core.row_additions import ATTENTION, MLP, Factors, Place, RowAdditions
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.places import PlacesDrafter
 from specctl.drafters.losses.align import AlignedRows

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Budget, Family, Needs, RoundView, Space
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.inverse_cdf import inverse_cdf
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
-from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.drafters.frames.place_chain import PlaceChainState, embedded
 from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.core.drafter import Family, Space
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.self_drafter import SelfDrafter, UnverifiedOptions, check_layer
 from specctl.drafters.states.borrowed_state import FixedState

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family, Needs, Space
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Borrowed, Feed
-from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.exit_drafter import ExitDrafter, ExitNet, ExitOptions, LowerLayersState

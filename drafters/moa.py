@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Family, Needs, Space
 from specctl.core.errors import RecipeError
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.attention.recompute import is_large, run
 from specctl.drafters.frames.cross_drafter import CrossDrafter, CrossLayer, CrossNet, CrossOptions

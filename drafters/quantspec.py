@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family, Outcome, Space
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, LanguageModel
-from specctl.core.sub_layers import SubLayers
 from specctl.drafters.frames.self_drafter import SelfDrafter
 from specctl.drafters.option_checks import Options, Within, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.errors import RecipeError
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.look_ahead_tokens import LookAhead, LookAheadNet, LookAheadOptions
 from specctl.drafters.option_checks import CountOrZero

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from specctl.core.drafter import Family, Space
 from specctl.core.errors import RecipeError
-from specctl.core.installed import library
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import LanguageModel
+from specctl.core.messages.installed import library
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.self_drafter import SelfDrafter, UnverifiedOptions, check_layers
 from specctl.drafters.option_checks import Options, Within, check_options

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, Family, Needs, Space, StepState
 from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.forward.row_part import RowPart
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
-from specctl.core.row_part import RowPart
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import aim

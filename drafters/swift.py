@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family, Outcome, Space
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.self_drafter import SelfDrafter
 from specctl.drafters.option_checks import OneOf, Options, Within, check_options

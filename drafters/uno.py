@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, RoundView, Space
 from specctl.core.errors import RecipeError
+from specctl.core.forward.row_additions import ATTENTION, MLP, Factors, Place, RowAdditions
 from specctl.core.language_model import Borrowed, Feed, LanguageModel
-from specctl.core.row_additions import ATTENTION, MLP, Factors, Place, RowAdditions
 from specctl.core.spec import ModelSpec
 from specctl.drafters.frames.places import PlacesDrafter, PlacesOptions
 from specctl.drafters.nets.low_rank import (

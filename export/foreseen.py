@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
+from specctl.core.forward.only_shapes import only_shapes
 from specctl.core.language_model import Borrowed, LanguageModel
-from specctl.core.only_shapes import only_shapes
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IntegrityError, NetworkError, RecipeError
-from specctl.core.hub_access import forbidden_by, way_online
+from specctl.core.storage.hub_access import forbidden_by, way_online
 from specctl.export.package.files import open_folder
 from specctl.export.package.manifest import CARD, MANIFEST, Manifest, check_files, package_in
 from specctl.export.package.proof_record import RECORDS, read_record

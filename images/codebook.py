@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from specctl.core.errors import FileError, IncompatibleError
-from specctl.core.files import write_bytes
+from specctl.core.storage.files import write_bytes
 from specctl.images.digits import Floats, Pixels
 
 CODEBOOK = "codebook.safetensors"

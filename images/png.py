@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specctl.core.files import write_bytes
+from specctl.core.storage.files import write_bytes
 from specctl.images.digits import Pixels
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"

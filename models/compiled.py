@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.cuda_graph import CudaGraph
-from specctl.core.exit_states import ExitStates
+from specctl.core.device.cuda_graph import CudaGraph
+from specctl.core.forward.exit_states import ExitStates
 from specctl.core.kv_cache import Aim, KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 

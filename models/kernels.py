@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.core.gpu_kernels import has_triton
+from specctl.core.device.gpu_kernels import has_triton
 from specctl.models.weights.copies import Copies
 from specctl.models.weights.int4 import Int4Weight, linear_int4
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 

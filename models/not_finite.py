@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.errors import Exit, NumbersError
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed, LanguageModel
-from specctl.core.sub_layers import SubLayers
 from specctl.models.compiled import CompiledLM
 from specctl.models.hf.spread import is_parallel
 from specctl.models.llama.fast_llama import FastLlama

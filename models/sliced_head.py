@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specctl.core.only_shapes import has_only_shapes
+from specctl.core.forward.only_shapes import has_only_shapes
 
 Head = Callable[[Tensor], Tensor]
 Rows = tuple[Tensor, ...]  # row numbers first, then whatever else `Part` wants, all of one length

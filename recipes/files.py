@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from specctl.core.bounded_read import MOST, read_text
 from specctl.core.errors import FileError, RecipeError, did_you_mean
+from specctl.core.storage.bounded_read import MOST, read_text
 from specctl.recipes.built_in import is_built_in
 
 PRETRAINED = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specctl.core.errors import IntegrityError
-from specctl.core.files import sha256_file
+from specctl.core.storage.files import sha256_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from specctl.core.errors import FileError, SpecctlError, nearest
-from specctl.core.gguf_header import is_gguf, models_in
-from specctl.core.model_folder import (
+from specctl.core.storage.gguf_header import is_gguf, models_in
+from specctl.core.storage.model_folder import (
     CONFIG,
     PACKAGE,
     has_weights,

@@ -9,8 +9,8 @@ from typing import Any
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, one_of_two
-from specctl.core.printable import counted
-from specctl.core.prompt_images import PromptImages
+from specctl.core.forward.prompt_images import PromptImages
+from specctl.core.messages.printable import counted
 from specctl.drafters import family
 from specctl.recipes.serve import check_in_parallel
 from specctl.runtime.engine.engine import Engine

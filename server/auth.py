@@ -20,8 +20,8 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, SpecctlError, unreadable
+from specctl.core.storage.bounded_read import read_text
 from specctl.server.errors import ApiError
 
 OPEN = frozenset({"/health", "/ready"})

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from specctl.core.kept_features import (
+from specctl.core.storage.kept_features import (
     AnswerFeatures,
     feature_files,
     key_of,
@@ -21,7 +21,7 @@ from specctl.core.kept_features import (
     sweep_halves,
     text_key,
 )
-from specctl.core.traffic_files import Writer, segments
+from specctl.core.storage.traffic_files import Writer, segments
 from specctl.runtime.engine.row_features import RowFeatures
 from specctl.server.logs import log
 from specctl.server.traffic import TrafficKeeper

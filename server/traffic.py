@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 from specctl.core.errors import FileError, IncompatibleError
-from specctl.core.kept_features import feature_files
-from specctl.core.traffic_files import (
+from specctl.core.storage.kept_features import feature_files
+from specctl.core.storage.traffic_files import (
     Writer,
     has_records,
     next_number,

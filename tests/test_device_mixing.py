@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.cuda_graph import CudaGraph
+from specctl.core.device.cuda_graph import CudaGraph
 from specctl.drafters import family
 from specctl.runtime.engine.device_clock import mark, seconds_between, settle
 from specctl.train.metrics import Totals

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from specctl.core.attention_only import AttentionOnly, borrowing, of_serving
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError, nearest, one_of
-from specctl.core.printable import counted
+from specctl.core.forward.attention_only import AttentionOnly, borrowing, of_serving
+from specctl.core.messages.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_named

@@ -15,7 +15,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
-from specctl.core.row_part import RowPart
+from specctl.core.forward.row_part import RowPart
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TrainPart, VocabPart
 from specctl.recipes.serve import ServePart

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from specctl.core.batch import TrainBatch
+from specctl.core.device.kept_memory import give_back_gaps
 from specctl.core.drafter import Drafter
 from specctl.core.errors import DivergedError
-from specctl.core.files import write_json
-from specctl.core.kept_memory import give_back_gaps
+from specctl.core.storage.files import write_json
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.train.data.supply import Order, Text, share

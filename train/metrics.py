@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.files import write_bytes
+from specctl.core.storage.files import write_bytes
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.log import read_log as read_log
 

@@ -25,11 +25,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from specctl.core.attention_only import AttentionOnly
+from specctl.core.device.kept_memory import kept_memory
 from specctl.core.drafter import Drafter
 from specctl.core.errors import FileError, IntegrityError, RecipeError
-from specctl.core.files import write_json
-from specctl.core.kept_memory import kept_memory
+from specctl.core.forward.attention_only import AttentionOnly
+from specctl.core.storage.files import write_json
 from specctl.recipes.low_rank import JointPart, LoraPart
 from specctl.recipes.schema import DataPart, Recipe, TargetPart, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter

@@ -25,8 +25,8 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.settings import FLAG, MOST, Settings, print_settings, setting_of
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.core.messages.printable import guarded_streams
 from specctl.core.plugins import LeftOut
-from specctl.core.printable import guarded_streams
 from specctl.recipes.built_in import HiddenName
 
 P = ParamSpec("P")

@@ -16,8 +16,8 @@ from typing import Any
 
 import typer
 
-from specctl.core.bounded_read import read_text
 from specctl.core.errors import RecipeError, unreadable, write_instead
+from specctl.core.storage.bounded_read import read_text
 
 META = "specctl.config_file"  # where the contexts of one command line keep the file
 

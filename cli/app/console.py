@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 from specctl.cli.app.progress import EventProgress, PlainProgress, Progress, RichProgress
 from specctl.core.errors import SpecctlError
-from specctl.core.printable import one_line, printable
-from specctl.core.table import Table, format_table
+from specctl.core.messages.printable import one_line, printable
+from specctl.core.messages.table import Table, format_table
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 
 ACCEPTED, PLAIN_COLOUR = "\x1b[32m", "\x1b[0m"  # tokens that were drafted and accepted; others

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TextIO
 
-from specctl.core.printable import PrintableStream, counted, one_line, printable
+from specctl.core.messages.printable import PrintableStream, counted, one_line, printable
 from specctl.runtime.measure.reporter import Advance, EventReporter
 
 DAY = 86_400  # seconds

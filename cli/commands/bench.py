@@ -32,7 +32,7 @@ from specctl.cli.options.prompts import tell_chat
 from specctl.cli.options.sampling import GenerationConfig, check_choice, followed, tell
 from specctl.cli.options.target_choice import OWN_WRITING, TargetChoice, WritingChoice, loading
 from specctl.core.errors import GateError, RecipeError
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 
 if TYPE_CHECKING:
     from specctl.runtime.measure.bench_report import BenchReport, BenchRow
@@ -187,7 +187,7 @@ def _write(
         console.say(f"picture: {written.plot}")
     if written.card is not None:
         from specctl.api.bench_card import bench_card
-        from specctl.core.files import write_bytes
+        from specctl.core.storage.files import write_bytes
 
         result["card"] = str(written.card)
         card = bench_card(report, result["made"])

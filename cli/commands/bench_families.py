@@ -40,9 +40,9 @@ from specctl.cli.options.measuring import (
 from specctl.cli.options.names import complete_family
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice, loading
-from specctl.core.diffusion_kinds import is_diffusion_folder
 from specctl.core.errors import Exit, GateError, RecipeError, did_you_mean
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe, with_fields
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.checkpoint_folder import read_settings

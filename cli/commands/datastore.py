@@ -11,7 +11,7 @@ from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import TargetChoice, not_in_step
-from specctl.core.hub_access import go_offline
+from specctl.core.storage.hub_access import go_offline
 
 REST = RecipeFlags(recipe="rest")
 

@@ -12,8 +12,8 @@ from specctl.cli.options.denoising import DenoisingFlags
 from specctl.cli.options.prompts import PromptText
 from specctl.cli.options.sampling import NONE, SamplingFlags, tell_drawn
 from specctl.cli.options.target_choice import TargetChoice
-from specctl.core.diffusion_kinds import is_diffusion_folder
 from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 from specctl.recipes.targets import resolve
 
 ALWAYS = ("name", "device", "dtype", "offline")  # of a target's flags

@@ -20,10 +20,10 @@ import specctl
 from specctl.api.machine import usable_cores
 from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
-from specctl.core.hub_access import forbidden_by, way_online
-from specctl.core.installed import distribution_name, foreign_distributions, pip_install
+from specctl.core.messages.installed import distribution_name, foreign_distributions, pip_install
+from specctl.core.messages.printable import counted
 from specctl.core.plugins import PLACES, plugins
-from specctl.core.printable import counted
+from specctl.core.storage.hub_access import forbidden_by, way_online
 from specctl.models.native.library import BUILDING, is_to_be_built
 
 GREEN, YELLOW, RED = "ok", "note", "fix"

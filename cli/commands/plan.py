@@ -32,8 +32,8 @@ from specctl.cli.options.deriving import Deriving
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import PlanFlags
 from specctl.core.errors import SpecctlError, one_of_two
-from specctl.core.files import Disk
-from specctl.core.hub_access import go_offline
+from specctl.core.storage.files import Disk
+from specctl.core.storage.hub_access import go_offline
 from specctl.train.runs.kept import continued
 
 if TYPE_CHECKING:
@@ -450,7 +450,7 @@ def rehearse(name: str, small: Mapping[str, Any]) -> Rehearsal:
 def rehearsal_process() -> None:
     """In the process of its own: RECIPE.yaml, OUT, seconds since the epoch when it was started."""
     from specctl.api.train import train_and_package
-    from specctl.core.files import write_json
+    from specctl.core.storage.files import write_json
     from specctl.recipes.load import load_recipe
     from specctl.train.planning.rehearsal import Stopwatch, summary
 

@@ -13,7 +13,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.options.flags import Out
-from specctl.core.diffusion_kinds import is_diffusion_folder
+from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 
 if TYPE_CHECKING:
     from specctl.train.pretrain.dparallel import DParallelRecipe
@@ -128,8 +128,8 @@ def recipe_path(name: str) -> Path:
     """The file of a pre-training recipe: a path, or the one that comes with specctl."""
     from importlib import resources
 
-    from specctl.core.bounded_read import read_text
     from specctl.core.errors import unreadable
+    from specctl.core.storage.bounded_read import read_text
     from specctl.recipes.files import PRETRAINED
 
     path = Path(name)

@@ -23,7 +23,7 @@ from specctl.cli.options.recipe_flags import DryRun, TunedFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.cli.options.training import finish
 from specctl.core.errors import FileError, RecipeError
-from specctl.core.hub_access import go_offline
+from specctl.core.storage.hub_access import go_offline
 from specctl.recipes.load import with_fields
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from specctl.cli.app.progress import duration
 from specctl.cli.commands.adapt import drafter_fields
 from specctl.cli.commands.quickstart_story import StoryPlace, StoryReporter, prove, train
 from specctl.core.errors import RecipeError
-from specctl.core.files import digest_of, write_json
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.files import digest_of, write_json
 from specctl.recipes.load import with_fields
 from specctl.recipes.published import published_folder
 from specctl.recipes.section import flatten

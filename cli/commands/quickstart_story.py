@@ -16,8 +16,8 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.app.progress import duration
 from specctl.core.errors import GateError
-from specctl.core.files import write_json
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.files import write_json
 from specctl.runtime.measure.reporter import Advance
 
 if TYPE_CHECKING:

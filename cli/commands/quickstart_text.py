@@ -19,7 +19,7 @@ from specctl.cli.commands.quickstart_story import (
     prove,
     train,
 )
-from specctl.core.files import write_json
+from specctl.core.storage.files import write_json
 from specctl.runtime.measure.doubt import PAYS, doubts
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 from specctl.api.families import family_infos
 from specctl.cli.app.console import Console
 from specctl.core.errors import unknown
-from specctl.core.model_folder import CONFIG, is_adapter_alone
+from specctl.core.storage.model_folder import CONFIG, is_adapter_alone
 from specctl.recipes.load import EMBEDDED, RecipeInfo
 from specctl.recipes.made_for import is_same
 from specctl.recipes.targets import resolve

@@ -16,7 +16,7 @@ from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.cli.options.target_choice import not_in_step
 from specctl.core.errors import RecipeError
-from specctl.core.hub_access import go_offline
+from specctl.core.storage.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.recipes.schema import TargetPart

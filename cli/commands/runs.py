@@ -17,7 +17,7 @@ from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
 from specctl.core.errors import FileError, SpecctlError, no_folder, one_of_two
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 
 if TYPE_CHECKING:
     from specctl.train.runs.folders import RunStatus

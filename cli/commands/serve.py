@@ -25,9 +25,9 @@ from specctl.cli.options.sampling import GenerationConfig, check_choice, followe
 from specctl.cli.options.serving import AccessFlags, LimitFlags
 from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice, loading
 from specctl.core.errors import SpecctlError, unknown
-from specctl.core.installed import pip_install
+from specctl.core.messages.installed import pip_install
 from specctl.core.plugins import declared
-from specctl.core.traffic_files import has_records
+from specctl.core.storage.traffic_files import has_records
 from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.commands.shown_ends import end_rows
 from specctl.cli.options.names import complete_target
-from specctl.core.diffusion_kinds import is_diffusion_folder
 from specctl.core.errors import FileError, IntegrityError, did_you_mean, no_folder
+from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
@@ -44,7 +44,7 @@ def show(
       specctl show runs/quickstart --json
       specctl show tiny
     """
-    from specctl.core.model_folder import (
+    from specctl.core.storage.model_folder import (
         is_adapter_alone,
         is_file_name,
         no_gguf_file,
@@ -164,7 +164,7 @@ def _recipes_text(names: Sequence[str], target: str) -> str:
 
 
 def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
-    from specctl.core.claim import meaning, stamp
+    from specctl.core.messages.claim import meaning, stamp
     from specctl.export.formats import filled
     from specctl.export.package.manifest import read_manifest
     from specctl.export.package.proof_record import read_record
@@ -359,7 +359,7 @@ def _warn_of_weights(console: Console, path: Path, weights: Sequence[Path]) -> b
 
 def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     """A LoRA adapter of peft, which stands for its base with the adapter added."""
-    from specctl.core.model_folder import ADAPTER, ADAPTER_WEIGHTS
+    from specctl.core.storage.model_folder import ADAPTER, ADAPTER_WEIGHTS
     from specctl.runtime.target.checkpoint_folder import read_object
 
     config, weights = read_object(path / ADAPTER), path / ADAPTER_WEIGHTS

@@ -9,7 +9,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
 from specctl.cli.commands.shown_ends import end_rows
 from specctl.core.errors import SpecctlError
-from specctl.core.gguf_header import GgufHeader, read_header
+from specctl.core.storage.gguf_header import GgufHeader, read_header
 
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 

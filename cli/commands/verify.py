@@ -18,7 +18,7 @@ from specctl.cli.options.names import check_drafter
 from specctl.cli.options.prompts import tell_chat
 from specctl.cli.options.target_choice import OWN, AnsweringChoice, loading
 from specctl.core.errors import GateError
-from specctl.core.hub_access import go_offline
+from specctl.core.storage.hub_access import go_offline
 
 if TYPE_CHECKING:
     from specctl.api.verify import VerifyResult

@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from specctl.core.files import write_bytes
-from specctl.core.kept_features import RECORD_OF_IDS, copy_features, text_key
+from specctl.core.storage.files import write_bytes
+from specctl.core.storage.kept_features import RECORD_OF_IDS, copy_features, text_key
 
 
 def features_beside(out: Path) -> Path:

@@ -25,7 +25,7 @@ from specctl.cli.options.names import check_package
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.training import run_training
 from specctl.core.errors import FileError, IncompatibleError, ResourceError, SpecctlError
-from specctl.core.traffic_files import newest_lines, writer_of
+from specctl.core.storage.traffic_files import newest_lines, writer_of
 from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.core.errors import SpecctlError, one_of_two
-from specctl.core.traffic_files import Writer
+from specctl.core.storage.traffic_files import Writer
 
 if TYPE_CHECKING:
     from specctl.core.drafter import Drafter

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from specctl.api.drafting import LoadedDraft
-    from specctl.core.attention_only import AttentionOnly
+    from specctl.core.forward.attention_only import AttentionOnly
     from specctl.runtime.target.target import Target
 
 NO_DRAFTER = "none"

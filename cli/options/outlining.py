@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from specctl.cli.app.console import Console
 from specctl.cli.app.settings import Setting
 from specctl.core.errors import RecipeError
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 
 if TYPE_CHECKING:
     from specctl.cli.options.target_choice import TargetChoice

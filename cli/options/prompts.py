@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli.app.console import Console
-from specctl.core.bounded_read import MOST_INPUT, open_regular, read_pipe, read_stream
 from specctl.core.errors import FileError, SpecctlError, one_of_two, unreadable
+from specctl.core.storage.bounded_read import MOST_INPUT, open_regular, read_pipe, read_stream
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target

@@ -12,11 +12,11 @@ from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import Offline, target_option
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import SpecctlError
-from specctl.core.hub_access import go_offline
+from specctl.core.storage.hub_access import go_offline
 from specctl.recipes.drafter_names import drafter_names
 
 if TYPE_CHECKING:
-    from specctl.core.attention_only import AttentionOnly
+    from specctl.core.forward.attention_only import AttentionOnly
     from specctl.recipes.schema import TargetPart
     from specctl.runtime.target.target import Target
     from specctl.runtime.target.variants.rounding import Rounding

@@ -31,7 +31,7 @@ from specctl.cli.options.deriving import Deriving
 from specctl.cli.options.recipe_flags import RecipeFlags, TrainingFlags
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import SpecctlError
-from specctl.core.hub_access import go_offline
+from specctl.core.storage.hub_access import go_offline
 from specctl.recipes.stages import runs_of
 from specctl.train.runs.kept import kept_in
 

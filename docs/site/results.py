@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from specctl.core.printable import counted  # noqa: E402
+from specctl.core.messages.printable import counted  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 PAGE = Path(__file__).with_name("results.html")

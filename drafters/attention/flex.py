@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.gpu_kernels import has_triton
+from specctl.core.device.gpu_kernels import has_triton
 from specctl.drafters.attention.joined import JoinedSoftmax
 
 BLOCK = 128

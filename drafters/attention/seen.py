@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import TrainBatch
-from specctl.core.only_shapes import has_only_shapes
-from specctl.core.row_part import RowPart
+from specctl.core.forward.only_shapes import has_only_shapes
+from specctl.core.forward.row_part import RowPart
 
 
 @dataclass(frozen=True, slots=True)

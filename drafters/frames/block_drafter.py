@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs, RoundView, Space
-from specctl.core.masks import chain_mask
+from specctl.core.forward.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.attention.seen import AttentionWindow

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Needs, Space
+from specctl.core.forward.masks import document_mask
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed
-from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.self_drafter import check_layer
 from specctl.drafters.frames.shared_head import SharedHeadDrafter

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Needs, Space
+from specctl.core.forward.masks import chain_mask
 from specctl.core.language_model import Borrowed
-from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.attention.recompute import is_large, run

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import RoundView, Space
+from specctl.core.forward.sub_layers import NOTHING
 from specctl.core.language_model import Feed, LanguageModel
-from specctl.core.sub_layers import NOTHING
 from specctl.drafters.frames.places import PlacesDrafter
 from specctl.drafters.nets.routed import read_head, served_head
 from specctl.drafters.states.borrowed_state import KnownTokensState

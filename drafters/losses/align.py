@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import HeadRows, Select, TrainBatch
-from specctl.core.row_part import RowPart
+from specctl.core.forward.row_part import RowPart
 
 REACH = 64  # a loss over a part of the rows looks at most so far ahead
 

@@ -1,7 +1,7 @@
 """Low-rank additions of a drafter's own to matrices of the target, on the rows that it drafts.
 
-What `core/row_additions.py` reads: A and B of some linear layers of some of the target's layers,
-the target's own matrices being left as they are.
+What `core/forward/row_additions.py` reads: A and B of some linear layers of some of the target's
+layers, the target's own matrices being left as they are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.forward.row_additions import ATTENTION, MLP, Factors, Place, linear_sizes
 from specctl.core.language_model import LanguageModel
-from specctl.core.row_additions import ATTENTION, MLP, Factors, Place, linear_sizes
 from specctl.core.spec import ModelSpec
 from specctl.drafters.option_checks import OneOf
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space
+from specctl.core.forward.masks import chain_mask
 from specctl.core.kv_cache import SlotKV
-from specctl.core.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.drafters.attention.recompute import is_large, run
 from specctl.drafters.attention.seen import AttentionWindow, Seen, SeenPart, seen_text

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut
 from specctl.core.errors import IntegrityError, RecipeError
-from specctl.core.only_shapes import has_only_shapes
+from specctl.core.forward.only_shapes import has_only_shapes
 from specctl.core.vocab import VocabMap
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.teacher import TeacherLogits, wide

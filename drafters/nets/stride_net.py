@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from specctl.core.only_shapes import has_only_shapes
+from specctl.core.forward.only_shapes import has_only_shapes
 from specctl.drafters.attention.seen import Seen, fullest
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.trunk import TrunkNet

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.only_shapes import has_only_shapes
 from specctl.core.kv_cache import KVShape
 from specctl.core.language_model import Borrowed, LanguageModel
-from specctl.core.only_shapes import has_only_shapes
 from specctl.core.spec import ModelSpec
 from specctl.drafters.nets.blocks import LayerShape, rotary, rotate
 from specctl.models.rope import rope_of

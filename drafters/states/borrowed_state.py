@@ -21,7 +21,9 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
+from specctl.core.forward.masks import document_mask
+from specctl.core.forward.sub_layers import NOTHING, SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import (
     ChainDraws,
@@ -32,8 +34,6 @@ from specctl.core.language_model import (
     Masks,
     WholeChain,
 )
-from specctl.core.masks import document_mask
-from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.core.tree import DraftTree
 from specctl.drafters.states.tree_layout import Place, TreeLayout
 from specctl.models.llama.fast_llama import FastLlama

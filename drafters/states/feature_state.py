@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
+from specctl.core.forward.masks import chain_mask
 from specctl.core.kv_cache import Aim, SlotKV
 from specctl.core.language_model import ChainDraws, Feed, LmOut, Masks, WholeChain
-from specctl.core.masks import chain_mask
 from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter

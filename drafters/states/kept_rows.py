@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from specctl.core.forward.masks import chain_mask
 from specctl.core.kv_cache import SlotKV
-from specctl.core.masks import chain_mask
 from specctl.drafters.attention.seen import AttentionWindow
 
 

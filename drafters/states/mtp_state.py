@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, Space
-from specctl.core.masks import chain_mask
+from specctl.core.forward.masks import chain_mask
 from specctl.drafters.frames.feature_drafter import FeatureDrafter, TrunkState
 from specctl.drafters.nets.blocks import Attending, attend, sink_pair
 from specctl.drafters.states.feature_state import Fed

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.cuda_graph import CudaGraph
+from specctl.core.device.cuda_graph import CudaGraph
 from specctl.core.kv_cache import Aim, SlotKV
 
 PATIENCE: int | None = 3  # None: nothing is recorded

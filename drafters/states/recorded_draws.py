@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from specctl.core.gpu_kernels import has_triton
+from specctl.core.device.gpu_kernels import has_triton
 from specctl.core.language_model import ChainDraws
 from specctl.core.truncation import min_p_, top_k_, top_p_
 

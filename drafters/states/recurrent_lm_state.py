@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Outcome, RoundView, Space
-from specctl.core.slot_state import StateKV
+from specctl.core.forward.slot_state import StateKV
 from specctl.drafters.states.lm_state import LmState, SpokenModel, _Missing
 from specctl.drafters.states.tree_layout import TreeLayout, expansions
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from specctl.core.errors import GateError, IncompatibleError
-from specctl.core.model_folder import is_inside
+from specctl.core.storage.model_folder import is_inside
 from specctl.drafters.mtp import Mtp
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import dump_json

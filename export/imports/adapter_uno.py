@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from specctl.core.errors import GateError
-from specctl.core.row_additions import ATTENTION, MLP
+from specctl.core.forward.row_additions import ATTENTION, MLP
 from specctl.drafters.uno import Uno, UnoOptions
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer

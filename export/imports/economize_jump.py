@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.core.row_additions import ATTENTION, MLP
+from specctl.core.forward.row_additions import ATTENTION, MLP
 from specctl.drafters.jump import Jump, JumpOptions, JumpPath
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
-from specctl.core.model_folder import ADAPTER, is_adapter_alone, is_inside, something_else
+from specctl.core.storage.model_folder import ADAPTER, is_adapter_alone, is_inside, something_else
 from specctl.export.package.files import (
     PICKLE_SUFFIXES,
     model_files,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from specctl.core.row_additions import MLP
+from specctl.core.forward.row_additions import MLP
 
 _OURS = re.compile(r"layers\.(\d+)\.(\w+)\.(down|up)")
 _THEIRS = re.compile(

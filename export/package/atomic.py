@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from specctl.core.errors import FileError, ResourceError
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 
 _AT_FDCWD = -100
 IDLE = 24 * 3600  # seconds without a change after which a temporary folder has no writer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from specctl.core.claim import EXACT, meaning, stamp
+from specctl.core.messages.claim import EXACT, meaning, stamp
 from specctl.export.package.manifest import LOADABLE, Acceptance, Manifest, TargetRecord
 
 _SECRET = re.compile(r"(hf_|sk-|ghp_|glpat-|xox[bp]-|AKIA)[A-Za-z0-9_-]{8,}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IntegrityError
-from specctl.core.model_folder import (
+from specctl.core.storage.model_folder import (
     READ_SUFFIXES,
     gguf_error,
     is_file_name,

@@ -21,8 +21,13 @@ from specctl.core.errors import (
     SpecctlError,
     did_you_mean,
 )
-from specctl.core.hub_access import forbidden_by, way_online
-from specctl.core.model_folder import is_adapter_alone, is_file_name, no_gguf_file, something_else
+from specctl.core.storage.hub_access import forbidden_by, way_online
+from specctl.core.storage.model_folder import (
+    is_adapter_alone,
+    is_file_name,
+    no_gguf_file,
+    something_else,
+)
 from specctl.drafters import families
 from specctl.drafters.nets.options import read_options
 from specctl.export.package.files import open_folder, reading

@@ -26,7 +26,7 @@ from specctl.core.errors import (
     IntegrityError,
     SpecctlError,
 )
-from specctl.core.files import Disk, replace_file
+from specctl.core.storage.files import Disk, replace_file
 from specctl.drafters import families
 from specctl.export.package.atomic import new_folder
 from specctl.export.package.card import render_card

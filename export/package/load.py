@@ -24,7 +24,7 @@ from specctl.core.errors import (
     nearest,
     one_of,
 )
-from specctl.core.installed import way_to_newer
+from specctl.core.messages.installed import way_to_newer
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families

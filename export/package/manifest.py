@@ -28,10 +28,10 @@ from pydantic import (
 
 import specctl
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
-from specctl.core.files import sha256_file
-from specctl.core.installed import way_to_newer
-from specctl.core.model_folder import CONFIG, is_hub_link, refuse_pointer
+from specctl.core.messages.installed import way_to_newer
 from specctl.core.spec import ModelSpec, check_spec
+from specctl.core.storage.files import sha256_file
+from specctl.core.storage.model_folder import CONFIG, is_hub_link, refuse_pointer
 from specctl.export.package.files import (
     check_name,
     is_inert,

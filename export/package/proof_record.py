@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IntegrityError
-from specctl.core.files import Disk, replace_file
+from specctl.core.storage.files import Disk, replace_file
 from specctl.export.package.card import scrub
 from specctl.export.package.files import parse_json, read_bounded
 from specctl.export.package.manifest import read_manifest

@@ -25,11 +25,11 @@ from transformers.masking_utils import sdpa_mask
 
 from specctl.core import language_model
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.only_shapes import has_only_shapes
+from specctl.core.forward.slot_state import StateShape
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
-from specctl.core.only_shapes import has_only_shapes
-from specctl.core.slot_state import StateShape
-from specctl.core.sub_layers import SubLayers
 from specctl.models.hf.as_published import is_head_changed, own_attention
 from specctl.models.hf.few_rows import few_row_products
 from specctl.models.hf.hf_parts import DecoderParts, check_parts, refused

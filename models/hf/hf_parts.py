@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.row_additions import RowAdditions
-from specctl.core.sub_layers import SubLayers
+from specctl.core.forward.row_additions import RowAdditions
+from specctl.core.forward.sub_layers import SubLayers
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe")

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.slot_state import RowShape, StateKV, StateShape
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import LanguageModel
-from specctl.core.slot_state import RowShape, StateKV, StateShape
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.hf.hf_spec import ALIBI, field_of, holds_states, numbers_added, scans_of
 from specctl.models.hf.spread import is_piece

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.attention_only import AttentionOnly
 from specctl.core.spec import ModelSpec
 
 SCALED_ROPE = ("linear", "llama3", "yarn")

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
+from specctl.core.forward.row_additions import linear_sizes
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import (
     Borrowed,
@@ -30,9 +32,7 @@ from specctl.core.language_model import (
     Masks,
     WholeChain,
 )
-from specctl.core.row_additions import linear_sizes
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.models.compiled import PATIENCE, CompiledLM
 from specctl.models.hf.as_published import GivenModel, change_of, is_about
 from specctl.models.hf.hf_spec import spec_of

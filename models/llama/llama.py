@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specctl.core.row_additions import RowAdditions
+from specctl.core.forward.row_additions import RowAdditions
 from specctl.models.kernels import Weight, can_pack, pack
 from specctl.models.native.packed import PackedWeights
 from specctl.models.native.step import Bits, NativeStep, Stack, native_step, packed_step

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import ChainDraws, ChainRoot, LmOut, WholeChain
-from specctl.core.sub_layers import SubLayers
 from specctl.models.native.library import ChainCall, StepCall, cuts_of
 from specctl.models.native.step import RESIDUAL, NativeStep, address
 from specctl.models.torch_threads import most_threads

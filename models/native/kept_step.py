@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from specctl.core.cache_folder import check_private, make_private
-from specctl.core.files import Disk, replace_file
+from specctl.core.storage.cache_folder import check_private, make_private
+from specctl.core.storage.files import Disk, replace_file
 
 REMEMBERED = 24 * 3600.0  # seconds for which a build that was given up is not tried again
 LONGEST = 64 << 20  # bytes: no build of ours is so long

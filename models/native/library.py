@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.core.cache_folder import cache_folder
+from specctl.core.storage.cache_folder import cache_folder
 from specctl.models.native.kept_step import GivenUpError, KeptStep
 
 if TYPE_CHECKING:

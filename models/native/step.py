@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut, Masks, RunMasks, StackedTaps
-from specctl.core.sub_layers import SubLayers
 from specctl.models.native.bits import SIDE, packed
 from specctl.models.native.library import (
     INT8_SWITCH,

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.slot_state import RowShape, StateKV
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut, Masks, RunMasks
-from specctl.core.slot_state import RowShape, StateKV
 from specctl.models.hf.hf_lm import HfLM, SlotLayer
 from specctl.models.hf.hf_spec import STATE_KINDS
 from specctl.models.hf.read_only import ReadingLM

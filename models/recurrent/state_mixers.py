@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from specctl.core.slot_state import WHOLE, SlotState
+from specctl.core.forward.slot_state import WHOLE, SlotState
 from specctl.models.hf.hf_spec import CONVOLUTION, DELTA, KIMI, MAMBA1, MAMBA2
 from specctl.models.recurrent.state_forms import (
     DecayedInputs,

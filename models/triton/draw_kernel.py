@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specctl.core.gpu_kernels import has_triton, on_device
+from specctl.core.device.gpu_kernels import has_triton, on_device
 
 BLOCK = 1024  # tokens of one program
 STEP: tl.constexpr = tl.constexpr(-7046029254386353131)

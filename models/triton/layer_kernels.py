@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specctl.core.gpu_kernels import on_device
+from specctl.core.device.gpu_kernels import on_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_TOKENS = 2048  # beyond, nobody has measured it

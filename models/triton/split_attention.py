@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specctl.core.gpu_kernels import on_device
+from specctl.core.device.gpu_kernels import on_device
 
 KEYS = 64  # positions that a program reads at once
 MOST_ROWS = 64  # folded queries of one program

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specctl.core.errors import one_of_two
-from specctl.core.prompt_images import PromptImages
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.runtime.engine.request import Request
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.vision import no_vision

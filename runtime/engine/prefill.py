@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specctl.core.forward.slot_state import StateKV
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
-from specctl.core.slot_state import StateKV
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.target.target import Target

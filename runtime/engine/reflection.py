@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.foreign_calls import calling_tokenizer
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut
+from specctl.core.messages.foreign_calls import calling_tokenizer
 from specctl.core.tree import DraftTree
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify.relaxed import Relaxation

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from specctl.core.errors import SpecctlError
-from specctl.core.prompt_images import PromptImages
-from specctl.core.slot_state import StateSnapshot
+from specctl.core.forward.prompt_images import PromptImages
+from specctl.core.forward.slot_state import StateSnapshot
 from specctl.runtime.engine.row_features import RowFeatures
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.sampling.sampling import Sampling

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specctl.core.drafter import Budget, RoundView
+from specctl.core.forward.prompt_images import PromptImages, common_images
+from specctl.core.forward.slot_state import PENDING, StateKV, StateSnapshot
 from specctl.core.language_model import LmOut
-from specctl.core.prompt_images import PromptImages, common_images
-from specctl.core.slot_state import PENDING, StateKV, StateSnapshot
 from specctl.runtime.batching.base import Batching, Choosing, RowView
 from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.prefill import CHUNK, PrefillProgress, read, roots_of

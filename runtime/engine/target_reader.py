@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from specctl.core.drafter import Drafter
+from specctl.core.forward.prompt_images import offsets
+from specctl.core.forward.slot_state import StateKV
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut
-from specctl.core.prompt_images import offsets
-from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree
 from specctl.runtime.engine.early_pruning import pruning_of
 from specctl.runtime.engine.reflection import Reflection

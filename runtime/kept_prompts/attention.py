@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel
-from specctl.core.sub_layers import SubLayers
 from specctl.runtime.engine.prefill import CHUNK
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any
 
-from specctl.core.printable import counted
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.printable import counted
+from specctl.core.messages.table import Table, Tabled
 from specctl.runtime.measure.doubt import FEW_COUNTS, PAYS
 from specctl.runtime.measure.roof import Roof
 from specctl.runtime.measure.round_cost import RoundCost

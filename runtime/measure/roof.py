@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.runtime.target.target import Target
 
 READ = 128 << 20  # bytes: beyond the caches of most processors

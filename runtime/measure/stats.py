@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specctl.core.printable import counted
-from specctl.core.table import Table, Tabled
+from specctl.core.messages.printable import counted
+from specctl.core.messages.table import Table, Tabled
 from specctl.runtime.measure.doubt import FEW_COUNTS, counted_shares
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specctl.core.claim import meaning, stamp
+from specctl.core.messages.claim import meaning, stamp
 from specctl.runtime.measure.reporter import Advance
 from specctl.runtime.proof.sample_size import samples_for
 

@@ -21,10 +21,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-from specctl.core.bounded_read import read_text
 from specctl.core.errors import Exit, SpecctlError, nearest
-from specctl.core.installed import library
+from specctl.core.messages.installed import library
 from specctl.core.spec import ModelSpec
+from specctl.core.storage.bounded_read import read_text
 from specctl.runtime.sampling import grammar_worker
 from specctl.runtime.sampling.grammar_worker import make_matcher, make_tokenizer
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specctl.core.gpu_kernels import has_triton
+from specctl.core.device.gpu_kernels import has_triton
 from specctl.models.native.library import DrawCall, library
 
 

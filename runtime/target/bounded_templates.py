@@ -23,7 +23,7 @@ from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils as transformers_templates
 
 from specctl.core.errors import IncompatibleError, SpecctlError, is_out_of_memory
-from specctl.core.foreign_calls import is_panic
+from specctl.core.messages.foreign_calls import is_panic
 
 SECONDS = 2.0  # of this thread's processor time: real templates take milliseconds
 PROBE_SECONDS = 0.5  # for a conversation of ours, which is tried in several forms

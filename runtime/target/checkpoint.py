@@ -18,7 +18,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
-from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import (
     IncompatibleError,
     IntegrityError,
@@ -26,6 +25,7 @@ from specctl.core.errors import (
     is_out_of_memory,
     one_of_two,
 )
+from specctl.core.forward.attention_only import AttentionOnly
 from specctl.core.language_model import LanguageModel
 from specctl.core.spec import check_spec
 from specctl.models.compiled import CompiledLM

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specctl.core.diffusion_kinds import diffusion_kind
 from specctl.core.errors import (
     FileError,
     IncompatibleError,
@@ -25,7 +24,8 @@ from specctl.core.errors import (
     SpecctlError,
     is_out_of_memory,
 )
-from specctl.core.model_folder import (
+from specctl.core.storage.diffusion_kinds import diffusion_kind
+from specctl.core.storage.model_folder import (
     ADAPTER,
     is_adapter_alone,
     refuse_link,

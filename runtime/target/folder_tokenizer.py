@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
-from specctl.core.foreign_calls import is_panic
+from specctl.core.messages.foreign_calls import is_panic
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from specctl.core.errors import FileError, NetworkError, SpecctlError
-from specctl.core.gguf_header import PROJECTOR, SUFFIX, part_names
-from specctl.core.hub_access import FLAG, forbidden_by, way_online
-from specctl.core.model_folder import has_weights
+from specctl.core.storage.gguf_header import PROJECTOR, SUFFIX, part_names
+from specctl.core.storage.hub_access import FLAG, forbidden_by, way_online
+from specctl.core.storage.model_folder import has_weights
 from specctl.recipes.targets import ResolvedTarget
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")

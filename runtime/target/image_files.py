@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, IncompatibleError, SpecctlError
-from specctl.core.installed import library
+from specctl.core.messages.installed import library
 
 MOST_BYTES = 32 << 20  # of one image, as it is stored
 MOST_PIXELS = 1 << 24  # of one image, decoded: 48 MiB in RGB

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.attention_only import RECORDED, AttentionOnly
 from specctl.core.errors import IncompatibleError, one_of_two
-from specctl.core.foreign_calls import calling_tokenizer
+from specctl.core.forward.attention_only import RECORDED, AttentionOnly
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, LanguageModel
+from specctl.core.messages.foreign_calls import calling_tokenizer
 from specctl.core.spec import Identity, ModelSpec
 from specctl.models.compiled import PATIENCE, CompiledLM
 from specctl.models.hf.hf_lm import HfLM

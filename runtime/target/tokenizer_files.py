@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import IntegrityError
-from specctl.core.foreign_calls import is_panic
-from specctl.core.model_folder import refuse_stand_ins
+from specctl.core.messages.foreign_calls import is_panic
+from specctl.core.storage.model_folder import refuse_stand_ins
 from specctl.runtime.target.checkpoint_folder import read_object
 from specctl.runtime.target.ends import EndsOfText, named_ends, united
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.errors import IncompatibleError, SpecctlError, is_out_of_memory
-from specctl.core.installed import library
+from specctl.core.forward.prompt_images import ImageSpan, PromptImages
 from specctl.core.language_model import Feed, LanguageModel
-from specctl.core.prompt_images import ImageSpan, PromptImages
+from specctl.core.messages.installed import library
 from specctl.models.axes import RotaryAxes, axis_of_each
 from specctl.models.llama.fast_llama import FastLlama
 

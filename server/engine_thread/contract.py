@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specctl.core.errors import ResourceError, SpecctlError
-from specctl.core.prompt_images import PromptImages
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.runtime.engine.request import TokenLogprob
 from specctl.runtime.engine.row_features import RowFeatures
 from specctl.runtime.measure.stats import RowStats

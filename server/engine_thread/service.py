@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 from specctl.core.drafter import Drafter, Space
 from specctl.core.errors import ResourceError, SpecctlError
+from specctl.core.forward.slot_state import PENDING
 from specctl.core.kv_cache import SlotKV
-from specctl.core.slot_state import PENDING
 from specctl.runtime.batching.base import Batching
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of

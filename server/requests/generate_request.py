@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from specctl.core.prompt_images import PromptImages
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.runtime.outline.answer import USUAL_POINTS, OutlinedAnswer, Outlining, Turn
 from specctl.runtime.outline.row_text import plain_ids
 from specctl.runtime.sampling.generation_config import SETTINGS

@@ -8,7 +8,7 @@ import pytest
 
 import specctl
 from specctl.core.errors import IncompatibleError, SpecctlError
-from specctl.core.foreign_calls import calling_tokenizer
+from specctl.core.messages.foreign_calls import calling_tokenizer
 from specctl.runtime.target.target import Target
 
 HALF = "\ud800"

@@ -14,8 +14,9 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 import specctl
 from specctl.cli.options.names import ENGINES as NAMED
-from specctl.core import hub_access, installed
 from specctl.core.errors import IncompatibleError, NetworkError, SpecctlError
+from specctl.core.messages import installed
+from specctl.core.storage import hub_access
 from specctl.export.formats import ENGINES, check_name, format_for
 from specctl.export.package.manifest import MANIFEST, WEIGHTS, read_manifest
 from specctl.recipes.load import load_recipe

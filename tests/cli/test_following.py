@@ -23,8 +23,8 @@ from specctl.cli.options.following import (
 )
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError
-from specctl.core.kept_features import AnswerFeatures, feature_files
-from specctl.core.traffic_files import Writer, note_writer, segment_path
+from specctl.core.storage.kept_features import AnswerFeatures, feature_files
+from specctl.core.storage.traffic_files import Writer, note_writer, segment_path
 from specctl.runtime.target.target import Target
 from specctl.train.pretrain.data import train_tokenizer
 

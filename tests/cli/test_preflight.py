@@ -11,7 +11,7 @@ import pytest
 
 from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.core.errors import Exit, FileError
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import stages_of

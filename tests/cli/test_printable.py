@@ -18,7 +18,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.progress import RichProgress
 from specctl.cli.main import main
 from specctl.core.errors import FileError
-from specctl.core.printable import PrintableStream, guarded_streams, one_line, printable
+from specctl.core.messages.printable import PrintableStream, guarded_streams, one_line, printable
 from specctl.train.data.sources import Defects
 
 TITLE = "\x1b]0;owned\x07"  # the title of the window; most sequences begin with the same character

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specctl.cli.app.console import Console
-from specctl.core.table import format_table
+from specctl.core.messages.table import format_table
 
 COLUMNS = ("name", "family", "what")
 ROWS = [

@@ -19,7 +19,7 @@ from specctl.cli.main import load_command, main
 from specctl.cli.options.positional import one_drafter
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.core.errors import IncompatibleError, SpecctlError
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.export.formats import find_format, format_for
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from specctl.cli.options.prompts import read_prompts
-from specctl.core.bounded_read import open_regular, read_stream, read_text
 from specctl.core.errors import FileError, RecipeError, SpecctlError
+from specctl.core.storage.bounded_read import open_regular, read_stream, read_text
 from specctl.recipes.files import MOST, parse_yaml, read_source
 from specctl.train.data.streams import opened
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from specctl.cli.commands.doctor import RED, _namesakes
-from specctl.core import installed as distribution
+from specctl.core.messages import installed as distribution
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {".git", ".venv", "runs", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache"}

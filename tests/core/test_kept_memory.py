@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from specctl.core import kept_memory as kept
-from specctl.core.kept_memory import give_back_gaps, kept_memory
+from specctl.core.device import kept_memory as kept
+from specctl.core.device.kept_memory import give_back_gaps, kept_memory
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specctl.core.errors import FileError
-from specctl.core.model_folder import no_gguf_file
+from specctl.core.storage.model_folder import no_gguf_file
 from specctl.export.package.find import locate
 from specctl.recipes.targets import resolve
 

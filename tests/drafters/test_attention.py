@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from specctl.core.batch import TrainBatch
-from specctl.core.masks import document_mask
+from specctl.core.forward.masks import document_mask
 from specctl.drafters.attention import attention, flex, recompute
 from specctl.drafters.attention.attention import attend_seen
 from specctl.drafters.attention.seen import KeySet, Seen

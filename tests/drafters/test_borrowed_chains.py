@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Drafter, RoundView, Space
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
-from specctl.core.sub_layers import SubLayers
 from specctl.drafters import family
 from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.drafters.swift import SwiftState

@@ -9,8 +9,8 @@ import torch
 
 from specctl.core import language_model
 from specctl.core.drafter import Drafter
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed
-from specctl.core.sub_layers import SubLayers
 from specctl.drafters import family
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants import inflate as module

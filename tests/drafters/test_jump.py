@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed
-from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import NodeKind
 from specctl.drafters.jump import Jump, JumpOptions
 from specctl.drafters.losses.head_losses import weighted_sum

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.masks import chain_mask, tree_mask
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut, Masks
-from specctl.core.masks import chain_mask, tree_mask
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.hf.hf_lm import HfLM
 from specctl.models.llama.fast_llama import fast_llama_from_hf

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.masks import document_mask
 from specctl.core.kv_cache import SlotKV
-from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters.attention.seen import Seen
 from specctl.drafters.losses.align import ahead_mask, aim, shifted

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.core.cuda_graph import CudaGraph
+from specctl.core.device.cuda_graph import CudaGraph
 from specctl.core.drafter import Drafter, RoundView
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.vocab import VocabMap

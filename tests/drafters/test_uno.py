@@ -13,8 +13,8 @@ from torch import Tensor
 from specctl.api.drafting import load_draft
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.forward.row_additions import RowAdditions
 from specctl.core.language_model import Feed
-from specctl.core.row_additions import RowAdditions
 from specctl.core.tree import NodeKind
 from specctl.drafters.uno import Uno, UnoOptions
 from specctl.models.hf.hf_lm import HfLM

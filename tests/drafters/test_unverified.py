@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specctl.core.drafter import Drafter
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed
-from specctl.core.sub_layers import SubLayers
 from specctl.drafters import family
 from specctl.runtime.stops import base as stops
 from specctl.runtime.target.target import Target

@@ -10,7 +10,7 @@ from specctl.api.bench import bench
 from specctl.api.drafting import load_drafter
 from specctl.api.generate import generate
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
-from specctl.core.gguf_header import read_header
+from specctl.core.storage.gguf_header import read_header
 from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.find import Kind, locate
 from specctl.recipes.installed_models import InstalledModel

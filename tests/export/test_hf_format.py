@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specctl.core.errors import FileError, GateError, IncompatibleError, SpecctlError
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.formats import export, formats

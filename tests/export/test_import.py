@@ -15,8 +15,8 @@ from specctl.api.measurement import Measurement
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import GateError, IncompatibleError
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.export.formats import export

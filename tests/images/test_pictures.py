@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 
 from specctl.core.errors import FileError, RecipeError, ResourceError
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 from specctl.images.codebook import CODEBOOK, Codebook, patches
 from specctl.images.digits import digits
 from specctl.images.png import GAP, png_bytes, sheet

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.core.gpu_kernels import has_triton
+from specctl.core.device.gpu_kernels import has_triton
 from specctl.runtime.sampling.gumbel_max import best_token
 from specctl.runtime.sampling.noise import RoundNoise
 

@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.core.spec import ModelSpec
 from specctl.models.kernels import can_pack, linear, pack
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.core.cache_folder import cache_folder, check_private, make_private
+from specctl.core.storage.cache_folder import cache_folder, check_private, make_private
 from specctl.models.native import library as built
 from specctl.models.native.kept_step import REMEMBERED, GivenUpError, KeptStep
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import register_parametrization
 
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LmOut, Masks
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.llama import fast_llama, llama
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed
 from specctl.core.spec import ModelSpec
-from specctl.core.sub_layers import SubLayers
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.models.native import library as built
 from specctl.models.native.packed import FLOATS, TYPES, PackedMatrix, PackedWeights, from_gguf

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specctl.core import language_model
-from specctl.core.exit_states import ExitStates
+from specctl.core.forward.exit_states import ExitStates
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel, LmOut
-from specctl.core.sub_layers import SubLayers
 from specctl.models.compiled import CompiledLM
 from specctl.models.hf.hf_lm import HfLM
 from specctl.models.llama.fast_llama import FastLlama, fast_llama_from_hf

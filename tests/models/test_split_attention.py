@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.core.gpu_kernels import has_triton
+from specctl.core.device.gpu_kernels import has_triton
 from specctl.models import kernels
 
 pytestmark = [

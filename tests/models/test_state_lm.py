@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, SpecctlError
+from specctl.core.forward.slot_state import StateKV
 from specctl.core.kv_cache import SlotKV
-from specctl.core.slot_state import StateKV
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.recurrent import state_forms
 from specctl.models.recurrent.state_forms import FedTokens

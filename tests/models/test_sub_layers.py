@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
+from specctl.core.forward.sub_layers import NOTHING, SubLayers
 from specctl.core.language_model import Feed, LanguageModel
-from specctl.core.sub_layers import NOTHING, SubLayers
 from specctl.models.hf.hf_lm import HfLM
 from specctl.models.llama.fast_llama import fast_llama_from_hf
 

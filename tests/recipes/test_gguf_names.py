@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specctl.core.errors import FileError
-from specctl.core.model_folder import PACKAGE, WEIGHTS
+from specctl.core.storage.model_folder import PACKAGE, WEIGHTS
 from specctl.export.package.folder import target_record
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target

@@ -16,14 +16,14 @@ import torch
 
 from specctl.cli.options.keeping import check_features, recorder_for
 from specctl.core.errors import SpecctlError
-from specctl.core.kept_features import (
+from specctl.core.storage.kept_features import (
     AnswerFeatures,
     FeatureFile,
     copy_features,
     feature_files,
     text_key,
 )
-from specctl.core.traffic_files import Writer, newest_lines, segments
+from specctl.core.storage.traffic_files import Writer, newest_lines, segments
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.models.native.library import no_int8
 from specctl.runtime.engine.row_features import RowFeatures, layers_kept
@@ -322,7 +322,7 @@ def test_a_disk_or_memory_that_fails_loses_features_and_no_text(
     def fails(*given: Any) -> None:
         raise error
 
-    monkeypatch.setattr(f"specctl.core.kept_features.{place}", fails)
+    monkeypatch.setattr(f"specctl.core.storage.kept_features.{place}", fails)
     keeper = FeatureKeeper(tmp_path, MIB)
     keeper.begin(Writer("small", "a" * 64))
     for number in range(3):

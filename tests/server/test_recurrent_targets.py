@@ -15,7 +15,7 @@ import torch
 
 from specctl.core.drafter import tensor_bytes
 from specctl.core.errors import ResourceError
-from specctl.core.slot_state import StateKV
+from specctl.core.forward.slot_state import StateKV
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
 from specctl.server.engine_thread.service import Service, room_for

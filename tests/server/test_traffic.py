@@ -13,7 +13,7 @@ import pytest
 
 from specctl.cli.options.keeping import recorder_for
 from specctl.core.errors import FileError, IncompatibleError, SpecctlError
-from specctl.core.traffic_files import Writer, newest_lines, segments, writer_of
+from specctl.core.storage.traffic_files import Writer, newest_lines, segments, writer_of
 from specctl.server.traffic import SEGMENTS, TrafficKeeper
 from specctl_testing.runtime.web import make_app, post
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from specctl.core.batch import TrainBatch
-from specctl.core.cuda_graph import CudaGraph
+from specctl.core.device.cuda_graph import CudaGraph
 from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.runtime.engine.engine import Engine

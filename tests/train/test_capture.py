@@ -10,8 +10,8 @@ import torch
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
+from specctl.core.forward.masks import chain_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import chain_mask
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.data.pack import Document, pack

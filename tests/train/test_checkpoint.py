@@ -24,7 +24,7 @@ from specctl.core.errors import (
     ResourceError,
     SpecctlError,
 )
-from specctl.core.files import Disk, write_file
+from specctl.core.storage.files import Disk, write_file
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.loop import TrainProgress, restore, save, take_step, train
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot, read_snapshot

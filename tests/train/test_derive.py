@@ -18,7 +18,7 @@ from specctl.api.derive import (
     seconds_of,
 )
 from specctl.core.errors import RecipeError
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import resolve

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed
-from specctl.core.sub_layers import SubLayers
 from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import EarlyExitPart, JointPart
 from specctl.runtime.target.target import Target

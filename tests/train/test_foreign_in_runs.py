@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.core.files import Disk, write_whole
+from specctl.core.storage.files import Disk, write_whole
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.data.pack import PackedRows
 from specctl.train.data.rows import write_rows

@@ -17,7 +17,7 @@ import torch
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family as family_of
 from specctl.recipes.load import load_recipe

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import torch
 
-from specctl.core.masks import document_mask
+from specctl.core.forward.masks import document_mask
 from specctl.train.data.pack import Document, best_fit, cut_documents, pack, share_held
 
 

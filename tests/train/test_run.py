@@ -22,7 +22,7 @@ from specctl.core.errors import (
     RecipeError,
     ResourceError,
 )
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 from specctl.recipes.load import load_recipe, with_fields
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter

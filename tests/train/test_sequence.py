@@ -17,7 +17,7 @@ from torch import Tensor
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
-from specctl.core.row_part import RowPart
+from specctl.core.forward.row_part import RowPart
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families, family
 from specctl.drafters.attention import recompute

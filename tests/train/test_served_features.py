@@ -11,8 +11,8 @@ import torch
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
-from specctl.core.kept_features import AnswerFeatures, feature_files
-from specctl.core.traffic_files import Writer
+from specctl.core.storage.kept_features import AnswerFeatures, feature_files
+from specctl.core.storage.traffic_files import Writer
 from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target

@@ -15,8 +15,8 @@ from scipy.stats import chisquare
 
 from specctl.core.drafter import Drafter, RoundView, Space, StepState
 from specctl.core.errors import SpecctlError
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.runtime.engine.engine import Engine

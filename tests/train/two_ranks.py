@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from specctl.core.errors import Exit, SpecctlError
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.stop import Interrupted, Stop

@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.runtime.measure.reporter import Reporter
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.core.files import digest_of
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.files import digest_of
 from specctl.runtime.measure.reporter import Reporter
 from specctl.train.data.pack import Document, PackedRows
 from specctl.train.data.prompts import ids_key

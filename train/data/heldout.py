@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specctl.core.bounded_read import open_regular
 from specctl.core.errors import FileError, SpecctlError, nearest
+from specctl.core.storage.bounded_read import open_regular
 from specctl.recipes.schema import DataPart
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target

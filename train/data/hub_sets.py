@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, NetworkError, RecipeError
-from specctl.core.hub_access import forbidden_by, way_online
-from specctl.core.installed import library
+from specctl.core.messages.installed import library
+from specctl.core.storage.hub_access import forbidden_by, way_online
 from specctl.train.data.tables import BATCH, batch_records
 
 

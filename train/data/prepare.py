@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from specctl.core.errors import RecipeError
-from specctl.core.files import digest_of, write_json
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.files import digest_of, write_json
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.chat_turns import template_text, writes_date, written_on

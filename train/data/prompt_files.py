@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specctl.core.bounded_read import read_stream
 from specctl.core.errors import FileError
+from specctl.core.storage.bounded_read import read_stream
 from specctl.train.data.json_records import EMPTY
 from specctl.train.data.records import Sample, check_values, sample_of
 from specctl.train.data.sources import TEXT, file_records, kind_of

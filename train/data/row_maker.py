@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import SpecctlError
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.runtime.measure.reporter import Reporter
 from specctl.train.data.answers import WrittenAnswer
 from specctl.train.data.growth import joined_rows, opening_key, part_digest

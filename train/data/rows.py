@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import FileError, IntegrityError
-from specctl.core.files import digest_of, sha256_file, write_json
+from specctl.core.storage.files import digest_of, sha256_file, write_json
 from specctl.train.data.pack import PackedRows
 from specctl.train.data.sources import Defects
 from specctl.train.saving.tensorfile import write_arrays

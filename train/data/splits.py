@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, RecipeError, alike
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.bounded_read import read_text
 from specctl.recipes.files import parse_yaml
 
 DEFAULT = "train"

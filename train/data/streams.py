@@ -19,9 +19,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from specctl.core.bounded_read import open_regular
 from specctl.core.errors import FileError
-from specctl.core.installed import library
+from specctl.core.messages.installed import library
+from specctl.core.storage.bounded_read import open_regular
 
 PACKED = (".gz", ".zst", ".bz2", ".xz")  # suffixes that stand behind the one of the content
 BROKEN = (EOFError, OSError, UnicodeDecodeError, zlib.error, lzma.LZMAError)  # while reading

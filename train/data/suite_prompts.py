@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specctl.core.errors import RecipeError, SpecctlError
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target

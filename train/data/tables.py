@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError
-from specctl.core.installed import library
+from specctl.core.messages.installed import library
 from specctl.train.data.json_records import EMPTY, LONGEST_LINE, Read, broken_off, parsed
 from specctl.train.data.streams import BROKEN, content_suffix, opened
 

@@ -1,8 +1,8 @@
 """Long rows over several processes (`train.sequence_parallel`): which of them share a row.
 
 So many consecutive processes form a group that reads the same rows, and each computes one stretch
-of them (`core/row_part.py`). Groups divide the rows of a batch among themselves, as processes do
-otherwise.
+of them (`core/forward/row_part.py`). Groups divide the rows of a batch among themselves, as
+processes do otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError
-from specctl.core.row_part import RowPart
+from specctl.core.forward.row_part import RowPart
 from specctl.drafters import families
 from specctl.train.distributed.ranks import Ranks
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Drafter, Needs
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import LanguageModel
-from specctl.core.sub_layers import SubLayers
 from specctl.models.kernels import linear
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.not_finite import is_bad, not_numbers

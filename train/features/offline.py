@@ -20,7 +20,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
-from specctl.core.files import Disk, digest_of
+from specctl.core.storage.files import Disk, digest_of
 from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target

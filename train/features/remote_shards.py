@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specctl.core.errors import NetworkError, RecipeError
-from specctl.core.files import Disk, FileEntry, naming, write_file
+from specctl.core.storage.files import Disk, FileEntry, naming, write_file
 from specctl.train.features.shards import SCHEMA, ShardLayout, Shards, entry_of, kept_shards, packed
 
 Found = TypeVar("Found")

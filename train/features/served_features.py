@@ -18,8 +18,8 @@ from torch import Tensor
 
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Needs
-from specctl.core.kept_features import FeatureFile, feature_files
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.kept_features import FeatureFile, feature_files
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.rows import TokenData

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specctl.core.files import Disk, FileEntry, file_entry, write_whole
+from specctl.core.storage.files import Disk, FileEntry, file_entry, write_whole
 from specctl.train.saving.tensorfile import tensor_chunks
 
 SCHEMA = "specctl.features/1"

@@ -24,7 +24,7 @@ import torch
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
-from specctl.core.sub_layers import SubLayers
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.recipes.low_rank import EarlyExitPart
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import read

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import SpecctlError
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 from specctl.recipes.schema import Recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request

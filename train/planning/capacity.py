@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specctl.core.errors import ResourceError
-from specctl.core.files import Disk
+from specctl.core.storage.files import Disk
 from specctl.train.joint.joint_target import FOLDER
 from specctl.train.planning.hardware import Cluster, machine_bytes
 from specctl.train.planning.memory import Held

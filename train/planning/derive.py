@@ -16,8 +16,8 @@ from typing import Any
 
 from specctl.core.drafter import Family
 from specctl.core.errors import RecipeError
-from specctl.core.files import Disk
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.files import Disk
 from specctl.drafters.dflash import DFlashOptions
 from specctl.recipes.load import with_fields
 from specctl.recipes.schema import Recipe

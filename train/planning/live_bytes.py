@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specctl.core.only_shapes import only_shapes
+from specctl.core.forward.only_shapes import only_shapes
 from specctl.models.kernels import kept_scalar
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specctl.core.slot_state import PENDING
+from specctl.core.forward.slot_state import PENDING
 from specctl.core.spec import ModelSpec
 from specctl.models.llama.llama import PACK_SHARE
 from specctl.recipes.schema import DataPart, TargetPart, TrainPart

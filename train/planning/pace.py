@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.recipes.schema import DataPart, TrainPart
 from specctl.train.features.stored_rows import StoredRows
 from specctl.train.planning.work import (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from specctl.core.drafter import Drafter, Family
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.nets.shortlist import check_shortlist

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.core.files import write_json
 from specctl.core.spec import ModelSpec
+from specctl.core.storage.files import write_json
 from specctl.recipes.load import build_recipe
 from specctl.recipes.schema import DrafterPart, Recipe
 from specctl.runtime.generate import generate

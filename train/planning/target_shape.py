@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specctl.core.errors import NetworkError
-from specctl.core.gguf_header import read_header
-from specctl.core.hub_access import forbidden_by, way_online
-from specctl.core.slot_state import RowShape
+from specctl.core.forward.slot_state import RowShape
 from specctl.core.spec import ModelSpec
+from specctl.core.storage.gguf_header import read_header
+from specctl.core.storage.hub_access import forbidden_by, way_online
 from specctl.models.hf.hf_probe import row_shape_of
 from specctl.models.hf.hf_spec import holds_states, spec_of
 from specctl.models.llama.fast_llama import fast_llama_from_hf

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specctl.core.slot_state import PENDING
+from specctl.core.forward.slot_state import PENDING
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.recipes.stages import runs_of
 from specctl.runtime.target.quantised import layer_share

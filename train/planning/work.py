@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specctl.core.drafter import Drafter
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.recipes.low_rank import JointPart
 from specctl.recipes.schema import DataPart, TrainPart

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from specctl.core.errors import FileError, RecipeError
-from specctl.core.files import write_bytes
+from specctl.core.storage.files import write_bytes
 from specctl.images.codebook import Codebook
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.spoken_to import PRETRAINED_TEMPLATE

@@ -22,8 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specctl.core.errors import DivergedError, FileError
-from specctl.core.files import write_json
-from specctl.core.model_folder import CONFIG
+from specctl.core.storage.files import write_json
+from specctl.core.storage.model_folder import CONFIG
 from specctl.diffusion.certainty import block_rows, certainty_loss
 from specctl.diffusion.folder import DiffusionTarget, load_diffusion, save_diffusion
 from specctl.diffusion.model import MaskedLM

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.core.diffusion_kinds import diffusion_kind
 from specctl.core.errors import RecipeError
+from specctl.core.storage.diffusion_kinds import diffusion_kind
 from specctl.diffusion.folder import save_diffusion
 from specctl.diffusion.model import MaskedLM
 from specctl.diffusion.objective import masked_loss

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, RecipeError
+from specctl.core.storage.bounded_read import read_text
 from specctl.recipes.files import parse_yaml
 from specctl.recipes.section import Section
 

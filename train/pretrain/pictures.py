@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specctl.core.diffusion_kinds import diffusion_kind
 from specctl.core.errors import FileError, RecipeError
-from specctl.core.files import write_bytes
+from specctl.core.storage.diffusion_kinds import diffusion_kind
+from specctl.core.storage.files import write_bytes
 from specctl.images.codebook import CODEBOOK, Codebook, has_codebook
 from specctl.images.digits import CLASSES, Pixels, digits
 from specctl.train.pretrain.data import EOS, PAD, Ids, PretrainData, load_tokenizer

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError, RecipeError, nearest
+from specctl.core.storage.bounded_read import read_text
 from specctl.recipes.files import parse_yaml
 from specctl.recipes.section import Positive, Section
 

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from specctl.core.batch import LossOut, TrainBatch
+from specctl.core.device.kept_memory import kept_memory
 from specctl.core.drafter import Drafter, DraftState, Space
 from specctl.core.errors import DivergedError, FileError, RecipeError
-from specctl.core.files import write_json
-from specctl.core.kept_memory import kept_memory
+from specctl.core.storage.files import write_json
 from specctl.diffusion.model import MaskedLM
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.errors import FileError, RecipeError
-from specctl.core.model_folder import CONFIG
+from specctl.core.storage.model_folder import CONFIG
 from specctl.diffusion.canvas import CanvasGuess
 from specctl.diffusion.engine import denoise_with
 from specctl.diffusion.folder import DiffusionTarget, load_diffusion

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.core.bounded_read import read_text
 from specctl.core.errors import FileError
+from specctl.core.storage.bounded_read import read_text
 from specctl.recipes.files import parse_yaml
 from specctl.train.log import read_log
 from specctl.train.runs.finished import read_mark

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
 from specctl.train.saving.integrity import saved_steps
 
 if TYPE_CHECKING:

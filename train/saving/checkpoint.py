@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.core.errors import IntegrityError, SpecctlError
-from specctl.core.files import SLACK, Disk, FileEntry, naming, write_file
+from specctl.core.storage.files import SLACK, Disk, FileEntry, naming, write_file
 from specctl.runtime.measure.reporter import Reporter
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.fingerprint import RESTART

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from specctl.core.files import file_entry
+from specctl.core.storage.files import file_entry
 
 SCHEMA = "specctl.checkpoint/1"
 MANIFEST = "manifest.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from specctl.core.files import write_bytes
+from specctl.core.storage.files import write_bytes
 from specctl.recipes.schema import Recipe
 
 RECORD = "run.yaml"

@@ -18,7 +18,7 @@ import torch
 from safetensors.numpy import save
 from torch import Tensor
 
-from specctl.core.files import write_bytes
+from specctl.core.storage.files import write_bytes
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
-from specctl.core.installed import library
+from specctl.core.messages.installed import library
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies import Policy

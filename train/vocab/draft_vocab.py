@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.core.files import digest_of, write_bytes
+from specctl.core.storage.files import digest_of, write_bytes
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, VocabPart
 from specctl.runtime.target.target import Target

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import SpecctlError
-from specctl.core.installed import pip_install
+from specctl.core.messages.installed import pip_install
 from specctl.runtime.measure.stats import memory_bound_speedup
 from specctl.train.vocab.candidates import TrimChoice, TrimTrial
 from specctl.train.vocab.measure import HeadCost, MeasuredDrafter

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
-from specctl.core.files import write_json
+from specctl.core.storage.files import write_json
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specctl.core import installed
+from specctl.core.messages import installed
 
 
 def library() -> Any:

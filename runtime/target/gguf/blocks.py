@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from specctl.core import installed
-from specctl.core.gguf_header import GgufTensor
+from specctl.core.messages import installed
+from specctl.core.storage.gguf_header import GgufTensor
 
 
 def library() -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.gguf_header import GgufHeader, GgufTensor
+from specctl.core.storage.gguf_header import GgufHeader, GgufTensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 DRAFTS = ("eagle3", "dflash", "dspark")

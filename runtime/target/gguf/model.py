@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specctl.core.gguf_header import GgufHeader, read_header
 from specctl.core.spec import check_spec
+from specctl.core.storage.gguf_header import GgufHeader, read_header
 from specctl.models.hf.hf_spec import spec_of
 from specctl.models.weights.released import Released
 from specctl.runtime.target.gguf.blocks import library

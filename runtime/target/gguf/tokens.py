@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.foreign_calls import is_panic
-from specctl.core.gguf_header import GgufHeader
+from specctl.core.messages.foreign_calls import is_panic
+from specctl.core.storage.gguf_header import GgufHeader
 from specctl.runtime.target.ends import GGUF, SPELLING, EndsOfText, NamedEnds, united
 from specctl.runtime.target.gguf.pretokenizers import Pre, pre_named
 from specctl.runtime.target.tokenizer_files import TokenizerFiles

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.gguf_header import GgufHeader, GgufTensor
+from specctl.core.storage.gguf_header import GgufHeader, GgufTensor
 from specctl.runtime.target.gguf.blocks import numbers, stored_rows
 from specctl.runtime.target.gguf.config import (
     FREQUENCIES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specctl.core.errors import FileError
-from specctl.core.model_folder import ADAPTER
+from specctl.core.storage.model_folder import ADAPTER
 
 UNKNOWN = "BASE"
 

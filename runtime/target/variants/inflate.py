@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, SpecctlError, nearest
+from specctl.core.forward.row_additions import RowAdditions, linear_sizes
+from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import (
     Borrowed,
@@ -34,8 +36,6 @@ from specctl.core.language_model import (
     LmOut,
     WholeChain,
 )
-from specctl.core.row_additions import RowAdditions, linear_sizes
-from specctl.core.sub_layers import SubLayers
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.device import check_memory
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, NetworkError, SpecctlError
-from specctl.core.model_folder import ADAPTER, is_adapter_alone, refuse_stand_ins
+from specctl.core.storage.model_folder import ADAPTER, is_adapter_alone, refuse_stand_ins
 from specctl.recipes.targets import ResolvedTarget, resolve
 from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint import (

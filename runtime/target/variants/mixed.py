@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from specctl.core.attention_only import AttentionOnly
 from specctl.core.errors import IncompatibleError, SpecctlError, one_of_two
+from specctl.core.forward.attention_only import AttentionOnly
 from specctl.models.mixed_lm import MixedLM
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target, load_target

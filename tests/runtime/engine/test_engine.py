@@ -305,7 +305,7 @@ def test_the_kept_cache_equals_a_fresh_prefill_after_every_round(target, other):
         ids = torch.tensor([row.tokens[:length]])
         start = torch.zeros(1, dtype=torch.long)
         fresh.begin((0,), start, start, length, length, 0)
-        from specctl.core.masks import chain_mask
+        from specctl.core.forward.masks import chain_mask
 
         with torch.inference_mode():
             target.lm.forward(

@@ -22,7 +22,7 @@ from specctl.core.errors import (
     RowsError,
     SpecctlError,
 )
-from specctl.core.slot_state import WHOLE, SlotState, StateShape
+from specctl.core.forward.slot_state import WHOLE, SlotState, StateShape
 from specctl.drafters import family
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request, Row

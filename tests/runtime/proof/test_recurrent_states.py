@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.core.slot_state import StateKV
+from specctl.core.forward.slot_state import StateKV
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.models.recurrent import state_forms
 from specctl.models.recurrent.state_forms import FedTokens

@@ -10,7 +10,7 @@ import torch
 
 from specctl.api.generate import generate
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
-from specctl.core.gguf_header import GgufHeader, read_header
+from specctl.core.storage.gguf_header import GgufHeader, read_header
 from specctl.export.package.folder import target_record
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
-from specctl.core.gguf_header import GgufHeader
+from specctl.core.storage.gguf_header import GgufHeader
 from specctl.runtime.target.ends import SPELLING
 from specctl.runtime.target.gguf.pretokenizers import ALSO, KNOWN, pre_named, pre_of
 from specctl.runtime.target.gguf.tokens import (

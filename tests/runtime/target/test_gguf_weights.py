@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specctl.core.errors import IncompatibleError, IntegrityError
-from specctl.core.gguf_header import KINDS, GgufKind, GgufTensor, read_header
+from specctl.core.storage.gguf_header import KINDS, GgufKind, GgufTensor, read_header
 from specctl.runtime.target.gguf.blocks import numbers
 from specctl.runtime.target.gguf.config import fields_of
 from specctl.runtime.target.gguf.weights import GgufWeights

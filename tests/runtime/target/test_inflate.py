@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, SpecctlError
+from specctl.core.forward.masks import chain_mask
 from specctl.core.language_model import LmOut, Masks
-from specctl.core.masks import chain_mask
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants import inflate as module

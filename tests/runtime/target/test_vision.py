@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specctl.core.errors import SpecctlError
-from specctl.core.prompt_images import PromptImages
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.drafters import family
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.states.lm_state import LmState

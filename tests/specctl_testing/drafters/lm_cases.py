@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.core.forward.masks import chain_mask
 from specctl.core.language_model import LanguageModel, LmOut, Masks
-from specctl.core.masks import chain_mask
 
 
 def random_ids(*shape: int) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Drafter, DraftState, Needs, Space
-from specctl.core.files import Disk
 from specctl.core.spec import ModelSpec
+from specctl.core.storage.files import Disk
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.data.supply import Order

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
+from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
-from specctl.core.masks import document_mask
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.runtime.target.target import Target

@@ -22,7 +22,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from specctl.core.errors import IncompatibleError, NetworkError, RecipeError
-from specctl.core.installed import library
+from specctl.core.messages.installed import library
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from specctl.core.errors import SpecctlError
-from specctl.core.files import digest_of
-from specctl.core.slot_state import PENDING
+from specctl.core.forward.slot_state import PENDING
+from specctl.core.storage.files import digest_of
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter

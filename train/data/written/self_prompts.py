@@ -22,8 +22,8 @@ from itertools import chain
 from pathlib import Path
 
 from specctl.core.errors import RecipeError
-from specctl.core.files import digest_of, write_bytes
-from specctl.core.printable import counted
+from specctl.core.messages.printable import counted
+from specctl.core.storage.files import digest_of, write_bytes
 from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.chat_tokens import control_ids

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specctl.core.bounded_read import read_text
+from specctl.core.storage.bounded_read import read_text
 
 LLADA, DREAM = "llada", "dream"
 KINDS = (LLADA, DREAM)

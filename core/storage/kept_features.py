@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, int32, tensor
 
-from specctl.core.files import Disk, replace_file
-from specctl.core.traffic_files import Writer
+from specctl.core.storage.files import Disk, replace_file
+from specctl.core.storage.traffic_files import Writer
 
 SCHEMA = "specctl.kept-features/1"
 IDS = "ids"

@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specctl.core.files import write_json
+from specctl.core.storage.files import write_json
 
 _NAME = re.compile(r"traffic-([0-9]{8})\.jsonl")
 _WRITER = ".target.json"  # hidden: whoever reads the folder as data skips it

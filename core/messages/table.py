@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from specctl.core.printable import one_line, printable
+from specctl.core.messages.printable import one_line, printable
 
 GAP, NARROW_GAP = 2, 1  # between columns; the latter where they fit no other way
 LEAST = 12  # a column of prose is not made narrower than this

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError
-from specctl.core.model_folder import refuse_pointer
+from specctl.core.storage.model_folder import refuse_pointer
 
 T = TypeVar("T")
 MAGIC, SUFFIX = b"GGUF", ".gguf"

@@ -86,7 +86,7 @@ def _source() -> str | None:
     (PEP 610); of a source tree that was never installed, the tree. None where nothing tells."""
     ours = next((dist for dist in distributions() if is_ours(dist) and _key(dist) != THEIRS), None)
     if ours is None:
-        tree = Path(__file__).resolve().parents[1]
+        tree = Path(__file__).resolve().parents[2]
         return str(tree) if (tree / "pyproject.toml").is_file() else None
     try:
         about = json.loads(ours.read_text("direct_url.json") or "{}")

@@ -1,0 +1,1 @@
+"""What a GPU and the memory of the process do for whoever computes."""
