@@ -80,6 +80,8 @@ class TrainBatch:
     select        which rows the losses over this batch may sum; None: all of them
     progress      share of the training steps that lie behind, for what changes on the way
     part          the stretch of every row that is to be computed here; None: all of it
+    image_BS      True: a placeholder of an image, whose tap 0 is what a vision tower made; None:
+                  no images
     """
 
     ids_BS: Tensor
@@ -92,6 +94,7 @@ class TrainBatch:
     select: Select | None = None
     progress: float = 0.0
     part: RowPart | None = None
+    image_BS: Tensor | None = None
 
     def own(self, values_BSX: Tensor) -> Tensor:
         """The positions that are to be computed here."""
