@@ -158,9 +158,18 @@ def _delta_rule(
         beta.float().transpose(1, 2),
     )
     state_BHEO = forward.state.state_of(forward.layer)
-    out_BHTO, tokens = read_decayed(given, state_BHEO, forward.fed_on(query.device))
-    forward.state.leave((forward.layer, WHOLE), tokens)
-    return out_BHTO.transpose(1, 2).contiguous().to(value.dtype), state_BHEO
+    return _decayed(forward, given, state_BHEO).to(value.dtype), state_BHEO
+
+
+def _decayed(
+    forward: StateForward, given: DecayedInputs, state_BHEO: Tensor, is_turned: bool = False
+) -> Tensor:
+    """[B, T, H, O]: what a layer of decayed inputs gives behind this state. Its tokens are left
+    for the state; `is_turned`: the layer keeps its state as [B, H, O, E]."""
+    fed = forward.fed_on(state_BHEO.device)
+    out_BHTO, tokens = read_decayed(given, state_BHEO, fed)
+    forward.state.leave((forward.layer, WHOLE), replace(tokens, is_turned=is_turned))
+    return out_BHTO.transpose(1, 2).contiguous()
 
 
 def _mamba2_chunk_scan(
@@ -192,10 +201,7 @@ def _mamba2_chunk_scan(
         (step_BTH1 * A.float()[:, None]).transpose(1, 2),
     )
     state_BHOE = forward.state.state_of(forward.layer)
-    fed = forward.fed_on(hidden_states.device)
-    out_BHTO, tokens = read_decayed(given, state_BHOE.transpose(2, 3), fed)
-    forward.state.leave((forward.layer, WHOLE), replace(tokens, is_turned=True))
-    out_BTHO = out_BHTO.transpose(1, 2).contiguous()
+    out_BTHO = _decayed(forward, given, state_BHOE.transpose(2, 3), is_turned=True)
     if D is not None:
         out_BTHO = out_BTHO + D[..., None] * input_BTHO
     return out_BTHO, state_BHOE

@@ -108,7 +108,8 @@ def test_every_node_gets_the_logits_of_its_own_path(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted({*HYBRIDS} - {*FEW}))
 def test_every_node_gets_the_logits_of_its_own_path_in_all_kinds(kind: str) -> None:
     rounds = Rounds(kind)
-    bound = 1e-3 if kind in ("zamba", "zamba2") else BOUND  # transformers' own steps are as far
+    # transformers' own cached steps are as far: 3e-2 in zamba2, 9e-5 in the mixture of experts.
+    bound = 1e-3 if kind in ("zamba", "zamba2", "qwen3_5_moe_text") else BOUND
     assert max(rounds.round(), rounds.round(PATHS[::-1]), rounds.round()) < bound
 
 
