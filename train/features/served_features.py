@@ -8,6 +8,7 @@ left out, and counted. Letters: B rows, D hidden width, L positions, S sequence.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,6 @@ from specctl.train.data.rows import TokenData
 from specctl.train.features.capture import capture, has_plain_head, head_logits, to_device
 from specctl.train.features.target_source import documents
 
-KEY_TOKENS = 16  # by which the texts are looked up
 ROWS_READ = 64  # of the data at once, where documents are counted
 
 Text = tuple[int, ...]
@@ -41,7 +41,7 @@ class ServedFeatures:
         last = {target.spec.num_layers} if needs.teacher else set()
         self.layers = tuple(sorted({*needs.taps} | last))
         self.left_out = Counter[str]()
-        self._files: dict[Text, list[FeatureFile]] = {}
+        self._files: dict[Text, FeatureFile] = {}  # the newest of each text
         usable = has_plain_head(target.lm) or not needs.teacher
         for path in reversed(feature_files(folder) if usable and folder.is_dir() else []):
             file = FeatureFile.open(path)
@@ -52,14 +52,14 @@ class ServedFeatures:
             elif not file.layers.issuperset(self.layers):
                 self.left_out["of other layers"] += 1
             else:
-                self._files.setdefault(file.ids[:KEY_TOKENS], []).append(file)
+                self._files.setdefault(file.ids, file)
+        self._texts = sorted(self._files)
 
     def find(self, text: Text) -> FeatureFile | None:
         """The file with the states of a text, but perhaps for its last token."""
-        for file in self._files.get(text[:KEY_TOKENS], ()):
-            if file.ids[: len(text)] == text:
-                return file
-        return None
+        at = bisect_left(self._texts, text)  # what begins with a text stands behind it, in order
+        found = self._texts[at : at + 1]
+        return self._files[found[0]] if found and found[0][: len(text)] == text else None
 
     def say(self, data: TokenData, reporter: Reporter) -> None:
         """How many documents of the data are the server's, and how many the target reads."""
