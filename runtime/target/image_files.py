@@ -76,11 +76,13 @@ def of_data_uri(uri: str, where: str, most_pixels: int = MOST_PIXELS) -> Any:
     try:
         data = base64.b64decode(uri[found.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
+        is_wrapped = any(char.isspace() for char in uri[found.end() :])
         raise FileError(
             "an image is not valid base64",
             where=where,
-            found=str(error)[:80],
-            do="encode its bytes anew",
+            found="line breaks or blanks in it" if is_wrapped else str(error)[:80],
+            expected="its bytes in base64, on one line",
+            do="leave out line breaks (base64 -w 0)" if is_wrapped else "encode its bytes anew",
         ) from error
     return decoded(data, where, most_pixels)
 
