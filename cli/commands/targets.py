@@ -87,4 +87,5 @@ def targets(
 
 
 def _short(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
+    in_billions = parameters >= 999.5e6  # which would be rounded to 1000M
+    return f"{parameters / 1e9:.1f}B" if in_billions else f"{parameters / 1e6:.0f}M"
