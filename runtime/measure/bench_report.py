@@ -240,7 +240,7 @@ class BenchReport(Tabled):
         names = [*self.categories]
         columns = ("drafter", *(f"{name} ({self.categories[name]})" for name in names))
         rows = [
-            (row.shown, *map(_in_short, row.categories))
+            (row.shown, *(_in_short(row.categories, name) for name in names))
             for row in self.rows
             if row.setting == setting
         ]
@@ -272,7 +272,11 @@ def with_error(value: float | None, error: float | None) -> str | float | None:
     return value if value is None or error is None else f"{value:.2f} +- {error:.2f}"
 
 
-def _in_short(figures: CategoryFigures) -> str:
+def _in_short(categories: Sequence[CategoryFigures], name: str) -> str | None:
+    """The figures of that category; None where the run was stopped before it."""
+    figures = next((one for one in categories if one.category == name), None)
+    if figures is None:
+        return None
     tau = "-" if figures.tau is None else f"{figures.tau:.2f}"
     return f"{figures.speedup:.2f} ({tau})"
 

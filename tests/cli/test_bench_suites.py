@@ -152,6 +152,27 @@ def test_a_stopped_benchmark_shows_what_it_had_measured(
     )
 
 
+def test_a_benchmark_that_is_stopped_in_its_second_setting_shows_both(
+    load: Any, tiny_target: Target, questions: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specctl.runtime.measure import bench as measure
+
+    whole = measure.conversations
+
+    def stopped(target: Any, contender: Any, group: Any, sampling: Any, *more: Any) -> Any:
+        if group[0].category == "qa" and sampling.temperature:
+            raise KeyboardInterrupt
+        return whole(target, contender, group, sampling, *more)
+
+    load(spoken_with(tiny_target))
+    monkeypatch.setattr(measure, "conversations", stopped)
+    ran = bench(run, questions, "--temperature", 1)
+    assert ran.code == failures.INTERRUPTED
+    *_, whole_table, part = ran.out.split("Speed-up (tau) by category, ")
+    assert ["-" in line.split() for line in whole_table.splitlines()[3:5]] == [False, False]
+    assert [line.split()[-1] for line in part.splitlines()[3:5]] == ["-", "-"]
+
+
 def test_questions_that_are_not_there_are_named_by_the_flag(
     load: Any, tiny_target: Target, questions: Path, run: Run
 ) -> None:
