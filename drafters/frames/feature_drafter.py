@@ -171,6 +171,11 @@ class FeatureDrafter(BorrowingDrafter):
             state_BSD = state_BSD + noise_BSD
         return state_BSD
 
+    def mixed(self, batch: TrainBatch, ahead: int, state_BSD: Tensor) -> Tensor:
+        """[B, S, D]: what the layers read of the token so far ahead and of the state before it."""
+        embedding_BSD = self.embed(batch.own(shifted(batch.ids_BS, ahead)))
+        return self.module.mix(embedding_BSD, state_BSD)
+
     def unroll(self, batch: TrainBatch) -> list[Unrolled]:
         """The steps, then the parallel heads, at every position."""
         net, state_BSD, own = self.module, self.noisy(batch), batch.own
@@ -192,7 +197,7 @@ class FeatureDrafter(BorrowingDrafter):
 
         steps, ahead = [], 0
         while True:
-            x_BSD = net.mix(self.embed(own(shifted(batch.ids_BS, 1 + ahead))), state_BSD)
+            x_BSD = self.mixed(batch, 1 + ahead, state_BSD)
             if ahead == self.options.ttt_steps:
                 break
             out_BSO, *pair = run(again, one, ahead, x_BSD, *pairs)
@@ -268,9 +273,13 @@ class TrunkState(FeatureState):
     def fill(self, fed: Fed) -> None:
         self._true_rows(fed)
 
+    def mixed(self, fed: Fed) -> Tensor:
+        """[B, T, D]: what the layers read of true rows."""
+        return self.net.mix(self.drafter.embed(fed.ids_BT), fed.state_BTD)
+
     def _true_rows(self, fed: Fed) -> tuple[Tensor, Tensor]:
         """What was mixed, and the layers' output, of every row."""
-        x_BTD = self.net.mix(self.drafter.embed(fed.ids_BT), fed.state_BTD)
+        x_BTD = self.mixed(fed)
         if (out := self.compiled(fed.ids_BT, x_BTD, fed)) is not None:
             return x_BTD, out.taps[RESIDUAL]
         mask = chain_mask(fed.start_B, fed.ids_BT.shape[1], self.kv.aim.span)
