@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Space
+from specctl.core.drafter import Space, StepState
 from specctl.drafters.frames.feature_drafter import FeatureDrafter, TrunkState
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.states.feature_state import Fed
@@ -33,11 +33,17 @@ class VisualDrafter(FeatureDrafter):
     def decouples(self) -> bool:
         return True
 
-    def open(self, space: Space) -> TrunkState:
+    def open(self, space: Space) -> StepState:
         return VisualState(self, space) if self.decouples else TrunkState(self, space)
 
-    def mixed(self, batch: TrainBatch, ahead: int, state_BSD: Tensor) -> Tensor:
-        x_BSD = super().mixed(batch, ahead, state_BSD)
+    def shown(self, batch: TrainBatch) -> TrainBatch:
+        """The batch as the drafter reads it."""
+        return batch
+
+    def mixed(
+        self, batch: TrainBatch, ahead: int, state_BSD: Tensor, first_BSD: Tensor | None = None
+    ) -> Tensor:
+        x_BSD = super().mixed(batch, ahead, state_BSD, first_BSD)
         if batch.image_BS is None or not self.decouples:
             return x_BSD
         is_visual_BS = batch.own(shifted(batch.image_BS.long(), ahead) > 0)
@@ -48,7 +54,7 @@ class VisualDrafter(FeatureDrafter):
     def loss(self, batch: TrainBatch) -> LossOut:
         if batch.image_BS is not None:
             batch = replace(batch, loss_mask_BS=batch.loss_mask_BS & ~batch.image_BS)
-        return super().loss(batch)
+        return super().loss(self.shown(batch))
 
 
 class VisualState(TrunkState):

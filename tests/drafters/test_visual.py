@@ -9,18 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.core.batch import TrainBatch
+from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Space
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.language_model import Feed
 from specctl.drafters import family
+from specctl.drafters.flash import Flash, runs_of, without
 from specctl.drafters.frames.feature_drafter import FeatureDrafter
+from specctl.drafters.frames.visual_drafter import VISUAL, VisualDrafter
 from specctl.drafters.msd import documents_drawn, multimodal_share
 from specctl.drafters.states.feature_state import FeatureState
 from specctl.runtime.target.target import Target, load_target
 from specctl_testing.runtime.tiny_vision import make_folder, picture
 
-DRAFTERS: list[tuple[str, dict[str, Any]]] = [("msd", {}), ("msd", {"decoupled": False})]
+DRAFTERS: list[tuple[str, dict[str, Any]]] = [
+    ("msd", {}),
+    ("msd", {"decoupled": False}),
+    ("flash", {"latents": 2, "stride": 3}),
+    ("flash", {"latents": None, "stride": 1}),
+    ("flash", {"latents": 64, "stride": 2}),  # more than an image has placeholders
+]
 EVERY = pytest.mark.parametrize(("name", "options"), DRAFTERS, ids=str)
 
 
@@ -38,7 +46,7 @@ def prompt(target: Target, *seeds: int) -> tuple[list[int], PromptImages]:
     return target.vision.see(tokens, [picture(seed, 20, 20) for seed in seeds])
 
 
-def shaken(target: Target, name: str, **options: Any) -> FeatureDrafter:
+def shaken(target: Target, name: str, **options: Any) -> VisualDrafter:
     """A drafter in which nothing is zero and nothing the identity."""
     torch.manual_seed(1)
     found = family(name)
@@ -53,7 +61,7 @@ def shaken(target: Target, name: str, **options: Any) -> FeatureDrafter:
 
 @torch.no_grad()
 def captured(
-    target: Target, drafter: FeatureDrafter, tokens: list[int], images: PromptImages | None
+    target: Target, drafter: VisualDrafter, tokens: list[int], images: PromptImages | None
 ) -> TrainBatch:
     """A text behind its images, with what the target makes of it; no batch knows of no images."""
     ids_1S = torch.tensor([tokens])
@@ -79,10 +87,15 @@ def captured(
     )
 
 
-def opened(target: Target, drafter: FeatureDrafter) -> Any:
+def opened(target: Target, drafter: VisualDrafter) -> Any:
     assert target.vision is not None
     space = Space(1, 128, 16, target.device, target.dtype, unsaid=target.vision.unsaid)
     return drafter.open(space)
+
+
+def image_mask(batch: TrainBatch) -> Tensor:
+    assert batch.image_BS is not None
+    return batch.image_BS
 
 
 def taps_of(batch: TrainBatch, first: int, last: int) -> dict[int, Tensor]:
@@ -99,17 +112,21 @@ def test_training_and_serving_read_images_alike(
     tokens, images = prompt(target, 1, 2)
     batch = captured(target, drafter, tokens, images)
     known = len(tokens) - 1
-    trained_K = drafter.head()(drafter.unroll(batch)[0].ready_BSD[0, known - 2])
+    shown = drafter.shown(batch)
+    steps = [drafter.head()(one.ready_BSD[0, -3]) for one in drafter.unroll(shown)]
     inside = images.spans[1].first + 2
-    served = []
     for parts in ((), (0, 1, 2, 4, inside, inside + 1, known - 2)):
         state = opened(target, drafter)
         for first, last in zip(parts[:1] + parts, parts, strict=False):
             if state.prefills_in_parts:
                 state.prefill(0, tokens[:known], taps_of(batch, first, last), first, last)
         state.start(0, tokens[:known], taps_of(batch, 0, known - 1))
-        served.append(state.root(round_view({0: tokens[:known]}))[0])
-        torch.testing.assert_close(served[-1], trained_K, rtol=1e-4, atol=1e-4)
+        served = [state.root(round_view({0: tokens[:known]}))[0]]
+        for at in range(1, len(steps)):
+            node = torch.tensor([[5]]), torch.tensor([[at - 2]])
+            served.append(state.expand(*node)[0, 0])
+        for mine, trained in zip(served, steps, strict=True):
+            torch.testing.assert_close(mine, trained, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "options", "reads"), [("msd", {}, True)], ids=str)
@@ -163,6 +180,85 @@ def test_no_row_of_an_image_is_trained(target: Target, name: str, options: dict[
     assert batch.image_BS is not None
     text = replace(batch, loss_mask_BS=~batch.image_BS)
     assert drafter.loss(everything).count == drafter.loss(text).count
+
+
+@pytest.mark.parametrize("latents", [3, None, 64])
+def test_an_image_is_its_latents(target: Target, latents: int | None) -> None:
+    """A batch loses the placeholders that no latent needs; what is trained stays, where it was."""
+    drafter = shaken(target, "flash", latents=latents, stride=2)
+    assert isinstance(drafter, Flash)
+    tokens, images = prompt(target, 5, 6)
+    batch = captured(target, drafter, tokens, images)
+    shown, first = drafter.shown(batch), images.spans[0]
+    assert shown.image_BS is not None
+    length = first.end - first.first
+    kept = min(latents or length, length)
+    assert int(shown.image_BS.sum()) == 2 * kept
+    assert shown.ids_BS.shape[1] == len(tokens) - 2 * (length - kept)
+    assert torch.equal(shown.position_BS[0], torch.arange(shown.ids_BS.shape[1]))
+    assert torch.equal(shown.ids_BS[~shown.image_BS], batch.ids_BS[~image_mask(batch)])
+    for tap, state_BSD in shown.taps.items():
+        if tap != VISUAL:
+            text_RD = batch.taps[tap][~image_mask(batch)]
+            assert torch.equal(state_BSD[~shown.image_BS], text_RD)
+    at = slice(first.first, first.end)
+    state_LD = batch.taps[drafter.tap][0, at]
+    query = state_LD if latents is None else drafter.net.queries
+    assert query is not None
+    expected = (query[:kept] @ state_LD.t()).softmax(-1) @ state_LD
+    found = shown.taps[VISUAL][0, first.first : first.first + kept]
+    torch.testing.assert_close(found, state_LD if latents is None else expected)
+    out = drafter.loss(batch)
+    assert out.count == 2 * batch.loss_mask_BS.sum(), "as many rows in each of two slots"
+    out.sum.backward()
+    if drafter.net.queries is not None:
+        assert drafter.net.queries.grad is not None
+        moved_C = drafter.net.queries.grad.abs().sum(1) > 0
+        assert bool(moved_C[:kept].all()), "every latent in use learns"
+
+
+def test_packed_rows_lose_placeholders_document_by_document() -> None:
+    keep_BS = torch.tensor([[1, 0, 1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0]]).bool()
+    document_BS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 0, 1, 1, 1, 1]])
+    position_BS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 0, 1, 2, 3]])
+    ids_BS = torch.arange(16).view(2, 8)
+    rows = HeadRows(torch.arange(16.0)[:, None], torch.ones(3, 1))
+    given = TrainBatch(ids_BS, keep_BS | True, document_BS, position_BS, teacher_rows=rows)
+    short = without(given, keep_BS)
+    assert short.document_BS.tolist() == [[0, 0, 1, 1, -1, -1, -1], [0, 0, 0, 0, 1, 1, 1]]
+    assert short.position_BS[0, :4].tolist() == [0, 1, 0, 1]
+    assert short.position_BS[1].tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert short.ids_BS[0, :4].tolist() == [0, 2, 5, 6]
+    assert not bool(short.loss_mask_BS[0, 5:].any())
+    assert short.teacher_rows is not None
+    assert torch.equal(short.teacher_rows.state_RD[:, 0].long(), short.ids_BS.flatten())
+
+
+def test_runs_end_where_a_document_begins() -> None:
+    flags = [False, True, True, True, False, True]
+    assert list(runs_of(flags)) == [(1, 4), (5, 6)]
+    assert list(runs_of(flags, [False, False, True])) == [(1, 2), (2, 4), (5, 6)]
+
+
+@torch.no_grad()
+def test_slots_guess_without_the_tokens_before_them(target: Target, round_view: Any) -> None:
+    """And one forward a round is all that runs."""
+    drafter = shaken(target, "flash", stride=4, latents=2)
+    tokens, images = prompt(target, 7)
+    batch, known = captured(target, drafter, tokens, images), len(tokens) - 1
+    found, calls = [], []
+    drafter.module.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    for drafted in ([5, 6, 7], [9, 2, 2]):
+        state = opened(target, drafter)
+        state.start(0, tokens[:known], taps_of(batch, 0, known - 1))
+        del calls[:]
+        rows = [state.root(round_view({0: tokens[:known]}))]
+        for at, token in enumerate(drafted):
+            rows.append(state.expand(torch.tensor([[token]]), torch.tensor([[at - 1]]))[:, 0])
+        assert len(calls) <= 1
+        found.append(torch.stack(rows))
+    assert torch.equal(*found)
+    assert not torch.allclose(found[0][0], found[0][1], atol=1e-3)
 
 
 def test_documents_are_counted_by_the_share_of_their_kind() -> None:
