@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--train", type=int, default=320)
     parser.add_argument("--test", type=int, default=64)
+    parser.add_argument("--only", default="", help="beginnings of drafters' names, with commas")
     flags = parser.parse_args()
     folder = flags.out / "target"
     if not (folder / "config.json").is_file():
@@ -425,6 +426,8 @@ def main() -> None:
     ]  # fmt: skip
     rows: dict[str, Any] = {"right": share, "right_words": words, "same_with_another_image": same}
     for name, build, own in cases:
+        if not name.startswith(tuple(flags.only.split(","))):
+            continue
         torch.manual_seed(0)
         done = run(own, prompts, build())
         identical = [a.tokens for a in done] == [b.tokens for b in plain]
