@@ -9,8 +9,8 @@ it, and predicts the token i + 1 behind the newest, whatever the others draft: k
 Loss: EAGLE's (SmoothL1 1.0, cross-entropy 0.1) of every slot.
 Our own choices: EAGLE's `fc` in the place of the gated one with its residual; one run of
 placeholders is one image; an image of fewer placeholders than queries has as many latents.
-Letters: B rows, C latents, D hidden width, K draft vocabulary, L positions, M new nodes, N nodes, P
-path, S sequence, T fed tokens, X any axes.
+Letters: B rows, D hidden width, K draft vocabulary, L positions, M new nodes, P path, R flat rows, S
+sequence, T fed tokens, X any axes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FlashOptions(FeatureOptions):
 
 
 class FlashNet(TrunkNet):
-    """EAGLE's module with `queries` [C, D] and `slots` [k - 1, D]."""
+    """EAGLE's module with `queries` (C of width D) and `slots` (k - 1 of them)."""
 
     def __init__(self, shape: LayerShape, stride: int, latents: int | None) -> None:
         super().__init__(shape)
@@ -71,12 +71,12 @@ class FlashNet(TrunkNet):
         self.queries = None if latents is None else nn.Parameter(0.02 * torch.randn(latents, width))
 
     def latents(self, state_LD: Tensor) -> Tensor:
-        """[C, D]: what stands for an image whose placeholders have these states."""
+        """[X, D]: what stands for an image whose placeholders have these states."""
         if self.queries is None:
             return state_LD
-        query_CD = self.queries[: len(state_LD)]
-        state_LD = state_LD.to(query_CD)
-        return (query_CD @ state_LD.t()).softmax(-1) @ state_LD
+        query_XD = self.queries[: len(state_LD)]
+        state_LD = state_LD.to(query_XD)
+        return (query_XD @ state_LD.t()).softmax(-1) @ state_LD
 
 
 class Flash(VisualDrafter):
@@ -117,9 +117,9 @@ class Flash(VisualDrafter):
         for b, row in enumerate(image_BS.tolist()):
             starts = begins_BS[b].tolist()
             for first, end in runs_of(row, starts):
-                latent_CD = self.net.latents(state_BSD[b, first:end])
-                visual_BSD[b, end - len(latent_CD) : end] = latent_CD
-                keep_BS[b, first : end - len(latent_CD)] = False
+                latent_XD = self.net.latents(state_BSD[b, first:end])
+                visual_BSD[b, end - len(latent_XD) : end] = latent_XD
+                keep_BS[b, first : end - len(latent_XD)] = False
         return without(replace(batch, taps={**batch.taps, VISUAL: visual_BSD}), keep_BS)
 
     def open(self, space: Space) -> StepState:
@@ -196,9 +196,9 @@ class CompressedState(ShortContextState):
         state_TD = taps[self.drafter.tap]
         visual_TD, keep = torch.zeros_like(state_TD), torch.ones(len(tokens), dtype=torch.bool)
         for first, end in runs_of([token in self.unsaid for token in tokens[: len(state_TD)]]):
-            latent_CD = self.drafter.net.latents(state_TD[first:end])
-            visual_TD[end - len(latent_CD) : end] = latent_CD.to(visual_TD)
-            keep[first : end - len(latent_CD)] = False
+            latent_XD = self.drafter.net.latents(state_TD[first:end])
+            visual_TD[end - len(latent_XD) : end] = latent_XD.to(visual_TD)
+            keep[first : end - len(latent_XD)] = False
         kept = keep.nonzero()[:, 0].tolist()
         head = [tokens[at] for at in kept]
         self._heads[slot] = head, len(tokens)

@@ -98,6 +98,11 @@ def image_mask(batch: TrainBatch) -> Tensor:
     return batch.image_BS
 
 
+def wide_logits(batch: TrainBatch) -> Tensor:
+    assert batch.teacher_BSV is not None
+    return batch.teacher_BSV
+
+
 def taps_of(batch: TrainBatch, first: int, last: int) -> dict[int, Tensor]:
     return {tap: state_1SD[0, first:last] for tap, state_1SD in batch.taps.items()}
 
@@ -278,3 +283,28 @@ def test_documents_are_counted_by_the_share_of_their_kind() -> None:
     assert 0.3 < drawn_BS[:, 3].float().mean() < 0.7
     for alone in (torch.zeros_like(image_BS), ones_BS):
         assert bool(documents_drawn(replace(batch, image_BS=alone), 0.25).all())
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_the_loss_counts_text_first_and_images_last(target: Target, staged: bool) -> None:
+    drafter = shaken(target, "msd", staged=staged)
+    shown, images = prompt(target, 8)
+    words = (target.encode("hello world 3, how are you? ") * 9)[: len(shown)]
+    with_image = captured(target, drafter, shown, images)
+    alone = captured(target, drafter, words, None)
+    no_image = torch.zeros_like(image_mask(with_image))
+    both = TrainBatch(
+        torch.cat([with_image.ids_BS, alone.ids_BS]),
+        torch.cat([with_image.loss_mask_BS, alone.loss_mask_BS]),
+        torch.cat([with_image.document_BS, alone.document_BS]),
+        torch.cat([with_image.position_BS, alone.position_BS]),
+        {tap: torch.cat([value, alone.taps[tap]]) for tap, value in with_image.taps.items()},
+        torch.cat([wide_logits(with_image), wide_logits(alone)]),
+        image_BS=torch.cat([image_mask(with_image), no_image]),
+    )
+    counts = [float(drafter.loss(each).count) for each in (alone, with_image)]
+    for progress, expected in ((0.0, counts[0]), (1.0, counts[1])):
+        batch = replace(both, progress=progress)
+        assert drafter.loss(batch).count == (expected if staged else sum(counts))
+        with torch.no_grad():
+            assert drafter.loss(batch).count == sum(counts), "a measured loss is of all"
