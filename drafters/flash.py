@@ -9,8 +9,8 @@ it, and predicts the token i + 1 behind the newest, whatever the others draft: k
 Loss: EAGLE's (SmoothL1 1.0, cross-entropy 0.1) of every slot.
 Our own choices: EAGLE's `fc` in the place of the gated one with its residual; one run of
 placeholders is one image; an image of fewer placeholders than queries has as many latents.
-Letters: B rows, D hidden width, K draft vocabulary, L positions, M new nodes, P path, R flat rows, S
-sequence, T fed tokens, X any axes.
+Letters: B rows, D hidden width, K draft vocabulary, L positions, M new nodes, P path, R flat rows,
+S sequence, T fed tokens, X any axes.
 """
 
 from __future__ import annotations
