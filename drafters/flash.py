@@ -10,7 +10,7 @@ Loss: EAGLE's (SmoothL1 1.0, cross-entropy 0.1) of every slot.
 Our own choices: EAGLE's `fc` in the place of the gated one with its residual; one run of
 placeholders is one image; an image of fewer placeholders than queries has as many latents.
 Letters: B rows, D hidden width, K draft vocabulary, L positions, M new nodes, P path, R flat rows,
-S sequence, T fed tokens, X any axes.
+S sequence, T fed tokens, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations
