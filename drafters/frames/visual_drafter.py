@@ -5,7 +5,7 @@ it. The embedding of an image's placeholder says nothing, so here the row of a p
 vector of the image (MSD, arXiv 2505.14260, section 3: text and visual tokens decoupled): by default
 what the target's vision tower and projector put at that position, which is tap 0 there. It goes
 into the layer as it is, and no row of an image is trained. Without images all is EAGLE's.
-Letters: B rows, D hidden width, S sequence, T fed tokens.
+Letters: B rows, D hidden width, S sequence, T fed tokens, X any axes.
 """
 
 from __future__ import annotations
