@@ -9,7 +9,13 @@ the images that drafters learn from, and of others that they are measured on:
 - small-lm trained and served with the placeholders' ids in its prompts
 - eagle3, which reads the target's states, those at the positions of the image as well
 - eagle3 that is given zeros in the place of these states, in training and in drafting
+- msd, whose rows of the image are the target's visual embeddings, in two stages (text alone, then
+  a rising share of images); the same with these rows mixed as EAGLE's, and without stages
+- flash, which compresses the image to two latents and drafts four tokens per forward; the same with
+  all states of the image, and with one token per forward
 
+Text alone is what the target writes to the same question without an image. The loss of a drafter
+that is trained in stages counts text in their first half, all others learn from images throughout.
 Chains of four tokens, greedy; tau is emitted tokens over rounds, with the standard error over
 images (jackknife). Every drafted text must be the plain one.
 
@@ -37,6 +43,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.language_model import Feed
 from specctl.drafters import family
+from specctl.drafters.msd import multimodal_share
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.image_rows import with_images
 from specctl.runtime.engine.request import Completion, Request
@@ -167,10 +174,10 @@ def _padded(rows: Sequence[Sequence[int]], prompt_len: int) -> tuple[torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A prompt with its image, and what the target wrote."""
+    """A prompt with its image, or without one, and what the target wrote."""
 
     prompt: list[int]
-    images: PromptImages
+    images: PromptImages | None
     text: tuple[int, ...]
 
 
@@ -182,7 +189,7 @@ def seen(target: Target, seeds: Sequence[int]) -> list[tuple[list[int], PromptIm
 
 def run(
     target: Target,
-    prompts: Sequence[tuple[list[int], PromptImages]],
+    prompts: Sequence[tuple[list[int], PromptImages | None]],
     drafter: Drafter | None = None,
     temperature: float = 0.0,
 ) -> list[Completion]:
@@ -218,7 +225,7 @@ def batch_of(target: Target, drafter: Drafter, rows: Sequence[Answered], how: st
     masks, needs = target.lm.document_masks(document_BT), drafter.needs()
     is_image_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     for b, row in enumerate(rows):
-        for span in row.images.spans:
+        for span in () if row.images is None else row.images.spans:
             is_image_BT[b, span.first : span.end] = True
     with torch.no_grad():
         feed = Feed(ids_BT, at_T, masks, needs.taps, True)
@@ -238,19 +245,29 @@ def batch_of(target: Target, drafter: Drafter, rows: Sequence[Answered], how: st
         logits_BTV = logits_BTV.gather(1, kept[..., None].expand(-1, -1, logits_BTV.shape[-1]))
         at_T = at_T[:, : kept.shape[1]]
     teacher = logits_BTV.clone() if needs.teacher else None
-    return TrainBatch(ids_BT, mask_BT, document_BT, at_T, taps, teacher)
+    image_BT = is_image_BT if how == "images" else None
+    return TrainBatch(ids_BT, mask_BT, document_BT, at_T, taps, teacher, image_BS=image_BT)
 
 
 def learn(
-    target: Target, drafter: Drafter, answers: Sequence[Answered], how: str, steps: int
+    target: Target,
+    drafter: Drafter,
+    answers: Sequence[Answered],
+    how: str,
+    steps: int,
+    texts: Sequence[Answered] = (),
 ) -> Drafter:
-    """Train a drafter on what the target wrote."""
+    """Train a drafter on what the target wrote. With `texts`, which hold no images, in two stages:
+    each row is one of `answers` with the chance of MSD's share, else one of them."""
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
     rate, begun = 3e-3, time.perf_counter()
     optimizer = torch.optim.AdamW(drafter.trainable().values(), lr=rate)
+    rng = random.Random(2)
     for step, picked in enumerate(_picks(len(answers), 32, steps)):
-        batch = batch_of(target, drafter, [answers[i] for i in picked], how)
+        share = multimodal_share(step / steps) if texts else 1.0
+        rows = [answers[i] if rng.random() < share else texts[i] for i in picked]
+        batch = batch_of(target, drafter, rows, how)
         out = drafter.loss(replace(batch, progress=step / steps))
         loss = out.sum / out.count
         optimizer.zero_grad()
@@ -273,6 +290,18 @@ def eagle3(target: Target) -> Drafter:
     found = family("eagle3")
     options = found.options(intermediate=192, ttt_steps=3, taps=(1, 2, 3))
     return found.build(options, target.spec, None)
+
+
+def msd(target: Target, **options: Any) -> Drafter:
+    found = family("msd")
+    given = found.options(intermediate=192, staged=False, **options)  # rows are drawn by the share
+    return found.build(given, target.spec, None)
+
+
+def flash(target: Target, **options: Any) -> Drafter:
+    found = family("flash")
+    given = found.options(intermediate=192, **{"latents": 2, "stride": 4, **options})
+    return found.build(given, target.spec, None)
 
 
 class BlindDrafter:
@@ -341,6 +370,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--train", type=int, default=320)
     parser.add_argument("--test", type=int, default=64)
+    parser.add_argument("--only", default="", help="beginnings of drafters' names, with commas")
     flags = parser.parse_args()
     folder = flags.out / "target"
     if not (folder / "config.json").is_file():
@@ -354,6 +384,9 @@ def main() -> None:
     lessons = seen(target, range(2_000_000, 2_000_000 + flags.train))
     written = run(target, lessons, temperature=0.7)
     answers = [Answered(*p, c.tokens) for p, c in zip(lessons, written, strict=True)]
+    question = target.encode(PROMPT.removeprefix(MARK).strip())
+    unseen = run(target, [(question, None)] * flags.train, temperature=0.7)
+    texts = [Answered(question, None, one.tokens) for one in unseen]
     share, words = right(target, seeds, plain)
     swapped = run(target, [(p, prompts[at - 1][1]) for at, (p, _) in enumerate(prompts)])
     same = statistics.fmean(a.tokens == b.tokens for a, b in zip(plain, swapped, strict=True))
@@ -373,9 +406,28 @@ def main() -> None:
          lambda: BlindDrafter(
              learn(target, eagle3(target), answers, "zeros", flags.steps), prompts
          ).made(), target),
+        ("msd, visual rows apart, two stages",
+         lambda: learn(target, msd(target), answers, "images", flags.steps, texts), target),
+        ("msd, visual rows mixed (EAGLE), two stages",
+         lambda: learn(target, msd(target, decoupled=False), answers, "images", flags.steps, texts),
+         target),
+        ("msd, visual rows apart, one stage",
+         lambda: learn(target, msd(target), answers, "images", flags.steps), target),
+        ("msd, visual rows mixed (EAGLE), one stage",
+         lambda: learn(target, msd(target, decoupled=False), answers, "images", flags.steps),
+         target),
+        ("flash, 2 latents, four tokens per forward",
+         lambda: learn(target, flash(target), answers, "images", flags.steps), target),
+        ("flash, all states, four tokens per forward",
+         lambda: learn(target, flash(target, latents=None), answers, "images", flags.steps),
+         target),
+        ("flash, 2 latents, one token per forward",
+         lambda: learn(target, flash(target, stride=1), answers, "images", flags.steps), target),
     ]  # fmt: skip
     rows: dict[str, Any] = {"right": share, "right_words": words, "same_with_another_image": same}
     for name, build, own in cases:
+        if not name.startswith(tuple(flags.only.split(","))):
+            continue
         torch.manual_seed(0)
         done = run(own, prompts, build())
         identical = [a.tokens for a in done] == [b.tokens for b in plain]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
-from specctl.core.drafter import Needs, Space
+from specctl.core.drafter import Needs, Space, StepState
 from specctl.core.forward.masks import chain_mask
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
@@ -143,7 +143,7 @@ class FeatureDrafter(BorrowingDrafter):
             small._head_KD = cut_rows(self._head_KD, self.vocab, vocab)
         return small
 
-    def open(self, space: Space) -> FeatureState:
+    def open(self, space: Space) -> StepState:
         return TrunkState(self, space)
 
     def head_weight(self) -> Tensor:
@@ -171,13 +171,26 @@ class FeatureDrafter(BorrowingDrafter):
             state_BSD = state_BSD + noise_BSD
         return state_BSD
 
+    @property
+    def num_steps(self) -> int:
+        """Forwards of the layers that training unrolls."""
+        return self.options.ttt_steps
+
+    def mixed(
+        self, batch: TrainBatch, ahead: int, state_BSD: Tensor, first_BSD: Tensor | None = None
+    ) -> Tensor:
+        """[B, S, D]: what the layers read of the token so far ahead and of the state before it;
+        `first_BSD`: what they read in the first step, in those behind it."""
+        embedding_BSD = self.embed(batch.own(shifted(batch.ids_BS, ahead)))
+        return self.module.mix(embedding_BSD, state_BSD)
+
     def unroll(self, batch: TrainBatch) -> list[Unrolled]:
         """The steps, then the parallel heads, at every position."""
         net, state_BSD, own = self.module, self.noisy(batch), batch.own
         seen = seen_text(batch)
         pairs, depth = list[Tensor](), len(net.layers)
         width, inner = net.shape.hidden_size, net.shape.intermediate_size
-        again = is_large(own(batch.ids_BS).numel(), self.options.ttt_steps * depth, width, inner)
+        again = is_large(own(batch.ids_BS).numel(), self.num_steps * depth, width, inner)
 
         def one(ahead: int, x_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
             """The layers' output, and key and value of every layer; `before`: those of the steps
@@ -191,10 +204,12 @@ class FeatureDrafter(BorrowingDrafter):
             return out_BSO, *(part[-1] for chain in chains for part in (chain.keys, chain.values))
 
         steps, ahead = [], 0
-        while True:
-            x_BSD = net.mix(self.embed(own(shifted(batch.ids_BS, 1 + ahead))), state_BSD)
-            if ahead == self.options.ttt_steps:
+        first_BSD: Tensor | None = None
+        while ahead < self.num_steps or net.num_parallel:
+            x_BSD = self.mixed(batch, 1 + ahead, state_BSD, first_BSD)
+            if ahead == self.num_steps:
                 break
+            first_BSD = x_BSD if first_BSD is None else first_BSD
             out_BSO, *pair = run(again, one, ahead, x_BSD, *pairs)
             pairs += pair
             steps.append(Unrolled(net.ready(out_BSO), net.fed_back(out_BSO)))
@@ -268,13 +283,21 @@ class TrunkState(FeatureState):
     def fill(self, fed: Fed) -> None:
         self._true_rows(fed)
 
+    def mixed(self, fed: Fed) -> Tensor:
+        """[B, T, D]: what the layers read of true rows."""
+        return self.net.mix(self.drafter.embed(fed.ids_BT), fed.state_BTD)
+
     def _true_rows(self, fed: Fed) -> tuple[Tensor, Tensor]:
         """What was mixed, and the layers' output, of every row."""
-        x_BTD = self.net.mix(self.drafter.embed(fed.ids_BT), fed.state_BTD)
+        x_BTD = self.mixed(fed)
+        return x_BTD, self._through(fed, x_BTD)
+
+    def _through(self, fed: Fed, x_BTD: Tensor) -> Tensor:
+        """[B, T, O]: what the layers make of rows that follow one another."""
         if (out := self.compiled(fed.ids_BT, x_BTD, fed)) is not None:
-            return x_BTD, out.taps[RESIDUAL]
+            return out.taps[RESIDUAL]
         mask = chain_mask(fed.start_B, fed.ids_BT.shape[1], self.kv.aim.span)
-        return x_BTD, self.net.through(x_BTD, fed.rope_BT2E, self._attending(mask))
+        return self.net.through(x_BTD, fed.rope_BT2E, self._attending(mask))
 
     def _attending(self, mask: Tensor | None) -> Callable[[int], Attending]:
         return lambda layer: attending(mask, self.kv, layer)

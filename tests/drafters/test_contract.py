@@ -41,6 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
     name: {"layers": 2, "taps": (0, 2)}
     for name in ("dflare", "dflash", "dfly", "dspark", "domino", "xpress")
 }
+SMALL["flash"] = {"latents": None}  # queries learn from images alone: test_visual.py
 SMALL["uno"] = {"loss": "kl"}  # a random target's next tokens cannot be foreseen: tv stays high
 SMALL["jump"] = {"num_heads": 4, "stride": 1}
 SMALL["domino"]["base_weight"] = 0.5  # at the first step the correction learns nothing, else

@@ -21,6 +21,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("jakiro", {"passes": 1, "decoupled": True}),
     ("gumiho", {"mlp_heads": 2}),
     ("falcon", {"stride": 3, "glance": 0.0}),
+    ("flash", {"stride": 3}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
 EVERY_FAMILY = pytest.mark.parametrize(("name", "options"), FAMILIES, ids=IDS)

@@ -21,7 +21,7 @@ from specctl_testing.runtime.states import opened_states
 
 # a model of its own, alone and with more beside it; features of the target, one or several layers,
 # several tokens per pass
-AHEAD = ("small-lm", "staged", "superposed", "rasd", "eagle", "eagle3", "gumiho", "falcon")
+AHEAD = ("small-lm", "staged", "superposed", "rasd", "eagle", "eagle3", "gumiho", "falcon", "flash")
 CHUNK = 5
 LONG = tuple((7 * at * at + 3 * at) % 90 for at in range(33))
 PROMPTS = (LONG, (4,), LONG[:17], (5, 6), LONG[:CHUNK], LONG[: CHUNK + 1], LONG[: CHUNK + 2])

@@ -27,6 +27,9 @@ from specctl_testing.runtime.tiny_vision import make_folder, picture
 
 NEW = 24
 EAGLE3 = family("eagle3").options(intermediate=32, taps=(0, 1, 2))
+MSD = family("msd").options(intermediate=32)
+FLASH = family("flash").options(intermediate=32, latents=2, stride=3)
+PLAIN, HEADS = ("plain", "prompt-lookup", "chain", "tree"), ("eagle3", "msd", "flash")
 PROMPTS = (("hello ", (1,)), ("def f3(x): ", (2, 3)), ("how are you? world 7", (4,)))
 
 
@@ -86,11 +89,13 @@ def drafting(case: Case, how: str) -> dict[str, Any]:
         },
         "tree": lambda: {"drafter": Knowing(texts, spec), "policy": make_policy(tree)},
         "eagle3": lambda: {"drafter": family("eagle3").build(EAGLE3, spec, None)},
+        "msd": lambda: {"drafter": family("msd").build(MSD, spec, None)},
+        "flash": lambda: {"drafter": family("flash").build(FLASH, spec, None)},
     }[how]()
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("how", ["plain", "prompt-lookup", "chain", "tree", "eagle3"])
+@pytest.mark.parametrize("how", [*PLAIN, *HEADS])
 def test_the_text_is_that_of_transformers(case: Case, how: str, batch: int) -> None:
     torch.manual_seed(0)
     made = generate(
@@ -100,7 +105,7 @@ def test_the_text_is_that_of_transformers(case: Case, how: str, batch: int) -> N
     assert [o.token_ids for o in made.outputs] == case.texts
     if how in ("chain", "tree"):
         assert made.stats.accepted > 10
-    if how == "eagle3":
+    if how in HEADS:
         assert made.stats.drafted > 0
 
 
