@@ -48,6 +48,7 @@ def describe(
         "runs_as": type(target.lm).__name__,
         "switches": [os.environ.get(name, "1") for name in (SWITCH, INT8_SWITCH)],
         "family": drafter.family,
+        "members": getattr(drafter, "names", []),  # of a team, which depend on the target
         "drafter": source,
         "policy": repr(policy),
         "batch": batch,

@@ -29,19 +29,24 @@ from specctl.core.drafter import (
     StepState,
 )
 from specctl.core.errors import RecipeError
-from specctl.core.language_model import Borrowed
+from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.drafters.option_checks import Options
+from specctl.drafters.quantspec import pays_rounded
+
+QUANTSPEC = "quantspec"
 
 
 @dataclass(frozen=True, slots=True)
 class TeamOptions(Options):
-    """Names of training-free families, in the order in which a cascade tries them."""
+    """Names of training-free families, in the order in which a cascade tries them. `rounded`:
+    `quantspec` joins them where the target's weights of 4 bits pay (`pays_rounded`)."""
 
     members: tuple[str, ...] = ("prompt-lookup",)
+    rounded: bool = False
 
     def __post_init__(self) -> None:
         Options.__post_init__(self)
@@ -53,6 +58,11 @@ class TeamOptions(Options):
                 expected="drafters of different families",
                 do="name one of each, such as prompt-lookup and token-recycling",
             )
+
+    def of(self, lm: LanguageModel) -> TeamOptions:
+        """The team for that target."""
+        joins = self.rounded and QUANTSPEC not in self.members and pays_rounded(lm)
+        return replace(self, members=(*self.members, QUANTSPEC)) if joins else self
 
 
 class Team(Drafter):

@@ -123,6 +123,7 @@ def load_found(
     found: Found, target: Target, allow: Sequence[str], translate: str | None = None
 ) -> Drafter:
     """The drafter behind a resolved name; with `translate` one of another tokenizer, too."""
+    from specctl.drafters.team import TeamOptions
     from specctl.export.package.load import load_package
     from specctl.export.package.pretrained import load_pretrained
 
@@ -130,6 +131,7 @@ def load_found(
     if recipe is not None:
         family = families()[recipe.drafter.family]
         options: Any = read_options(family.options, recipe.drafter.options)
+        options = options.of(target.lm) if isinstance(options, TeamOptions) else options
         drafter = family.build(options, target.spec, None).to(target.device, target.dtype)
         return _served(drafter, recipe.serve.model_dump(mode="json"))
     if found.folder is None and found.name == CARRIED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specctl.api.cost_cache import describe
 from specctl.core.drafter import Drafter
 from specctl.core.errors import (
     FileError,
@@ -22,7 +24,7 @@ from specctl.core.errors import (
     SpecctlError,
 )
 from specctl.core.vocab import VocabMap
-from specctl.drafters import families
+from specctl.drafters import families, quantspec
 from specctl.drafters.small_lm import SmallLm
 from specctl.drafters.team import Team
 from specctl.export.package.find import Kind, locate
@@ -32,6 +34,7 @@ from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
+from specctl.runtime.policies.chain import Chain
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
@@ -41,6 +44,37 @@ def decode(target: Target, drafter: Any, policy: str) -> tuple[tuple[int, ...], 
     asked = Sampling(max_new_tokens=16, ignore_eos=True)
     done = engine.run([Request((1, 5, 9, 5, 9), asked), Request((7, 7, 3), asked)])
     return tuple(c.tokens for c in done)
+
+
+def test_auto_drafts_with_rounded_weights_where_these_pay(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, in float32, of weights too many for its caches, and nowhere else."""
+    usual = ["prompt-lookup", "token-recycling"]
+
+    def names(target: Target) -> list[str]:
+        drafter = load_drafter("auto", target)
+        assert isinstance(drafter, Team)
+        return drafter.names
+
+    assert names(tiny_target) == usual  # 28 MB
+    monkeypatch.setattr(quantspec, "LARGE", 1e6)
+    halves, module = copy(tiny_target.lm), copy(tiny_target.lm.module)
+    halves.bits = 8
+    assert names(replace(tiny_target, lm=halves)) == usual
+    monkeypatch.setattr(quantspec, "no_int8", lambda: "switched off")
+    assert names(tiny_target) == usual
+    monkeypatch.setattr(quantspec, "no_int8", lambda: None)
+    monkeypatch.setattr(type(module), "native", lambda self, bits=None: None)
+    assert names(tiny_target) == usual
+    monkeypatch.setattr(type(module), "native", lambda self, bits=None: object())
+    monkeypatch.setattr(FastLlama, "token_bytes", 10**8)
+    assert names(tiny_target) == [*usual, "quantspec"]
+    sources = [
+        load_drafter("auto", each) for each in (tiny_target, replace(tiny_target, lm=halves))
+    ]
+    about = [describe(tiny_target, each, Chain(4), "auto", 1) for each in sources]
+    assert about[0] != about[1], "costs of one are not those of the other"
 
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "token-recycling"])
