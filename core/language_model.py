@@ -107,7 +107,7 @@ class Feed:
     `ids_BT`, which then say no more than how many rows and tokens there are. A tap k is the
     residual in front of layer k, whatever ran before it.
 
-    `added`: low-rank additions on some of the rows, by places that `linear_at` knows.
+    `added`: low-rank additions, each on some of the rows, by places that `linear_at` knows.
 
     `rope`: cos and signed sin of the fed tokens, [B, T, 1, E] each, in the place of what
     `position_BT` says: tokens of an image stand on several axes (models/axes.py). `deeper`: what is
@@ -121,7 +121,7 @@ class Feed:
     only: tuple[int, ...] | None = None
     parts: SubLayers | None = None
     residual_BTD: Tensor | None = None
-    added: RowAdditions | None = None
+    added: tuple[RowAdditions, ...] = ()
     rope: tuple[Tensor, Tensor] | None = None
     deeper: tuple[Tensor, ...] = ()
 

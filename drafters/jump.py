@@ -320,9 +320,7 @@ class Jump(PlacesDrafter):
         """The fed tokens, each behind a token with that state, against the aimed cache."""
         path, end = self.path, self.spec.num_layers
         predicted_BTD = self.predicted(state_BTD, feed.ids_BT)
-        factors, added = self.factors(), None
-        if factors:
-            added = RowAdditions(factors, torch.ones_like(feed.ids_BT, dtype=torch.bool))
+        factors = self.factors()
         out = lm.run(
             replace(
                 feed,
@@ -330,7 +328,7 @@ class Jump(PlacesDrafter):
                 logits=False,
                 parts=self.parts,
                 residual_BTD=predicted_BTD.to(lm.dtype),
-                added=added,
+                added=(RowAdditions(factors),) if factors else (),
             ),
             kv,
         )

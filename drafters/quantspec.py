@@ -50,7 +50,7 @@ def pays_rounded(lm: LanguageModel) -> bool:
     whose compiled step reads both, those of float32 and too many for a cache."""
     if not isinstance(lm, FastLlama) or lm.device.type != "cpu" or lm.dtype != torch.float32:
         return False
-    if lm.bits is not None or lm.int4 is not None or no_int8() is not None:
+    if lm.bits is not None or lm.int4 is not None or no_int8() is not None or not lm.steps:
         return False
     return lm.module.native() is not None and (lm.token_bytes or 0) >= LARGE
 

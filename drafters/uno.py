@@ -154,7 +154,7 @@ class Uno(PlacesDrafter):
         last, T = self.spec.num_layers, feed.ids_BT.shape[1]
         is_noise_T = torch.arange(T, device=feed.ids_BT.device) % size > 0
         added = RowAdditions(self.factors(), is_noise_T.expand_as(feed.ids_BT))
-        return lm.run(replace(feed, taps=(last,), logits=False, added=added), kv).taps[last]
+        return lm.run(replace(feed, taps=(last,), logits=False, added=(added,)), kv).taps[last]
 
     def _read(self, batch: TrainBatch, anchor_BA: Tensor, lm: LanguageModel) -> Tensor:
         (B, A), T = anchor_BA.shape, self.num_places(batch.progress)

@@ -80,7 +80,7 @@ class CompiledLM(LanguageModel):
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         if kv is None or not self.is_recorded_upon(kv):
             return self.lm.run(feed, kv)
-        is_plain = feed.logits and feed.only is None and feed.parts is None and feed.added is None
+        is_plain = feed.logits and feed.only is None and feed.parts is None and not feed.added
         is_round = is_plain and feed.residual_BTD is None and feed.ids_BT.shape[1] <= WIDTHS[-1]
         if torch.is_grad_enabled() or not is_round:
             return self.lm.run(feed, kv)

@@ -68,7 +68,7 @@ class MixedLM(LanguageModel):
             assert isinstance(kv, MixedKV), "new_kv() makes the caches of both models"
             other = kv.beside
             other.follow(kv)
-        theirs = replace(feed, taps=(), residual_BTD=None, added=None)
+        theirs = replace(feed, taps=(), residual_BTD=None, added=())
         found = self.beside.run(self._seen_by(theirs, self.beside), other)
         if out.logits_BTV is None or found.logits_BTV is None:
             return out

@@ -58,6 +58,21 @@ def not_numbers(
     return numbers_error(name, lm.module, kind, found, layer, rows)
 
 
+def adapter_numbers(
+    adapters: Sequence[str | None], logits_V: Tensor, rows: tuple[int, ...]
+) -> NumbersError:
+    """The error for rows of adapters that requests choose, of which one gave these logits."""
+    names = ", ".join(ascii(name) for name in dict.fromkeys(adapters))
+    return NumbersError(
+        f"the target's logits with adapter {names} are not numbers",
+        found=numbers_in(logits_V),
+        expected="finite logits (-inf for ids that are masked)",
+        do="choose another model; who runs the server: --dtype float32, a smaller weight "
+        "(FOLDER@0.5), or no such adapter",
+        rows=rows,
+    )
+
+
 def numbers_error(
     name: str, module: nn.Module, kind: str, found: str, layer: str, rows: tuple[int, ...] = ()
 ) -> NumbersError:

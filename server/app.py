@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
@@ -55,6 +54,7 @@ from specctl.server.requests.generate_request import (
 from specctl.server.requests.messages_fields import CountRequest, MessagesRequest
 from specctl.server.requests.protocol import ChatRequest, CompletionRequest
 from specctl.server.requests.responses_fields import ResponsesRequest
+from specctl.server.served_models import ServedModels
 from specctl.server.token_routes import token_routes
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -79,19 +79,20 @@ class Front:
     """What the routes need: the service, and how it presents itself."""
 
     service: Serving
-    name: str
+    models: ServedModels
     verification: str
     desk: RequestReader
     texts: TokenTexts
     recorder: Recorder | None
-    started: int
 
     async def answer(self, request: Request, body: Body) -> Response:
         """One answer, or a stream of events."""
-        self.check_model(body.model)
+        adapter = self.models.adapter_of(body.model)
+        if adapter is not None:
+            request.state.log["adapter"] = adapter
         asked = body if isinstance(body, ChatRequest | CompletionRequest) else body.as_chat()
         is_cut = isinstance(body, MessagesRequest)  # its clients name the most that they ever take
-        planned = self.desk.plan(asked, request.state.owner, is_cut)
+        planned = self.desk.plan(asked, request.state.owner, is_cut, adapter)
         plan = await unless_gone(planned, request.receive)
         request.state.ignored += plan.ignored
         answer = await self._submit(body, asked, plan)
@@ -122,8 +123,9 @@ class Front:
             for choice in choices:
                 choice.ticket.cancel()
             raise
+        first = plan.asks[0]
         about: dict[str, Any] = {
-            "model": self.name,
+            "model": first.adapter or self.models.name,
             "texts": self.texts,
             "verification": self.verification
             if plan.outlined is None
@@ -131,11 +133,11 @@ class Front:
             "prompt_tokens": plan.prompt_tokens,
             "tells_rounds": bool(asked.specctl),
             "tells_usage": asked.includes_usage,
-            "has_logprobs": plan.asks[0].logprobs is not None,
+            "has_logprobs": first.logprobs is not None,
             "choices": tuple(choices),
         }
         if isinstance(body, ResponsesRequest):
-            return ResponsesAnswer(**about, asked=repeated(body, plan.asks[0].sampling))
+            return ResponsesAnswer(**about, asked=repeated(body, first.sampling))
         if isinstance(body, MessagesRequest):
             context = self.service.status().context
             return MessagesAnswer(**about, max_tokens=body.max_tokens, context=context)
@@ -166,7 +168,8 @@ class Front:
         request.state.log.update(used, tau=round(tokens / max(rounds, 1), 3))
         if self.recorder is None or any(choice.reason is None for choice in answer.choices):
             return
-        if not may_be_kept(body):
+        adapter = answer.choices[0].ticket.ask.adapter
+        if adapter is not None or not may_be_kept(body):  # an adapter's text is not the target's
             return
         for choice in answer.choices:
             text = "".join(choice.text)
@@ -176,24 +179,6 @@ class Front:
             else:
                 prompt = self.service.target.decode(choice.ticket.ask.tokens)
                 self.recorder.put(text_record(prompt, text), choice.ticket.features)
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            message = f"the model {name!a} is not served here; {self.name!a} is"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def model_for_anthropic(self) -> dict[str, Any]:
-        """The model as Anthropic's API describes one."""
-        started = datetime.fromtimestamp(self.started, UTC).isoformat().replace("+00:00", "Z")
-        context, most = self.service.status().context, self.service.limits.max_new_tokens
-        about = {"type": "model", "id": self.name, "display_name": self.name}
-        sizes = {"max_input_tokens": context, "max_tokens": min(context, most or context)}
-        return {**about, "created_at": started, "lifecycle": "active", **sizes}
-
-    def model(self) -> dict[str, Any]:
-        about = {"id": self.name, "object": "model", "created": self.started}
-        has_template = self.service.target.template_digest is not None
-        return {**about, "owned_by": "specctl", "chat_template": has_template}
 
 
 def _marks(answer: ApiAnswer, plan: GeneratePlan) -> dict[str, str]:
@@ -243,10 +228,11 @@ def create_app(
     app.router.route_class = StrictRoute
     texts = TokenTexts(service.target)
     desk = RequestReader(service, defaults, style)
-    front = Front(service, name, verification, desk, texts, recorder, int(time.time()))
+    models = ServedModels(service, name, int(time.time()))
+    front = Front(service, models, verification, desk, texts, recorder)
     _watch(app, service, metrics)
     _api(app, front)
-    token_routes(app, front.desk, front.check_model)
+    token_routes(app, front.desk, models.check)
     if shelf is not None and door.admin.digests:
         assert isinstance(service, Service), "a stub has no drafter to exchange"
         drafter_routes(app, service, shelf)
@@ -268,21 +254,18 @@ def _api(app: FastAPI, front: Front) -> None:
         before_id: str | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     ) -> dict[str, Any]:
-        """The one model that is served; with a header `anthropic-version` in the shape of that
-        API, else in OpenAI's. A `limit` of a page that the API allows has room for it."""
+        """The target and its adapters; with a header `anthropic-version` in pages, in the shape of
+        that API, else in OpenAI's."""
         if not is_for_anthropic(request.scope):
-            return {"object": "list", "data": [front.model()]}
-        is_beside = after_id is not None or before_id is not None  # of the one there is
-        data = [] if is_beside else [front.model_for_anthropic()]
-        ends = None if is_beside else front.name
-        return {"data": data, "first_id": ends, "last_id": ends, "has_more": False}
+            return {"object": "list", "data": list(map(front.models.about, front.models.names))}
+        return front.models.page(after_id, before_id, limit)
 
     @app.get("/v1/models/{model:path}", responses=REFUSALS)
     async def model(request: Request, model: str) -> dict[str, Any]:
         """That model, if it is served."""
-        front.check_model(model)
+        front.models.check(model)
         is_theirs = is_for_anthropic(request.scope)
-        return front.model_for_anthropic() if is_theirs else front.model()
+        return (front.models.about_for_anthropic if is_theirs else front.models.about)(model)
 
     @app.post("/v1/completions", responses=ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -307,7 +290,7 @@ def _api(app: FastAPI, front: Front) -> None:
     @app.post("/v1/messages/count_tokens", responses=REFUSED_MESSAGES)
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         """How many tokens a conversation has in the target's template."""
-        front.check_model(body.model)
+        front.models.check(body.model)
         prompts = await front.desk.in_thread(front.desk.prompts, body.as_chat())
         return {"input_tokens": len(prompts.tokens[0])}
 

@@ -22,7 +22,7 @@ from specctl.cli.options.keeping import begin_traffic, check_features, recorder_
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GenerationConfig, check_choice, followed, tell
-from specctl.cli.options.serving import AccessFlags, LimitFlags
+from specctl.cli.options.serving import AccessFlags, LimitFlags, adapter_folders
 from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice, loading
 from specctl.core.errors import SpecctlError, unknown
 from specctl.core.messages.installed import pip_install
@@ -127,6 +127,14 @@ def serve(
         bool,
         Setting("api.images", "Read images in chats: a multimodal target with its vision."),
     ] = False,
+    adapters: Annotated[
+        list[str] | None,
+        Setting(
+            "api.adapters",
+            "LoRA adapters that a request chooses as its model, in peft's format (repeatable).",
+            metavar="NAME=FOLDER",
+        ),
+    ] = None,
     generation_config: GenerationConfig = None,
     compiled: Compile = None,
 ) -> None:
@@ -159,12 +167,18 @@ def serve(
     target = target.or_own(draft.draft)
     socket = bind(access.host, access.port)
     url, called = url_of(socket), name or target.name
+    chosen = adapter_folders(adapters or (), called)
     recorder = recorder_for(record, keep_traffic, keep_traffic_limit, keep_features)
     level = logging.WARNING if console.quiet else logging.INFO
     send_logs(console.stderr, level, as_json=not console.stderr.isatty())
     _tell(console, loading(target))
     wanted = draft.wanted(draft.draft, may_be_parallel=False)
     model = target.load(console, compiled, wanted=wanted, images=images)
+    if chosen:
+        from specctl.runtime.target.variants.row_adapted import with_row_adapters
+
+        model = with_row_adapters(model, chosen)
+        _tell(console, f"requests choose among {called}, {', '.join(chosen)}")
     begin_traffic(recorder, model)
     defaults = _defaults(console, model, generation_config)
     loaded = draft.load(model)
@@ -191,6 +205,7 @@ def serve(
 
     def ready() -> None:
         about = {"url": url, "port": socket.getsockname()[1], "model": called}
+        about |= {"adapters": list(chosen)} if chosen else {}
         about |= _serving_json(service)
         console.event({"event": "ready", **about})
         if console.stderr.isatty():
@@ -273,6 +288,7 @@ def _service(
     keeps_features: bool = False,
 ) -> tuple[Service, str]:
     """The service, and what kind of verification its answers have."""
+    from specctl.runtime.engine.engine import Engine
     from specctl.runtime.verify.choice import verification_of
     from specctl.server.engine_thread.service import Service
     from specctl.server.logs import log
@@ -286,6 +302,8 @@ def _service(
     rule = RULE if draft.rule == "auto" else draft.rule
     if rule != RULE and draft.drafter is not None:
         console.warn(f"with rule {rule}, an answer to a seed depends on what is drafted for it")
+    if draft.drafter is not None:  # refuses what does not go together; a service would not draft
+        Engine(target, draft.drafter, draft.policy, rule)
     draft = priced(target, draft, lambda text: _tell(console, text))
     chosen = make_batching(console, batching, target, draft, limits.max_batch)
     service = Service(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from specctl.cli.app.console import Console
 from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import panel
-from specctl.core.errors import SpecctlError
+from specctl.core.errors import SpecctlError, one_of_two
 
 if TYPE_CHECKING:
     from specctl.server.auth import Door, Keys
@@ -200,3 +201,26 @@ class AccessFlags:
         if warning is not None:
             console.warn(warning)
         return keys
+
+
+def adapter_folders(words: Sequence[str], taken: str) -> dict[str, str]:
+    """NAME -> FOLDER of words NAME=FOLDER; `taken`: what the target itself is called."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not (name and equals and folder):
+            raise SpecctlError(
+                "an adapter for requests has a name and a folder",
+                where="api.adapters",
+                found=ascii(word)[:160],
+                expected="NAME=FOLDER, or NAME=FOLDER@WEIGHT",
+                do="--set api.adapters=support=runs/lora",
+            )
+        if name in found or name == taken:
+            raise one_of_two(
+                "two models of the server have one name",
+                f"{name} twice",
+                f"give the adapter in {folder} another name",
+            )
+        found[name] = folder
+    return found

@@ -1,8 +1,9 @@
 """RowAdditions: low-rank additions to a model's matrices on chosen rows of one forward.
 
-A row where the gate is open reads W x + s B A x in place of W x; every other row is that of the
-model itself, to the bit. W is never changed, so that one forward serves both kinds of rows.
-Letters: B rows, I input width, O output width, T fed tokens.
+A chosen row reads W x + s B A x in place of W x; every other row is that of the model itself, to
+the bit. W is never changed, so that one forward serves both kinds of rows.
+Letters: B rows, I input width, O output width, Q picked rows, R flat rows, T fed tokens, X any
+axes.
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class RowAdditions:
-    """`gate_BT`: the fed tokens whose rows have them."""
+    """The fed tokens whose rows have them: where `gate_BT` is True, or those of the flat indices
+    `at_Q` (then nothing is computed for others); all where neither is given."""
 
     factors: Mapping[Place, Factors]
-    gate_BT: Tensor
+    gate_BT: Tensor | None = None
+    at_Q: Tensor | None = None
 
     @property
     def learns(self) -> bool:
@@ -84,12 +87,18 @@ class RowAdditions:
         with what is added."""
         if not any((layer, name) in self.factors for name in names):
             return out_BTO
-        blank = x_BTI.new_zeros(())
-        parts = []
+        x_XI = x_BTI if self.at_Q is None else x_BTI.flatten(0, -2)[self.at_Q]
+        blank, parts = x_XI.new_zeros(()), []
         for name, size in zip(names, sizes, strict=True):
             one = self.factors.get((layer, name))
-            none = blank.expand(*x_BTI.shape[:-1], size)
-            parts.append(none if one is None else one(x_BTI).to(out_BTO))
-        whole_BTO = out_BTO + torch.cat(parts, dim=-1)
+            none = blank.expand(*x_XI.shape[:-1], size)
+            parts.append(none if one is None else one(x_XI).to(out_BTO))
+        added_XO = torch.cat(parts, dim=-1)
+        if self.at_Q is not None:
+            out_RO = out_BTO.flatten(0, -2).index_add(0, self.at_Q, added_XO)
+            return out_RO.view_as(out_BTO)
+        whole_BTO = out_BTO + added_XO
+        if self.gate_BT is None:
+            return whole_BTO
         gate_BT1 = self.gate_BT.reshape(*out_BTO.shape[:-1], 1)
         return torch.where(gate_BT1, whole_BTO, out_BTO)

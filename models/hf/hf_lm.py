@@ -317,7 +317,7 @@ class HfLM(LanguageModel):
             few_row_products(feed, kv),
             running(feed.ids_BT.shape[1]) if self._absorbs and kv is not None else nullcontext(),
             nullcontext() if is_whole else self._parts().only(feed.parts, given),
-            nullcontext() if feed.added is None else self._parts().adding(feed.added),
+            self._parts().adding(feed.added) if feed.added else nullcontext(),
         ):
             out = model(
                 input_ids=feed.ids_BT,

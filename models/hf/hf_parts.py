@@ -9,7 +9,7 @@ Letters: B rows, D hidden width, T fed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from specctl.core.errors import IncompatibleError
 from specctl.core.forward.row_additions import RowAdditions
 from specctl.core.forward.sub_layers import SubLayers
+from specctl.models.hf.latent import reads_latents
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe")
@@ -64,22 +65,23 @@ class DecoderParts:
             yield
 
     def linear(self, layer: int, name: str) -> nn.Linear | None:
-        """That linear layer of a layer's attention or MLP, if there is one."""
+        """That linear layer of a layer's attention or MLP, if there is one of fed tokens."""
         for part in (self.attentions[layer], self.mlps[layer]):
             found = getattr(part, name, None)
-            if isinstance(found, nn.Linear):
+            if isinstance(found, nn.Linear) and not reads_latents(part, name):
                 return found
         return None
 
     @contextmanager
-    def adding(self, additions: RowAdditions) -> Iterator[None]:
+    def adding(self, several: Sequence[RowAdditions]) -> Iterator[None]:
         """For the while of one forward, linear layers put out what is added on some rows, too."""
         with ExitStack() as held:
-            for layer, name in additions.factors:
-                part = self.linear(layer, name)
-                assert part is not None, f"layer {layer} has no {name}"
-                hook = _adding(additions, layer, name)
-                held.callback(part.register_forward_hook(hook).remove)
+            for additions in several:
+                for layer, name in additions.factors:
+                    part = self.linear(layer, name)
+                    assert part is not None, f"layer {layer} has no {name}"
+                    hook = _adding(additions, layer, name)
+                    held.callback(part.register_forward_hook(hook).remove)
             yield
 
 

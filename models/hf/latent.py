@@ -103,6 +103,12 @@ def install(model: nn.Module) -> bool:
     return bool(holders)
 
 
+def reads_latents(attention: nn.Module, name: str) -> bool:
+    """Whether that linear layer reads the cached latents of all positions, not the fed tokens; or
+    is not called at all, where they are absorbed."""
+    return name == "kv_b_proj" and hasattr(attention, EXPANDING)
+
+
 def _is_known(kind: type) -> bool:
     return kind.__module__.startswith("transformers.models.")
 

@@ -74,6 +74,7 @@ class FastLlama(LanguageModel):
     matrices in 8 or 4 bits, or packed. `int4`: PyTorch reads these in 4 bits."""
 
     bits: Bits | None = None
+    steps: bool = True  # in the compiled step, where there is one
     int4: Weights | None = None
     recorded: CompiledLM | None = None  # itself, drafting on a GPU
     module: LlamaModel
@@ -107,9 +108,8 @@ class FastLlama(LanguageModel):
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         feed = self._filled(feed)
         may_step = self.bits is not None if kv is None else kv.is_as_read
-        is_text = feed.rope is None and not feed.deeper
-        may_step = may_step and feed.added is None and is_text
-        step = self._native(feed.ids_BT) if may_step else None
+        is_plain = feed.rope is None and not feed.deeper and not feed.added
+        step = self._native(feed.ids_BT) if may_step and is_plain else None
         if step is None and may_choose(feed, kv):
             with forward_threads(feed, self.spec.num_layers):
                 return self._eager(feed, kv)
@@ -209,14 +209,14 @@ class FastLlama(LanguageModel):
             return None
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
-        step = self.module.native(self.bits)
+        step = self.module.native(self.bits) if self.steps else None
         return step if step is not None and ids_BT.numel() <= step.most_rows else None
 
     def _eager(self, feed: Feed, kv: SlotKV | None) -> LmOut:
         module, shape, taps, parts = self.module, self.module.shape, feed.taps, feed.parts
         added = feed.added
         learns = feed.residual_BTD is not None and feed.residual_BTD.requires_grad
-        weights = self._weights(not learns and (added is None or not added.learns))
+        weights = self._weights(not (learns or any(each.learns for each in added)))
         if feed.residual_BTD is None:
             x = F.embedding(feed.ids_BT, module.model.embed_tokens.weight)
         else:
@@ -228,7 +228,7 @@ class FastLlama(LanguageModel):
         for index, layer in enumerate(weights.layers):
             if index in taps:
                 found[index] = x
-            if added is not None:
+            if added:
                 layer = replace(layer, added=LayerAdditions(added, index, linear_sizes(shape)))
             if parts is None or index in parts.attention:
                 x = self._attention(x, layer, index, rope, scores, kv)

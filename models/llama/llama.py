@@ -120,14 +120,16 @@ class LayerWeights:
 class LayerAdditions:
     """What is added on some rows to what the projections of a layer put out."""
 
-    additions: RowAdditions
+    additions: tuple[RowAdditions, ...]
     layer: int
     sizes: Mapping[str, tuple[int, int]]
 
     def onto(self, names: tuple[str, ...], x: Tensor, out: Tensor) -> Tensor:
         """`out` of these projections of x, with what is added."""
         sizes = [self.sizes[name][0] for name in names]
-        return self.additions.onto(self.layer, names, sizes, x, out)
+        for each in self.additions:
+            out = each.onto(self.layer, names, sizes, x, out)
+        return out
 
 
 @dataclass(slots=True)

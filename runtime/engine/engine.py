@@ -19,7 +19,7 @@ from torch import Tensor
 from specctl.core.drafter import Drafter, Needs, Outcome, RoundSeconds, Space
 from specctl.core.errors import NumbersError, RowsError
 from specctl.core.tree import DraftTree
-from specctl.models.not_finite import not_numbers
+from specctl.models.not_finite import adapter_numbers, not_numbers
 from specctl.models.torch_threads import around_steps
 from specctl.runtime.batching.base import Batching, Choosing
 from specctl.runtime.engine.commit import commit, outcome_of
@@ -223,8 +223,11 @@ class Engine:
             self.scheduler.cancel(row.index)
         if not bad.numbers:
             return nothing_left(indices)
+        b, at = places[0], peaks.first_bad(places[0])
+        adapters = [row.request.adapter for row in rows]
+        if None not in adapters:  # the target alone may well have numbers
+            return adapter_numbers(adapters, peaks.logits_BTV[b, at], indices)
         if self._numbers is None:
-            b, at = places[0], peaks.first_bad(places[0])
             tokens = [*round.view.tokens[b], *tree.path_to(b, at)]
             model, name = self.target.lm, self.target.name
             self._numbers = not_numbers(model, name, tokens, peaks.logits_BTV[b, at])

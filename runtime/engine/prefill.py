@@ -124,6 +124,8 @@ def read(
     if any(reading.row.request.images is not None for reading in readings):
         assert target.vision is not None, "whoever makes rows with images checks that"
         feed = target.vision.feed(feed, [each.row.request.images for each in readings], starts)
+    if target.row_adapters is not None:
+        feed = target.row_adapters.onto(feed, [each.row.request.adapter for each in readings])
     out = target.lm.run(feed, kv)
     if isinstance(kv, StateKV):  # the padding of shorter rows must not be read
         at_BP = torch.arange(width, device=target.device).expand(len(chunks), -1)

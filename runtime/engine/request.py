@@ -25,7 +25,8 @@ class Request:
     not remembered. `written`: so many of the last tokens were generated before: the text goes on
     from there, with its own limits, penalties, stops, grammar and random numbers. `keeps_features`:
     the target's states at its tokens may be kept for training, where the engine keeps any.
-    `images`: what stands at the placeholders among the tokens, for a target with its vision."""
+    `images`: what stands at the placeholders among the tokens, for a target with its vision.
+    `adapter`: which of the target's `row_adapters` reads and writes it; None: none of them."""
 
     tokens: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
@@ -36,6 +37,7 @@ class Request:
     written: int = 0
     keeps_features: bool = False
     images: PromptImages | None = None
+    adapter: str | None = None
 
 
 def check_fits(request: Request, context: int) -> None:

@@ -33,6 +33,7 @@ from specctl.runtime.policies.base import Policy, Resting
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.noise import RoundNoise
 from specctl.runtime.sampling.sampling import SamplingBatch
+from specctl.runtime.target.variants.row_adapters import check_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,19 @@ class CachedPrefix:
     """What a free slot still holds: the tokens whose entries are true, and the taps at them.
     `states`: where recurrent states can be gone on from, by the number of tokens that they have
     read: a snapshot, or None for those that stand in the slot; None where any position will do.
-    `images` are those among the tokens: other images have the same ids."""
+    `images` are those among the tokens: other images have the same ids; `adapter` is the one that
+    read them."""
 
     conversation: str
     tokens: Sequence[int]
     taps: Mapping[int, Tensor]
     states: Mapping[int, StateSnapshot | None] | None = None
     images: PromptImages | None = None
+    adapter: str | None = None
 
     def common(self, request: Request) -> int:
         """How many positions of that request need not be read; its last token is always fed."""
-        if request.conversation != self.conversation:
+        if (request.conversation, request.adapter) != (self.conversation, self.adapter):
             return 0
         longest = min(len(self.tokens), len(request.tokens) - 1)
         alike = next(
@@ -185,7 +188,9 @@ class Scheduler:
 
     def submit(self, index: int, request: Request) -> None:
         """Put a request at the end of the queue; refuses a prompt that can never be read."""
-        check_fits(request, self.reader.target.spec.max_positions)
+        target = self.reader.target
+        check_fits(request, target.spec.max_positions)
+        check_adapter(target.row_adapters, request.adapter)
         self.waiting.append((index, request))
 
     def cancel(self, index: int) -> bool:
@@ -279,7 +284,8 @@ class Scheduler:
         self.prefilling = [progress for progress in self.prefilling if progress not in done]
         for progress in done:
             row, taps = progress.row, progress.prompt_taps()
-            keeps = row.request.keeps_features and row.request.images is None
+            others = row.request.images, row.request.adapter
+            keeps = row.request.keeps_features and others == (None, None)
             if self.reader.features and keeps:
                 row.features = features_of(row.tokens, row.prompt_len, taps, self.reader.features)
             if row.request.conversation is not None:
@@ -350,8 +356,8 @@ class Scheduler:
             if name is not None and (taps or not self.reader.taps):
                 end = min([row.kept_len, *(len(value) for value in taps.values())])
                 text, states = tuple(row.tokens[:end]), self._states_of(row)
-                images = row.request.images
-                self.prefixes[row.slot] = CachedPrefix(name, text, taps, states, images)
+                read_as = row.request.images, row.request.adapter
+                self.prefixes[row.slot] = CachedPrefix(name, text, taps, states, *read_as)
         if rows:
             gone = {id(row) for row in rows}
             self.rows = [row for row in self.rows if id(row) not in gone]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from specctl.core.drafter import Drafter
+from specctl.core.errors import one_of_two
 from specctl.core.forward.prompt_images import offsets
 from specctl.core.forward.slot_state import StateKV
 from specctl.core.kv_cache import SlotKV
@@ -50,6 +51,12 @@ class TargetReader:
         self.target, self.features, self.device = target, features, target.device
         self.taps = tuple(sorted({*taps, *features})) if features else taps
         changing = reflection or pruning_of(target.lm, policy, drafter)
+        if changing is not None and target.row_adapters is not None:
+            raise one_of_two(
+                "adapters that requests choose are added in whole forwards",
+                "api.adapters, and a rule or policy that changes how drafts are read",
+                "leave out api.adapters, or choose another --rule or serve.policy",
+            )
         self._unpadded = Unpadded.of(target.lm)
         self._changed: TreeForward | None = None if changing is None else changing.forward
         self._kv: SlotKV | None = None
@@ -89,6 +96,10 @@ class TargetReader:
         if extra_BMD is not None:  # masked values of nan would reach the text: 0 * nan
             extra_BMD = extra_BMD.nan_to_num(0.0, 0.0, 0.0)
         feed = Feed(fed_BT, position_BT, masks, self.taps, residual_BTD=extra_BMD)
+        if self.target.row_adapters is not None:
+            feed = self.target.row_adapters.onto(feed, [row.request.adapter for row in round.rows])
+        if feed.added:  # layers that a drafter ran had no additions
+            tree = replace(tree, exits=None)
         return (self._changed or self._whole)(feed, tree, self.kv)
 
     def _whole(self, feed: Feed, tree: DraftTree, kv: SlotKV) -> tuple[DraftTree, LmOut]:
@@ -96,7 +107,7 @@ class TargetReader:
             out = self.target.lm.resume(feed, tree.exits, kv)
             if out is not None:
                 return tree, out
-        if self._unpadded is not None:
+        if self._unpadded is not None and not feed.added:
             return tree, self._unpadded.run(feed, tree, kv)
         return tree, self.target.lm.run(feed, kv)
 

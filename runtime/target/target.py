@@ -52,6 +52,7 @@ from specctl.runtime.target.variants.few_bits import as_packed, check_alone, mea
 from specctl.runtime.target.variants.lora_folder import beside, load_model
 from specctl.runtime.target.variants.mixture import Mixture
 from specctl.runtime.target.variants.rounding import Rounding
+from specctl.runtime.target.variants.row_adapters import RowAdapters
 from specctl.runtime.target.variants.target_change import TargetChange
 from specctl.runtime.target.vision import Vision, check_images_alone
 
@@ -69,7 +70,8 @@ class Target:
     few bits are from those that are stored, None where they are not in few bits; `mixture` the
     model beside it and the law of both, whose fingerprint is another than that of the weights
     alone; `beside` the models that write in turns with it (runtime/turns), and `lm` is then the
-    target's own; `vision` what reads images for it, None where it reads text alone."""
+    target's own; `vision` what reads images for it, None where it reads text alone; `row_adapters`
+    the adapters that requests choose."""
 
     name: str
     revision: str | None
@@ -92,6 +94,7 @@ class Target:
     mixture: Mixture | None = None
     beside: tuple[Target, ...] = ()
     vision: Vision | None = field(default=None, repr=False)
+    row_adapters: RowAdapters | None = field(default=None, repr=False)
 
     @property
     def spec(self) -> ModelSpec:

@@ -33,7 +33,8 @@ class GenerateRequest:
     target's states may be kept for training. `num_begun`: how many of the last tokens are of a text
     that the answer goes on from, in the middle. `goes_on`: it is a further request of an answer
     that is under way (`Serving.answers`), which is served while the service drains. `images`: those
-    of the prompt, whose placeholders are among its tokens.
+    of the prompt, whose placeholders are among its tokens. `adapter`: the one of the target's that
+    reads and writes it.
     """
 
     tokens: tuple[int, ...]
@@ -48,6 +49,7 @@ class GenerateRequest:
     num_begun: int = 0
     goes_on: bool = False
     images: PromptImages | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class ServerJob:
             given.conversation,
             *shown,
             keeps_features=given.keeps_features,
+            adapter=given.adapter,
         )
 
     def seat(self, row: Row) -> None:

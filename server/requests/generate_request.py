@@ -94,10 +94,15 @@ class RequestReader:
         self._forms = GrammarCompiler(service.target)
 
     async def plan(
-        self, body: ChatRequest | CompletionRequest, owner: str, is_cut: bool = False
+        self,
+        body: ChatRequest | CompletionRequest,
+        owner: str,
+        is_cut: bool = False,
+        adapter: str | None = None,
     ) -> GeneratePlan:
         """The asks of a request; raises ApiError and SpecctlError for what cannot be served.
-        `is_cut`: of more tokens than there is room for, those that fit are generated."""
+        `is_cut`: of more tokens than there is room for, those that fit are generated. `adapter`:
+        who writes the answer; None: the target itself."""
         if (state := self.service.status().state) != "ready":
             raise Unavailable(state)
         self._check_counts(body, is_cut)
@@ -108,7 +113,7 @@ class RequestReader:
             body.form_field or "tools",
             sampling,
         )
-        return self._plan(body, prompts, held, owner, is_cut)
+        return self._plan(body, prompts, held, owner, is_cut, adapter)
 
     async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
         """What needs the tokenizer, which one thread may use at a time."""
@@ -121,7 +126,9 @@ class RequestReader:
         sampling: Sampling,
         owner: str,
         is_cut: bool,
+        adapter: str | None,
     ) -> GeneratePlan:
+        owner = owner if adapter is None else f"{owner}:{adapter}"
         name = body.prompt_cache_key
         conversation = None if name is None else hashlib.sha256(f"{owner}:{name}".encode())
         tenant = hashlib.sha256(f"tenant of {owner}:{body.tenant or ''}".encode()).hexdigest()
@@ -146,8 +153,9 @@ class RequestReader:
                         body.draft is not False,
                         bool(body.include_stop_str_in_output),
                         tenant,
-                        may_be_kept(body),
+                        may_be_kept(body) and adapter is None,
                         images=prompts.images,
+                        adapter=adapter,
                     )
                 )
         ignored: list[str] = []

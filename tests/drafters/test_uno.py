@@ -40,7 +40,7 @@ def made(target: Target, moved: float = 0.0, **options: Any) -> Uno:
 def logits(lm: Any, drafter: Uno, gate_T: Tensor | None) -> Tensor:
     """[T, V] of the text, with additions on the rows of the gate (None: without any)."""
     ids = torch.tensor([TEXT])
-    added = None if gate_T is None else RowAdditions(drafter.factors(), gate_T[None])
+    added = () if gate_T is None else (RowAdditions(drafter.factors(), gate_T[None]),)
     masks = lm.document_masks(ids * 0)
     feed = Feed(ids, torch.arange(len(TEXT))[None], masks, added=added)
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_peft_reads_the_folder_and_says_what_all_open_rows_do(
 ) -> None:
     peft = pytest.importorskip("peft", reason="peft, of the extra lora, is not installed")
     ids = torch.tensor([TEXT])
-    added = RowAdditions(drafter.factors(), torch.ones_like(ids, dtype=torch.bool))
+    added = (RowAdditions(drafter.factors()),)
     feed = Feed(ids, torch.arange(6)[None], target.lm.document_masks(ids * 0), added=added)
     ours = target.lm.run(feed, None).logits_BTV
     wrapped = peft.PeftModel.from_pretrained(model, folder)

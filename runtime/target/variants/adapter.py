@@ -106,22 +106,23 @@ def combined_fingerprint(base: str, adapters: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
-def read_adapters(words: Sequence[str]) -> tuple[Adapter, ...]:
-    """The adapters of `FOLDER` or `FOLDER@WEIGHT`, checked; no torch, no peft."""
+def read_adapters(words: Sequence[str], option: str = "--adapter") -> tuple[Adapter, ...]:
+    """The adapters of `FOLDER` or `FOLDER@WEIGHT`, checked; no torch, no peft. `option`: where the
+    words were given."""
     if len(words) > MOST_ADAPTERS:
         raise SpecctlError(
             "too many adapters for one target",
-            where="--adapter",
+            where=option,
             found=f"{len(words)}",
             expected=f"at most {MOST_ADAPTERS}",
             do="merge some of them into one first",
         )
-    found = tuple(_read(*_split(word)) for word in words)
+    found = tuple(_read(*_split(word, option), option) for word in words)
     twice = len({one.applied.digest for one in found}) < len(found)
     if twice:
         raise SpecctlError(
             "the same adapter is named twice",
-            where="--adapter",
+            where=option,
             found=", ".join(words),
             expected="each adapter once",
             do="give its weight instead: --adapter FOLDER@2",
@@ -129,14 +130,14 @@ def read_adapters(words: Sequence[str]) -> tuple[Adapter, ...]:
     return found
 
 
-def _split(word: str) -> tuple[str, float]:
+def _split(word: str, option: str) -> tuple[str, float]:
     """Folder and weight; a folder that exists under the whole word is meant."""
     match = None if Path(word).expanduser().is_dir() else _WEIGHTED.fullmatch(word)
     name, weight = (match[1], float(match[2])) if match else (word, 1.0)
     if not 0.0 < weight <= LARGEST_WEIGHT:
         raise SpecctlError(
             "an adapter cannot have this weight",
-            where="--adapter",
+            where=option,
             found=word,
             expected=f"a number above 0 and at most {LARGEST_WEIGHT:g}",
             do="leave the adapter out, or give another weight",
@@ -144,12 +145,12 @@ def _split(word: str) -> tuple[str, float]:
     return name, weight
 
 
-def _read(name: str, weight: float) -> Adapter:
+def _read(name: str, weight: float, option: str) -> Adapter:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise FileError(
             "there is no such adapter folder",
-            where="--adapter",
+            where=option,
             found=ascii(name)[:160],
             expected=f"a folder with {CONFIG} and {TENSORS}",
             do="give the folder; an adapter of the hub is fetched by: hf download OWNER/NAME",

@@ -92,7 +92,7 @@ class InflatedLM(FastLlama):
     def large(self) -> FastLlama:
         """The same model in its own numbering and width."""
         lm = FastLlama(self.module, self._large_spec)
-        lm.bits, lm.int4 = self.bits, self.int4
+        lm.bits, lm.int4, lm.steps = self.bits, self.int4, self.steps
         return lm
 
     def run(self, feed: Feed, kv: SlotKV | None) -> LmOut:
@@ -102,7 +102,7 @@ class InflatedLM(FastLlama):
             taps=tuple(self.tap_map[k] for k in feed.taps),
             parts=parts and self._large_parts(parts),
             residual_BTD=None if given is None else self._widened(given),
-            added=None if feed.added is None else self._placed(feed.added),
+            added=tuple(map(self._placed, feed.added)),
         )
         out = self.large.run(large, kv)
         width = self.spec.hidden_size
@@ -137,7 +137,7 @@ class InflatedLM(FastLlama):
             (self.real_layers[layer], name): one.within(*sizes[name])
             for (layer, name), one in added.factors.items()
         }
-        return RowAdditions(large, added.gate_BT)
+        return replace(added, factors=large)
 
     def _widened(self, residual_BTD: Tensor) -> Tensor:
         """Zeros in the channels of the padding."""

@@ -35,6 +35,8 @@ from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants.adapter import CONFIG, TENSORS, read_adapters
 
 peft = pytest.importorskip("peft")
+from specctl_testing.runtime.lora import write_adapter  # noqa: E402
+
 VOCAB = 48
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
 
@@ -44,19 +46,6 @@ def build(make_model: Any, kind: str = "llama", **fields: Any) -> Any:
     model = make_model(kind, num_layers=2, vocab=VOCAB, **fields)
     model.set_attn_implementation("eager")
     return model
-
-
-def write_adapter(model: Any, folder: Path, seed: int = 0, **fields: Any) -> Any:
-    """The folder that peft writes for random factors, and peft's wrapped model."""
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], **fields}
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(**settings))
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.1 * torch.randn_like(parameter))
-    wrapped.save_pretrained(folder)
-    return wrapped.eval()
 
 
 @pytest.fixture
