@@ -8,9 +8,9 @@ pass, in any order, with one cache that is shared by all guided layers.
 
 Training draws an order for every picture: query i, of the i-th place in that order, attends to the
 prompt and to the tokens before it in the order (a token more in every row of one causal mask).
-Decoding draws an order by the seed and predicts few places in the first passes and more later: the
-places known after pass t of n are those of the cosine 1 - cos(pi t / 2n). The places of one pass are
-drawn without each other. With one place a pass the model is decoded exactly; with more it is
+Decoding draws an order by the seed and predicts few places in the first passes and more later:
+after pass t of n a share 1 - cos(pi t / 2n) is known. The places of one pass are drawn without each
+other. With one place a pass the model is decoded exactly; with more it is
 `approximate:arpg`. It is a target of its own in either case.
 
 The tokens of one pass are read causally, in the order that was drawn, as in training; the published
@@ -24,10 +24,11 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.errors import RecipeError
-from specctl.images.grid_net import DrawnGrids, GridCache, GridLayer, GridNet, in_heads, turned
+from specctl.images.grid_net import OWN, DrawnGrids, GridCache, GridLayer, GridNet, in_heads, turned
 from specctl.images.grid_shape import GridShape
 from specctl.runtime.sampling.noise import RoundNoise
 
@@ -50,6 +51,13 @@ class AnyOrder(GridNet):
         self.guided = nn.ModuleList(GridLayer(shape, is_guided=True) for _ in range(guided))
         self.norm = nn.RMSNorm(width, eps)
         self.head = nn.Linear(width, shape.codes, bias=False)
+
+    def verification(self, passes: int | None) -> str:
+        """One patch a pass follows the model; fewer passes are approximate."""
+        if passes is None or passes == self.shape.places:
+            return f"{OWN}:{self.shape.model_type}"
+        pass_sizes(self.shape.places, passes)  # refused where there are more
+        return f"approximate:{MARK}"
 
     def read(
         self, ids_BT: Tensor, at_BT: Tensor, cache: GridCache | None = None
@@ -81,14 +89,15 @@ class AnyOrder(GridNet):
 
     def training_logits(self, rows_BL: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """Of every picture in an order of its own, each patch given those before it."""
-        count, places = len(rows_BL), self.shape.places
-        at_BM = 1 + torch.rand(count, places, generator=random).argsort(1)
+        shuffled = torch.rand(len(rows_BL), self.shape.places, generator=random)
+        return self.in_order(rows_BL, 1 + shuffled.argsort(1))
+
+    def in_order(self, rows_BL: Tensor, at_BM: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in a given order of the places."""
         label_BM = rows_BL.gather(1, at_BM)
-        prompt_B1 = torch.zeros(count, 1, dtype=torch.long)
-        known = self.read(
-            torch.cat([rows_BL[:, :1], label_BM[:, :-1]], 1),
-            torch.cat([prompt_B1, at_BM[:, :-1]], 1),
-        )
+        ids_BL = torch.cat([rows_BL[:, :1], label_BM[:, :-1]], 1)
+        known = self.read(ids_BL, F.pad(at_BM[:, :-1], (1, 0)))  # the prompt is place 0
+        places = self.shape.places
         before_ML = torch.ones(places, places, dtype=torch.bool).tril()
         return self.predict(at_BM, known, before_ML), label_BM - self.shape.first_code
 

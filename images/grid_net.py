@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from specctl.images.grid_shape import GridShape
 
+OWN = "own-target"  # what results say of pictures that follow the model itself
 OUTPUTS = (".o_proj", ".down_proj")  # zero at the beginning: a layer begins as an identity
 
 
@@ -158,9 +159,13 @@ class GridNet(nn.Module, ABC):
                 nn.init.zeros_(part.weight)
 
     @abstractmethod
+    def verification(self, passes: int | None) -> str:
+        """What results say of pictures in so many passes."""
+
+    @abstractmethod
     def training_logits(self, rows_BL: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Logits of codes [B, L, K], and the codes [B, L] that they predict, of rows with the prompt
-        and the grid's tokens in raster order. `random` draws what the training varies."""
+        """Logits of codes [B, L, K], and the codes [B, L] that they predict, of rows with the
+        prompt and the grid's tokens in raster order. `random` draws what the training varies."""
 
     @abstractmethod
     def draw(

@@ -21,7 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from specctl.images.grid_net import DrawnGrids, GridCache, GridLayer, GridNet
+from specctl.core.errors import RecipeError
+from specctl.images.grid_net import OWN, DrawnGrids, GridCache, GridLayer, GridNet
 from specctl.images.grid_shape import GridShape
 from specctl.runtime.sampling.noise import RoundNoise
 
@@ -37,6 +38,19 @@ class Neighbours(GridNet):
         self.right_norm, self.below_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
         self.right_head = nn.Linear(width, shape.codes, bias=False)
         self.below_head = nn.Linear(width, shape.codes, bias=False)
+
+    def verification(self, passes: int | None) -> str:
+        """What is written follows the model. Raises RecipeError where a number is given."""
+        own = 2 * self.shape.grid - 1
+        if passes is not None:
+            raise RecipeError(
+                "a model of neighbours has its own number of passes",
+                where="picture.passes",
+                found=str(passes),
+                expected=f"none: it takes {own}, one for every anti-diagonal",
+                do="leave it out",
+            )
+        return f"{OWN}:{self.shape.model_type}"
 
     @cached_property
     def distance_L(self) -> Tensor:
@@ -82,15 +96,17 @@ class Neighbours(GridNet):
     ) -> DrawnGrids:
         """Pictures, one anti-diagonal a pass. The noise of a token depends on its seed and place
         alone."""
-        del passes  # there is but one number
+        self.verification(passes)  # a number is refused
         shape, count = self.shape, len(prompts_B)
         noise = RoundNoise(seeds, [0] * count, [0] * count, prompts_B.device)
         cache, read = GridCache(), 0
         ids_BL = torch.zeros(count, 1 + shape.places, dtype=torch.long)
         ids_BL[:, 0] = prompts_B
-        right_BLK = torch.zeros(count, 1 + shape.places, shape.codes)
+        kind = self.right_head.weight.dtype
+        right_BLK = torch.zeros(count, 1 + shape.places, shape.codes, dtype=kind)
         below_BLK = torch.zeros_like(right_BLK)
-        for far in range(2 * shape.grid - 1):
+        passes = 2 * shape.grid - 1
+        for far in range(passes):
             at_T = (self.distance_L == far - 1).nonzero()[:, 0]
             # what is cached is nearer to the corner, what is read with it as near: no mask
             right_BLK[:, at_T], below_BLK[:, at_T] = self(ids_BL[:, at_T], at_T, None, cache)
@@ -103,4 +119,4 @@ class Neighbours(GridNet):
             else:
                 code_BT = logits_BTK.argmax(-1)
             ids_BL[:, 1 + place_T] = shape.first_code + code_BT
-        return DrawnGrids(ids_BL[:, 1:], 2 * shape.grid - 1, read)
+        return DrawnGrids(ids_BL[:, 1:], passes, read)

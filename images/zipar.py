@@ -176,7 +176,9 @@ class FirstToken:
         return None
 
 
-def check(lm: LanguageModel, prompts: Sequence[Sequence[int]], grid: int, window: RowWindow) -> None:
+def check(
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], grid: int, window: RowWindow
+) -> None:
     """Refuse what cannot be decoded so."""
     if not 1 <= window.tokens <= grid:
         raise RecipeError(
@@ -210,3 +212,4 @@ def check(lm: LanguageModel, prompts: Sequence[Sequence[int]], grid: int, window
             expected="the same number of tokens, at least one",
             do="decode them one by one",
         )
+    assert len(prompts) == 1 or not window.is_adaptive, "pictures differ in their passes"
