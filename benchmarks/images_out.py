@@ -36,6 +36,7 @@ from torch import Tensor
 
 from specctl import load_target
 from specctl.core.messages.table import Table
+from specctl.core.storage.grid_kinds import ANY_ORDER
 from specctl.drafters import family
 from specctl.images.codebook import Codebook
 from specctl.images.continuous import (
@@ -47,7 +48,6 @@ from specctl.images.continuous import (
 )
 from specctl.images.digits import CLASSES, Pixels, digits
 from specctl.images.grid_folder import GridTarget, load_grid
-from specctl.images.grid_shape import ANY_ORDER
 from specctl.images.png import sheet, write_png
 from specctl.images.zipar import RowWindow, zip_grids
 from specctl.runtime.generate import generate

@@ -22,6 +22,7 @@ be predicted), T fed tokens.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,8 @@ class AnyOrder(GridNet):
     ) -> Tensor:
         """Logits [B, M, K] of the patches at places [B, M]."""
         x_BMD, turn = self.wanted.expand(*at_BM.shape, -1), self.turns.of(at_BM)
-        for layer in self.guided:
+        for each in self.guided:
+            layer: Any = each
             x_BMD = layer.guided(x_BMD, turn, known, mask_ML)
         logits: Tensor = self.head(self.norm(x_BMD))
         return logits

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from specctl.core.errors import IncompatibleError, IntegrityError
 from specctl.core.storage.files import write_json
+from specctl.core.storage.grid_kinds import ANY_ORDER, NEIGHBOURS
 from specctl.core.storage.model_folder import CONFIG, refuse_stand_ins
 from specctl.images.any_order import AnyOrder
 from specctl.images.codebook import Codebook
 from specctl.images.grid_net import GridNet
-from specctl.images.grid_shape import ANY_ORDER, NEIGHBOURS, GridShape, shape_from
+from specctl.images.grid_shape import GridShape, shape_from
 from specctl.images.neighbours import Neighbours
 from specctl.runtime.target.checkpoint_folder import read_object
 

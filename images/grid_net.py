@@ -77,7 +77,8 @@ def turned(x_BHTE: Tensor, turn: Tensor) -> Tensor:
 
 def in_heads(x_BTD: Tensor, size: int) -> Tensor:
     """[B, H, T, E]"""
-    return x_BTD.unflatten(-1, (-1, size)).transpose(1, 2)
+    heads_BTHE: Tensor = x_BTD.view(*x_BTD.shape[:2], -1, size)
+    return heads_BTHE.transpose(1, 2)
 
 
 class GridLayer(nn.Module):
@@ -134,7 +135,8 @@ class GridLayer(nn.Module):
         out = F.scaled_dot_product_attention(query, *known, attn_mask=mask)
         x_BTD = x_BTD + self.o_proj(out.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(x_BTD)
-        return x_BTD + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        out_BTD: Tensor = self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return x_BTD + out_BTD
 
 
 class GridNet(nn.Module, ABC):

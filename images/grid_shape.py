@@ -1,22 +1,14 @@
-"""Which model folders hold a model that writes pictures in an order of its own, and its sizes.
-
-Such a model is no causal language model: its config.json says `model_type: neighbours` or
-`any-order`, and transformers does not read it. No torch.
-"""
+"""The sizes of a model that writes pictures in an order of its own. No torch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.storage.bounded_read import read_text
+from specctl.core.storage.grid_kinds import GRID_KINDS, grid_kind
 
-NEIGHBOURS, ANY_ORDER = "neighbours", "any-order"
-KINDS = (NEIGHBOURS, ANY_ORDER)
 COUNTS = (
     "grid", "codes", "first_code", "vocab_size", "hidden_size", "num_hidden_layers",
     "num_attention_heads", "intermediate_size",
@@ -56,33 +48,18 @@ class GridShape:
         return asdict(self)
 
 
-def grid_kind(config: Mapping[str, Any]) -> str | None:
-    """The kind that a config.json or a recipe's `model` names; None for any other model."""
-    kind = str(config.get("model_type", ""))
-    return kind if kind in KINDS else None
-
-
-def is_grid_folder(folder: Path) -> bool:
-    """Whether a folder's config.json names such a model; False where none can be read."""
-    try:
-        config = json.loads(read_text(folder / "config.json"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and grid_kind(config) is not None
-
-
 def shape_from(config: Mapping[str, Any], where: str) -> GridShape:
     """The sizes in a config.json. Raises IncompatibleError for one that is missing or cannot be."""
     kind = grid_kind(config)
     if kind is None:
-        raise _wrong("model_type", config.get("model_type"), " or ".join(KINDS), where)
+        raise _wrong("model_type", config.get("model_type"), " or ".join(GRID_KINDS), where)
     for name in COUNTS:
         value = config.get(name)
         if type(value) is not int or not 1 <= value <= MOST:
             raise _wrong(name, value, f"a number from 1 to {MOST:,}", where)
     for name in NUMBERS:
         value = config.get(name)
-        if type(value) not in (int, float) or not 0 < float(value) < float("inf"):
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise _wrong(name, value, "a number above 0", where)
     made = GridShape(kind, *(config[name] for name in (*COUNTS, *NUMBERS)))
     if made.hidden_size % (4 * made.num_attention_heads):

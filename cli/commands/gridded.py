@@ -14,7 +14,7 @@ from specctl.cli.options.prompts import PromptText
 from specctl.cli.options.sampling import SamplingFlags, tell_drawn
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.images.grid_shape import is_grid_folder
+from specctl.core.storage.grid_kinds import is_grid_folder
 from specctl.recipes.targets import resolve
 
 ALWAYS = ("name", "offline")  # of a target's flags

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, IntegrityError, RecipeError
+from specctl.core.storage.grid_kinds import ANY_ORDER, GRID_KINDS, NEIGHBOURS
 from specctl.images.any_order import AnyOrder, order_of, pass_sizes
 from specctl.images.grid_folder import load_grid
-from specctl.images.grid_shape import ANY_ORDER, KINDS, NEIGHBOURS, shape_from
+from specctl.images.grid_shape import shape_from
 from specctl.images.neighbours import Neighbours
 from specctl.train.pretrain.grids import grid_loss
 from specctl.train.pretrain.pictures import FIRST_CODE
@@ -77,7 +78,7 @@ def test_any_order_with_a_cache_is_any_order_without(passes: int) -> None:
 def test_what_is_learned_is_what_is_decoded() -> None:
     """The logits of a training step, of each kind, are those of the decoding that its order means:
     greedy choices of a picture that was decoded greedily are that picture."""
-    for kind in KINDS:
+    for kind in GRID_KINDS:
         model = small_net(kind, SIDE)
         made = model.draw(torch.tensor(PROMPTS), [0, 1], 0.0, None if kind == NEIGHBOURS else 9)
         rows = torch.cat([torch.tensor(PROMPTS)[:, None], made.ids_BL], 1)
@@ -104,7 +105,7 @@ def test_passes_begin_small_and_are_refused_where_there_are_too_many() -> None:
     assert any_order.verification(4) == "approximate:arpg"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GRID_KINDS)
 def test_a_model_is_trained_kept_and_read_again(kind: str, tmp_path: Path) -> None:
     final = pretrain(small_pictures(tmp_path / "recipe.yaml", kind), tmp_path)
     assert final.loss < math.log(CODES) - 0.1

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from specctl.core.storage.diffusion_kinds import diffusion_kind
+from specctl.core.storage.grid_kinds import grid_kind
 from specctl.diffusion.model import MaskedLM
 from specctl.images.grid_net import GridNet
-from specctl.images.grid_shape import grid_kind
 from specctl.train.pretrain.data import Ids
 from specctl.train.pretrain.grids import (
     build_grid,
