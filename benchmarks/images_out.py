@@ -1,8 +1,8 @@
-"""Pictures of a target of image tokens: what each way of decoding takes, and what it writes.
+r"""Pictures of a target of image tokens: what each way of decoding takes, and what it writes.
 
     python benchmarks/images_out.py runs/tiny-digits/export
     python benchmarks/images_out.py runs/tiny-digits/export --sheet docs/images/digits.png
-    python benchmarks/images_out.py runs/tiny-digits/export --ways neighbours
+    python benchmarks/images_out.py runs/tiny-digits/export \
         --grids runs/tiny-neighbours/export runs/tiny-any-order/export
     python benchmarks/images_out.py --continuous
 
@@ -12,7 +12,7 @@ is what the target itself gives a token of the picture, plainly: a way that keep
 agrees with plain decoding within errors. `right` is the share of pictures whose nearest of
 REFERENCES rendered digits (by pixels) is the digit that was wanted. Errors are standard errors over
 pictures. `--grids`: models of the same codebook that write in an order of their own; the nats are
-those of the target, here too. `--ways WORD`: only ways with this word in their name.
+those of the target, here too. `--ways WORDS`: only ways with one of them in their name.
 
 `--continuous`: the acceptance of continuous drafts, measured and integrated, for mixtures of
 Gaussians and for paths of a diffusion head.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,6 +148,16 @@ def ordered(
     return Pictures(made.ids_BL.tolist(), taken, model.model.verification(passes))
 
 
+def orders(codebook: Codebook, given: Any, numbers: Sequence[int]) -> Iterator[Any]:
+    """The models of `--grids` by name, those of any order with each of these numbers of passes."""
+    for model in map(load_grid, given.grids):
+        if not np.array_equal(model.codebook.patch_KX, codebook.patch_KX):
+            raise SystemExit(f"{model.name} has another codebook than {given.target}")
+        kind = model.model.shape.model_type
+        for count in numbers if kind == ANY_ORDER else (None,):
+            yield kind if count is None else f"{kind}, {count} passes", model, count
+
+
 @torch.inference_mode()
 def nats(target: Target, prompts: Sequence[list[int]], ids: Sequence[list[int]]) -> list[float]:
     """Of each picture, a token, by whole forwards."""
@@ -193,14 +203,15 @@ def measure(target: Target, codebook: Codebook, given: Any) -> None:
         (f"ZipAR, window {w}", partial(zipped, target, codebook, prompts, w, given))
         for w in WINDOWS
     ]
-    for model in map(load_grid, given.grids):
-        if not np.array_equal(model.codebook.patch_KX, codebook.patch_KX):
-            raise SystemExit(f"{model.name} has another codebook than {given.target}")
-        kind = model.model.shape.model_type
-        for count in PASSES if kind == ANY_ORDER else (None,):
-            name = kind if count is None else f"{kind}, {count} passes"
-            ways.append((name, partial(ordered, model, prompts, count, given)))
-    kept = [(name, make) for name, make in ways if not given.ways or given.ways in name]
+    ways += [
+        (name, partial(ordered, model, prompts, passes, given))
+        for name, model, passes in orders(codebook, given, PASSES)
+    ]
+    kept = [
+        (name, make)
+        for name, make in ways
+        if not given.ways or any(word in name for word in given.ways)
+    ]
     table = list[list[Any]]()
     for name, make in kept:
         made = make()
@@ -216,14 +227,26 @@ def measure(target: Target, codebook: Codebook, given: Any) -> None:
 
 
 def show(target: Target, codebook: Codebook, given: Any) -> None:
-    """One sheet: a row of every digit for plain, speculative Jacobi, and ZipAR of three windows."""
+    """One sheet: a row of every digit for plain, speculative Jacobi, and ZipAR of three windows; or
+    for each of `--grids`, those of any order in 121, 21 and 8 passes."""
     prompts = [target.encode(str(digit)) for digit in range(CLASSES)] * 2
+    if given.grids:
+        made = [
+            ordered(model, prompts, passes, given)
+            for _, model, passes in orders(codebook, given, (121, 21, 8))
+        ]
+        write_sheet(codebook, made, given.sheet, len(prompts))
+        return
     made = [drafted(target, codebook, prompts, way, given) for way in (DRAFTED[0], DRAFTED[5])] + [
         zipped(target, codebook, prompts, window, given) for window in ("6", "3", "1")
     ]
+    write_sheet(codebook, made, given.sheet, len(prompts))
+
+
+def write_sheet(codebook: Codebook, made: Sequence[Pictures], file: Path, columns: int) -> None:
     rows = [codebook.decode(ids)[0] for way in made for ids in way.ids]
-    write_png(given.sheet, sheet(rows, len(prompts), 2))
-    print(f"{given.sheet}: {given.sheet.stat().st_size:,} bytes")
+    write_png(file, sheet(rows, columns, 2))
+    print(f"{file}: {file.stat().st_size:,} bytes")
 
 
 def head(shift: float) -> DenoisingPath:
@@ -269,7 +292,7 @@ def main() -> None:
     words.add_argument("--pictures", type=int, default=100)
     words.add_argument("--batch", type=int, default=25)
     words.add_argument("--seed", type=int, default=0)
-    words.add_argument("--ways", default="")
+    words.add_argument("--ways", nargs="*", default=[])
     words.add_argument("--sheet", type=Path)
     words.add_argument("--grids", type=Path, nargs="*", default=[])
     words.add_argument("--continuous", action="store_true")
