@@ -1,5 +1,7 @@
 """Folders of models that write pictures in an order of their own: config.json with the sizes,
-model.safetensors, the tokenizer, and the codebook of the pictures."""
+model.safetensors, the tokenizer, and the codebook of the pictures.
+Letters: K draft vocabulary (the codes), X any axes.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ and the tokens read so far.
 A token's place is its row and its column: a half of every head is turned by the one and a half by
 the other (rotary positions in two dimensions). The prompt, one token, stands at (0, 0), the patches
 from (1, 1) on.
-Letters: B rows, D hidden width, E head width, H query heads, L positions, T fed tokens, X any axes.
+Letters: B rows, D hidden width, E head width, H query heads, L positions, T fed tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GridCache:
         return key_BHTE, value_BHTE
 
 
-class Turns(nn.Module):
+class PlaceRotation(nn.Module):
     """Cosine and sine by which the heads of each place are turned. Place 0 is the prompt, place
     1 + i patch i in raster order."""
 
@@ -146,7 +146,7 @@ class GridNet(nn.Module, ABC):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.turns = Turns(shape)
+        self.turns = PlaceRotation(shape)
 
     def heads(self) -> list[Tensor]:
         """The matrices from states to codes."""
