@@ -85,8 +85,17 @@ def test_windows_and_prompts_that_do_not_fit_are_refused(target: Target) -> None
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_adaptive_window_lies_between_the_least_and_the_row(
-    target: Target, temperature: float
+    target: Target, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun: list[int] = []
+    settled = FirstToken.settled
+
+    def kept(self: FirstToken, logits_V: Tensor, drawn: int, is_whole: bool) -> int | None:
+        token = settled(self, logits_V, drawn, is_whole)
+        begun.extend([] if token is None else [token])
+        return token
+
+    monkeypatch.setattr(FirstToken, "settled", kept)
     plain = zip_grids(
         target.lm, PROMPTS[:1], GRID, RowWindow(GRID), temperature=temperature, seeds=[11]
     )
@@ -96,6 +105,8 @@ def test_an_adaptive_window_lies_between_the_least_and_the_row(
             target.lm, PROMPTS[:1], GRID, RowWindow(1, True), temperature=temperature, seeds=[seed]
         )
         passes.add(made.passes)
+        assert made.ids_BL[0, GRID::GRID].tolist() == begun, "rows begin with what was tested"
+        begun.clear()
     least = (GRID - 1) * 2 + GRID  # a window of 1 and a pass that tests it
     assert least <= min(passes) <= max(passes) < GRID**2
     whole = zip_grids(
@@ -109,16 +120,17 @@ def test_a_first_token_that_is_kept_or_drawn_anew_follows_the_larger_window() ->
     after = torch.tensor([0.2, 0.3, 0.5]).log()
     counts, stood, tries = torch.zeros(3), 0, 4000
     random = torch.Generator().manual_seed(0)
-    for _ in range(tries):
-        first = FirstToken(random, 1.0)
+    for attempt in range(tries):
+        first, is_whole = FirstToken(random, 1.0), attempt % 2 == 1
         drawn = int(torch.multinomial(before.exp(), 1, generator=random))
         assert first.settled(before, drawn, False) is None
-        token = first.settled(after, 0, False)
-        stood += token is not None
+        token = first.settled(after, 0, is_whole)
+        stood += token is not None and not is_whole
         kept = first.token if token is None else token
+        assert token is not None or not is_whole
         assert kept is not None
         counts[kept] += 1
-    assert stood / tries == pytest.approx(0.6, abs=0.03), "the sum of min(p, q)"
+    assert stood / tries * 2 == pytest.approx(0.6, abs=0.03), "the sum of min(p, q)"
     assert torch.allclose(counts / tries, after.exp(), atol=0.03)
     greedy = FirstToken(random, 0.0)
     said = [greedy.settled(row, int(row.argmax()), False) for row in (before, after, after)]
