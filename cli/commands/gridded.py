@@ -18,7 +18,7 @@ from specctl.core.storage.grid_kinds import is_grid_folder
 from specctl.recipes.targets import resolve
 
 ALWAYS = ("name", "offline")  # of a target's flags
-TAKEN = ("temperature", "seed", "max_new_tokens", "ignore_eos")  # a picture is whole in any case
+TAKEN = ("temperature", "seed", "ignore_eos")  # no end lies within a picture
 
 
 def is_gridded(target: TargetChoice, own: str, images: ImageFlags) -> bool:

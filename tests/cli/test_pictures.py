@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -95,10 +96,15 @@ def test_rows_at_once_are_marked_and_refuse_what_they_lack(
     assert ran.code != 0
     assert len(ran.json["result"]["outputs"][0]["token_ids"]) == GRID**2
     copy = shutil.copytree(trained, tmp_path / "copy")
-    Codebook(np.zeros((CODES + 1, 4), np.float32), GRID, FIRST_CODE).save(copy)
-    ran = run("generate", "--target", copy, "--set", "picture.window=2", "7")
-    assert ran.code != 0
-    assert "that of another target" in ran.err
+    for codes, found in ((CODES, "SHA-256"), (CODES + 1, "tokens up to")):
+        Codebook(np.zeros((codes, 4), np.float32), GRID, FIRST_CODE).save(copy)
+        ran = run("generate", "--target", copy, "--set", "picture.window=2", "7")
+        assert ran.code != 0
+        assert "that of another target" in ran.err
+        assert found in ran.err
+        config = json.loads((copy / "config.json").read_text())
+        config.pop("codebook_sha256", None)  # as in folders of earlier versions
+        (copy / "config.json").write_text(json.dumps(config))
     no_grid = run("generate", "--target", "tiny", "--set", "picture.out=x.png", "def main(")
     assert no_grid.code == 4
     assert "no codebook" in no_grid.err
@@ -138,6 +144,7 @@ def test_models_with_an_order_of_their_own_write_pictures(
         (["--draft", "prompt-lookup"], "--draft"),
         (["--top-k", "4"], "sample.top_k"),
         (["--set", "picture.window=2"], "picture.window"),
+        (["--max-new-tokens", "5"], "sample.max_new_tokens"),
         (["--set", f"picture.passes={wrong}"], "picture.passes"),
         (["--set", "picture.out=seven.jpg"], "ends in .png"),
         (["--set", "target.dtype=bfloat16"], "target.dtype"),
