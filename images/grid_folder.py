@@ -40,11 +40,12 @@ class GridTarget:
     codebook: Codebook
 
     def encode(self, text: str) -> int:
-        """The token of a prompt: one word that the model knows, and that is no patch."""
+        """The token of a prompt: one word that the model knows, and that is no patch and no mark
+        such as the end of text."""
         ids = list(self.tokenizer.encode(text))
-        shape, padding = self.model.shape, self.tokenizer.pad_token_id
+        shape, marks = self.model.shape, self.tokenizer.all_special_ids
         is_code = [0 <= token - shape.first_code < shape.codes for token in ids]
-        if len(ids) != 1 or ids[0] == padding or any(is_code):
+        if len(ids) != 1 or ids[0] in marks or any(is_code):
             raise IncompatibleError(
                 "a prompt is none that a picture begins behind",
                 where="the prompts",
@@ -86,16 +87,43 @@ def load_grid(folder: Path) -> GridTarget:
     kept = codebook.grid, len(codebook.patch_KX), codebook.first_id
     if kept != (shape.grid, shape.codes, shape.first_code):
         raise _other(folder, f"grid, codes and first code {kept} in the codebook", shape)
+    model = _read_model(folder, shape)
+    tokenizer = _read_tokenizer(folder, shape)
+    return GridTarget(str(folder), model.eval().requires_grad_(False), tokenizer, codebook)
+
+
+def _read_model(folder: Path, shape: GridShape) -> GridNet:
+    """The model with the weights of the folder. Their sizes are compared before memory is taken for
+    those that config.json gives."""
+    with torch.device("meta"):
+        wanted = {name: p.shape for name, p in build_net(shape).named_parameters()}
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise _other(folder, str(error)[:200], shape) from error
+    for name in sorted(wanted.keys() | weights.keys()):
+        if name not in wanted or name not in weights or weights[name].shape != wanted[name]:
+            found = list(weights[name].shape) if name in weights else "nothing"
+            size = list(wanted[name]) if name in wanted else "nothing"
+            raise _other(folder, f"{name}: {found} in the place of {size}", shape)
+        if not weights[name].isfinite().all():
+            raise _other(folder, f"{name}: values that are no finite numbers", shape)
     with torch.device("cpu"):
         model = build_net(shape)
+    model.load_state_dict(weights)
+    return model
+
+
+def _read_tokenizer(folder: Path, shape: GridShape) -> Any:
     try:
-        model.load_state_dict(load_file(folder / WEIGHTS), strict=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise _other(folder, str(error)[:200], shape) from error
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
-    return GridTarget(str(folder), model.eval().requires_grad_(False), tokenizer, codebook)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of the tokenizers library: any type may come
+        raise _other(folder, f"no tokenizer: {error}"[:200], shape) from error
+    if len(tokenizer) != shape.vocab_size:
+        raise _other(folder, f"a tokenizer of {len(tokenizer):,} tokens", shape)
+    return tokenizer
 
 
 def _other(folder: Path, found: str, shape: GridShape) -> IntegrityError:
@@ -103,7 +131,8 @@ def _other(folder: Path, found: str, shape: GridShape) -> IntegrityError:
         "the folder's files are not those that its config.json describes",
         where=str(folder),
         found=found,
-        expected=f"{WEIGHTS} and a codebook of {shape.grid} x {shape.grid} patches out of "
-        f"{shape.codes}, the first of them token {shape.first_code}",
+        expected=f"{WEIGHTS}, a tokenizer of {shape.vocab_size:,} tokens and a codebook of "
+        f"{shape.grid} x {shape.grid} patches out of {shape.codes}, the first of them token "
+        f"{shape.first_code}",
         do="make the folder again: specctl pretrain",
     )

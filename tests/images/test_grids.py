@@ -3,22 +3,33 @@ written here by definition, gives."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specctl.core.errors import IncompatibleError, IntegrityError, RecipeError
+from specctl.api.grid_images import grid_images
+from specctl.api.zip_images import zip_images
+from specctl.core.errors import FileError, IncompatibleError, IntegrityError, RecipeError
 from specctl.core.storage.grid_kinds import ANY_ORDER, GRID_KINDS, NEIGHBOURS
 from specctl.images.any_order import AnyOrder, order_of, pass_sizes
-from specctl.images.grid_folder import load_grid
+from specctl.images.codebook import Codebook
+from specctl.images.grid_folder import GridTarget, load_grid
 from specctl.images.grid_shape import shape_from
 from specctl.images.neighbours import Neighbours
+from specctl.runtime.target.target import Target
 from specctl.train.pretrain.grids import grid_loss
 from specctl.train.pretrain.pictures import FIRST_CODE
-from specctl.train.pretrain.run import pretrain
+from specctl.train.pretrain.recipe import PretrainRecipe
+from specctl.train.pretrain.run import check_model, pretrain
 from specctl_testing.images import CODES, GRID, small_net, small_pictures
 
 SIDE, PROMPTS = 3, [4, 9]
@@ -115,13 +126,66 @@ def test_a_model_is_trained_kept_and_read_again(kind: str, tmp_path: Path) -> No
     first, _ = grid_loss(target.model, rows, 0)
     assert first.isfinite().all()
     assert torch.equal(first, grid_loss(target.model, rows, 0)[0])
-    for words in ("7 7", "seven", "v3", ""):
+    for words in ("7 7", "seven", "v3", "", "<|eos|>"):
         with pytest.raises(IncompatibleError, match="one word"):
             target.encode(words)
-    (tmp_path / "export" / "model.safetensors").write_bytes(b"\0" * 64)
-    with pytest.raises(IntegrityError, match=r"config\.json describes"):
-        load_grid(tmp_path / "export")
     config = target.model.shape.config()
+    damage_and_refuse(tmp_path / "export", target.codebook)
     for name, wrong in (("hidden_size", 30), ("grid", 0), ("rope_theta", -1), ("codes", 10**6)):
         with pytest.raises(IncompatibleError, match=f"{name}|vocab_size"):
             shape_from(config | {name: wrong}, "config.json")
+    with pytest.raises(IncompatibleError, match="half read"):  # no query would read what is known
+        shape_from(config | {"model_type": ANY_ORDER, "num_hidden_layers": 1}, "config.json")
+    other = {NEIGHBOURS: ANY_ORDER, ANY_ORDER: NEIGHBOURS}[kind]
+    with pytest.raises(FileError, match="that of another model"):
+        pretrain(small_pictures(tmp_path / "recipe.yaml", other), tmp_path, resume=True)
+
+
+def damage_and_refuse(folder: Path, codebook: Codebook) -> None:
+    """Everything that a folder may lack, or have of another model."""
+    weights = load_file(folder / "model.safetensors")
+    name = "embed_tokens.weight"
+    config = json.loads((folder / "config.json").read_text())
+    bad: dict[str, tuple[str, Callable[[Path], object]]] = {
+        "model": ("finite", lambda path: save_file({**weights, name: weights[name] / 0}, path)),
+        "model.safetensors": (r"config\.json describes", lambda path: path.write_bytes(b"0" * 64)),
+        "tokenizer.json": ("no tokenizer", Path.unlink),
+        "config.json": (
+            r"weight: \[.* in the place of \[",  # before memory is taken for it
+            lambda path: path.write_text(json.dumps({**config, "hidden_size": 2**19})),
+        ),
+    }
+    for file, (found, damage) in bad.items():
+        path = folder / ("model.safetensors" if file == "model" else file)
+        whole = path.read_bytes()
+        damage(path)
+        with pytest.raises(IntegrityError, match=found):
+            load_grid(folder)
+        path.write_bytes(whole)
+    replace(codebook, patch_KX=codebook.patch_KX[::-1].copy()).save(folder)
+    with pytest.raises(IncompatibleError, match="codebook is that of another target"):
+        load_grid(folder)
+    codebook.save(folder)
+    load_grid(folder)
+
+
+def test_keys_of_a_recipe_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    raw = yaml.safe_load(small_pictures(tmp_path / "recipe.yaml", NEIGHBOURS).read_text())
+    for part, more, found in (
+        ("model", {"num_key_value_heads": 1}, "num_key_value_heads"),
+        ("model", {"grid": 5}, r"model\.grid"),
+        ("diffusion", {"init": None}, "model of pictures"),
+        ("train", {"compile": True}, r"train\.compile"),
+    ):
+        recipe = PretrainRecipe(**raw | {part: raw.get(part, {}) | more})
+        with pytest.raises(RecipeError, match=found):
+            check_model(recipe)
+    check_model(PretrainRecipe(**raw))
+
+
+def test_no_prompts_are_no_pictures(make_target: Callable[..., Target]) -> None:
+    book = Codebook(np.zeros((CODES, 4), np.float32), SIDE, FIRST_CODE)
+    model = GridTarget("x", small_net(ANY_ORDER, SIDE), None, book)
+    for made in (grid_images(model, []), zip_images(make_target(), [], SIDE, 2)):
+        assert (made.outputs, made.tokens) == ((), 0)
+        assert "tokens per pass 0.00" in made.lines()[0]
