@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
-from specctl.core.storage.grid_kinds import GRID_KINDS, grid_kind
+from specctl.core.storage.grid_kinds import ANY_ORDER, GRID_KINDS, grid_kind
 
 COUNTS = (
     "grid", "codes", "first_code", "vocab_size", "hidden_size", "num_hidden_layers",
@@ -65,6 +65,9 @@ def shape_from(config: Mapping[str, Any], where: str) -> GridShape:
     if made.hidden_size % (4 * made.num_attention_heads):
         expected = "4 times num_attention_heads, or a multiple: a head turns by row and by column"
         raise _wrong("hidden_size", made.hidden_size, expected, where)
+    if kind == ANY_ORDER and made.num_hidden_layers < 2:  # no query would read what is known
+        expected = "2 or more: half read what is known, half are guided by it"
+        raise _wrong("num_hidden_layers", made.num_hidden_layers, expected, where)
     if made.first_code + made.codes > made.vocab_size:
         expected = f"{made.first_code + made.codes} or more, for the codes"
         raise _wrong("vocab_size", made.vocab_size, expected, where)

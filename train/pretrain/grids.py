@@ -7,6 +7,7 @@ Letters: B rows, L positions, S sequence.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,17 @@ def grid_shape(recipe: PretrainRecipe) -> GridShape:
             expected="the section images, as in recipes/tiny-neighbours.yaml",
             do="add it, or give another model_type",
         )
-    kept = {key: value for key, value in recipe.model.items() if key != "max_position_embeddings"}
     sizes = {"grid": images.grid, "codes": images.codes, "first_code": FIRST_CODE}
-    return shape_from({**kept, **sizes}, "model")
+    taken = {field.name for field in fields(GridShape)} - sizes.keys()
+    if unknown := sorted(recipe.model.keys() - taken - {"max_position_embeddings"}):
+        raise RecipeError(
+            "a model of pictures has no such size",
+            where=f"model.{unknown[0]}",
+            found=repr(recipe.model[unknown[0]])[:60],
+            expected="of " + ", ".join(sorted(taken)),
+            do="leave it out; grid and codes are those of images",
+        )
+    return shape_from({**recipe.model, **sizes}, "model")
 
 
 def check_grid(recipe: PretrainRecipe) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from specctl.core.errors import RecipeError
 from specctl.core.storage.diffusion_kinds import diffusion_kind
 from specctl.core.storage.grid_kinds import grid_kind
 from specctl.diffusion.model import MaskedLM
@@ -51,6 +52,18 @@ MASKED = OwnModel(
     check_masked, build_masked, masked_loss_sum, masked_heads, evaluate_masked, export_masked
 )
 GRID = OwnModel(check_grid, build_grid, grid_loss_sum, grid_heads, evaluate_grid, export_grid)
+
+
+def check_plain(recipe: PretrainRecipe) -> None:
+    """Refuse to compile such a model: its rows differ from batch to batch."""
+    if recipe.train.compile:
+        raise RecipeError(
+            "this model is trained without compilation",
+            where="train.compile",
+            found=f"true, and model_type {recipe.model['model_type']}",
+            expected="false",
+            do="write compile: false",
+        )
 
 
 def own_kind(recipe: PretrainRecipe) -> OwnModel | None:

@@ -44,7 +44,8 @@ from specctl.train.loop import Job, TrainProgress, restore, save, train
 from specctl.train.metrics import MetricsLog
 from specctl.train.optim import Gradient
 from specctl.train.pretrain.data import Ids, PretrainData, PretrainRows, end_ids, prepare_data
-from specctl.train.pretrain.own_models import own_kind, own_model
+from specctl.train.pretrain.kept_weights import check_weights
+from specctl.train.pretrain.own_models import MASKED, check_plain, own_kind, own_model
 from specctl.train.pretrain.pictures import prepare_pictures, save_codebook
 from specctl.train.pretrain.recipe import (
     PretrainRecipe,
@@ -120,6 +121,7 @@ class Pretrained(Drafter):
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        check_weights(self.module, tensors)
         for name, parameter in self.module.named_parameters():
             parameter.copy_(tensors[name])
 
@@ -144,17 +146,20 @@ def config_from(recipe: PretrainRecipe, **more: Any) -> Any:
 
 def check_model(recipe: PretrainRecipe) -> None:
     """Refuse a recipe whose `model` makes none."""
-    if (own := own_kind(recipe)) is not None:
-        own.check(recipe)
-        return
-    if recipe.diffusion is not None:
+    own = own_kind(recipe)
+    if recipe.diffusion is not None and own is not MASKED:
+        kind = "causal model" if own is None else "model of pictures"
         raise RecipeError(
-            "'diffusion' of the pretraining recipe is ignored by a causal model",
+            f"'diffusion' of the pretraining recipe is ignored by a {kind}",
             found=f"model_type {recipe.model.get('model_type', 'llama')}",
             expected="model_type llada or Dream",
             do="leave out the section, or see recipes/tiny-diffusion.yaml",
         )
-    config_from(recipe)
+    if own is None:
+        config_from(recipe)
+        return
+    own.check(recipe)
+    check_plain(recipe)
 
 
 def build_model(recipe: PretrainRecipe, tokenizer: Any) -> Any:
