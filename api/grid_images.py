@@ -30,12 +30,14 @@ def grid_images(
     target = model if isinstance(model, GridTarget) else load_grid(Path(model))
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     verification = target.model.verification(passes)
-    ids_B = torch.tensor([target.encode(text) for text in texts])
+    ids_B = torch.tensor([target.encode(text) for text in texts], dtype=torch.long)
     begin = time.perf_counter()
     seeds = [seed + index for index in range(len(texts))]
-    made = target.model.draw(ids_B, seeds, temperature, passes)
+    made = [target.model.draw(ids_B, seeds, temperature, passes)] if texts else []
     outputs = [
         Output(text, target.decode(row), tuple(row), "length")
-        for text, row in zip(texts, made.ids_BL.tolist(), strict=True)
+        for text, row in zip(
+            texts, (row for one in made for row in one.ids_BL.tolist()), strict=True
+        )
     ]
-    return pictures_result(outputs, [made], begin, verification)
+    return pictures_result(outputs, made, begin, verification)

@@ -33,7 +33,7 @@ class PicturesResult(Tabled):
 
     def lines(self) -> tuple[str, ...]:
         """What it took."""
-        per_pass = self.tokens / max(1, len(self.outputs)) / self.passes
+        per_pass = self.tokens / max(1, len(self.outputs)) / max(1, self.passes)
         return (
             f"passes a picture {self.passes:,g} | tokens per pass {per_pass:.2f} | "
             f"tokens read of each {self.read:,g}",
