@@ -13,6 +13,7 @@ from specctl.api.failures import raises_user_errors
 from specctl.api.zip_images import PicturesResult, pictures_result
 from specctl.images.grid_folder import GridTarget, load_grid
 from specctl.runtime.generate import Output
+from specctl.runtime.sampling.sampling import Sampling
 
 
 @raises_user_errors
@@ -27,12 +28,13 @@ def grid_images(
     """A picture behind each prompt, one word that the model knows; prompt i uses seed `seed + i`.
     `passes` is of any-order models alone: with fewer than patches they are approximate, and
     `verification` says so. Raises RecipeError where the model has its own number."""
+    sampling = Sampling(temperature=temperature, seed=seed)  # refused where it cannot be
     target = model if isinstance(model, GridTarget) else load_grid(Path(model))
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     verification = target.model.verification(passes)
     ids_B = torch.tensor([target.encode(text) for text in texts], dtype=torch.long)
     begin = time.perf_counter()
-    seeds = [seed + index for index in range(len(texts))]
+    seeds = [sampling.seed + index for index in range(len(texts))]
     made = [target.model.draw(ids_B, seeds, temperature, passes)] if texts else []
     outputs = [
         Output(text, target.decode(row), tuple(row), "length")

@@ -14,6 +14,7 @@ from specctl.core.messages.table import Table, Tabled
 from specctl.images.grid_net import DrawnGrids
 from specctl.images.zipar import RowWindow, zip_grids
 from specctl.runtime.generate import Output
+from specctl.runtime.sampling.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,11 +73,11 @@ def zip_images(
     behind each other (docs/images-out.md), with "auto:MIN" at least so many, each row by a test;
     prompt i uses seed `seed + i`. With `window` = `grid` it is plain decoding, token by token; else
     it is approximate, and `verification` says so."""
-    rows = RowWindow.read(window)
+    rows, sampling = RowWindow.read(window), Sampling(temperature=temperature, seed=seed)
     model = target_or_own(target, None)
     encoded = encode_prompts(model, prompts, False)
     ids, begin = [list(prompt.ids) for prompt in encoded], time.perf_counter()
-    seeds = [seed + index for index in range(len(ids))]
+    seeds = [sampling.seed + index for index in range(len(ids))]
     size = 1 if rows.is_adaptive else max(1, len(ids))  # each takes passes of its own
     made = [
         zip_grids(

@@ -137,7 +137,7 @@ def order_of(seed: int, places: int) -> Tensor:
 
 def pass_sizes(places: int, passes: int) -> list[int]:
     """How many places each pass predicts: by the cosine, at least one, all in the end."""
-    if not 1 <= passes <= places:
+    if not isinstance(passes, int) or not 1 <= passes <= places:
         raise RecipeError(
             "a picture cannot be decoded in so many passes",
             where="picture.passes",

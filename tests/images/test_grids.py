@@ -18,7 +18,13 @@ from torch import Tensor
 
 from specctl.api.grid_images import grid_images
 from specctl.api.zip_images import zip_images
-from specctl.core.errors import FileError, IncompatibleError, IntegrityError, RecipeError
+from specctl.core.errors import (
+    FileError,
+    IncompatibleError,
+    IntegrityError,
+    RecipeError,
+    SpecctlError,
+)
 from specctl.core.storage.grid_kinds import ANY_ORDER, GRID_KINDS, NEIGHBOURS
 from specctl.images.any_order import AnyOrder, order_of, pass_sizes
 from specctl.images.codebook import Codebook
@@ -106,9 +112,9 @@ def test_passes_begin_small_and_are_refused_where_there_are_too_many() -> None:
     assert sum(sizes) == 121
     assert sizes[0] == 1
     assert sizes == sorted(sizes)
-    for wrong in (0, 10):
+    for wrong in (0, 10, 2.5):
         with pytest.raises(RecipeError, match="1 to 9"):
-            pass_sizes(9, wrong)
+            pass_sizes(9, wrong)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="it takes 5"):
         small_net(NEIGHBOURS, SIDE).verification(5)
     any_order = small_net(ANY_ORDER, SIDE)
@@ -183,9 +189,16 @@ def test_keys_of_a_recipe_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     check_model(PretrainRecipe(**raw))
 
 
-def test_no_prompts_are_no_pictures(make_target: Callable[..., Target]) -> None:
+def test_no_prompts_are_no_pictures_and_no_temperature_is_guessed(
+    make_target: Callable[..., Target],
+) -> None:
     book = Codebook(np.zeros((CODES, 4), np.float32), SIDE, FIRST_CODE)
     model = GridTarget("x", small_net(ANY_ORDER, SIDE), None, book)
     for made in (grid_images(model, []), zip_images(make_target(), [], SIDE, 2)):
         assert (made.outputs, made.tokens) == ((), 0)
         assert "tokens per pass 0.00" in made.lines()[0]
+    for wrong in (-1.0, math.nan):  # neither is greedy
+        with pytest.raises(SpecctlError, match="temperature"):
+            grid_images(model, [], temperature=wrong)
+        with pytest.raises(SpecctlError, match="temperature"):
+            zip_images(make_target(), [], SIDE, 2, temperature=wrong)
