@@ -11,18 +11,20 @@ from specctl.api.failures import raises_user_errors
 from specctl.api.prompts import encode_prompts
 from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.messages.table import Table, Tabled
-from specctl.images.zipar import verification_of, zip_grids
+from specctl.images.grid_net import DrawnGrids
+from specctl.images.zipar import RowWindow, zip_grids
 from specctl.runtime.generate import Output
+from specctl.runtime.sampling.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ZippedResult(Tabled):
-    """What was written, in the order of the prompts; `passes` of the target over one picture, all
-    of which are decoded together, and the `read` tokens of each in them."""
+class PicturesResult(Tabled):
+    """What was written, in the order of the prompts; `passes` of the model over each picture and
+    the tokens `read` in them, where pictures differ on average."""
 
     outputs: tuple[Output, ...]
-    passes: int
-    read: int
+    passes: float
+    read: float
     seconds: float
     verification: str
 
@@ -32,10 +34,10 @@ class ZippedResult(Tabled):
 
     def lines(self) -> tuple[str, ...]:
         """What it took."""
-        per_pass = self.tokens / max(1, len(self.outputs)) / self.passes
+        per_pass = self.tokens / max(1, len(self.outputs)) / max(1, self.passes)
         return (
-            f"passes a picture {self.passes:,} | tokens per pass {per_pass:.2f} | "
-            f"tokens read of each {self.read:,}",
+            f"passes a picture {self.passes:,g} | tokens per pass {per_pass:.2f} | "
+            f"tokens read of each {self.read:,g}",
             f"{self.tokens:,} tokens in {self.seconds:.2f} s | verification {self.verification}",
         )
 
@@ -62,22 +64,46 @@ def zip_images(
     target: TargetLike,
     prompts: str | Sequence[str],
     grid: int,
-    window: int,
+    window: int | str,
     *,
     temperature: float = 1.0,
     seed: int = 0,
-) -> ZippedResult:
+) -> PicturesResult:
     """A grid of `grid` x `grid` image tokens behind each prompt, whose rows begin `window` tokens
-    behind each other (docs/images-out.md); prompt i uses seed `seed + i`. With `window` = `grid` it
-    is plain decoding, token by token; else it is approximate, and `verification` says so."""
+    behind each other (docs/images-out.md), with "auto:MIN" at least so many, each row by a test;
+    prompt i uses seed `seed + i`. With `window` = `grid` it is plain decoding, token by token; else
+    it is approximate, and `verification` says so."""
+    rows, sampling = RowWindow.read(window), Sampling(temperature=temperature, seed=seed)
     model = target_or_own(target, None)
     encoded = encode_prompts(model, prompts, False)
     ids, begin = [list(prompt.ids) for prompt in encoded], time.perf_counter()
-    seeds = [seed + index for index in range(len(ids))]
-    made = zip_grids(model.lm, ids, grid, window, temperature=temperature, seeds=seeds)
+    seeds = [sampling.seed + index for index in range(len(ids))]
+    size = 1 if rows.is_adaptive else max(1, len(ids))  # each takes passes of its own
+    made = [
+        zip_grids(
+            model.lm, ids[first : first + size], grid, rows, temperature=temperature,
+            seeds=seeds[first : first + size],
+        )
+        for first in range(0, len(ids), size)
+    ]  # fmt: skip
+    tokens = [row for one in made for row in one.ids_BL.tolist()]
     outputs = tuple(
         Output(prompt.text, model.decode(row), tuple(row), "length")
-        for prompt, row in zip(encoded, made.ids_BL.tolist(), strict=True)
+        for prompt, row in zip(encoded, tokens, strict=True)
     )
+    return pictures_result(outputs, made, begin, rows.verification(grid))
+
+
+def pictures_result(
+    outputs: Sequence[Output], made: Sequence[DrawnGrids], begin: float, verification: str
+) -> PicturesResult:
+    """What was made since `begin`, as one answer."""
+    passes = sum(one.passes for one in made) / max(1, len(made))
+    read = sum(one.read for one in made) / max(1, len(made))
     seconds = time.perf_counter() - begin
-    return ZippedResult(outputs, made.passes, made.read, seconds, verification_of(window, grid))
+    return PicturesResult(tuple(outputs), _whole(passes), _whole(read), seconds, verification)
+
+
+def _whole(number: float) -> float:
+    """A whole number as one: a mean of equal ones is what each was."""
+    return int(number) if number == int(number) else number

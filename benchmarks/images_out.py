@@ -1,7 +1,9 @@
-"""Pictures of a target of image tokens: what each way of decoding takes, and what it writes.
+r"""Pictures of a target of image tokens: what each way of decoding takes, and what it writes.
 
     python benchmarks/images_out.py runs/tiny-digits/export
     python benchmarks/images_out.py runs/tiny-digits/export --sheet docs/images/digits.png
+    python benchmarks/images_out.py runs/tiny-digits/export \
+        --grids runs/tiny-neighbours/export runs/tiny-any-order/export
     python benchmarks/images_out.py --continuous
 
 Every way writes the same digits at temperature 1. `passes` are those of the target over a picture,
@@ -9,7 +11,8 @@ Every way writes the same digits at temperature 1. `passes` are those of the tar
 is what the target itself gives a token of the picture, plainly: a way that keeps its distribution
 agrees with plain decoding within errors. `right` is the share of pictures whose nearest of
 REFERENCES rendered digits (by pixels) is the digit that was wanted. Errors are standard errors over
-pictures.
+pictures. `--grids`: models of the same codebook that write in an order of their own; the nats are
+those of the target, here too. `--ways WORDS`: only ways with one of them in their name.
 
 `--continuous`: the acceptance of continuous drafts, measured and integrated, for mixtures of
 Gaussians and for paths of a diffusion head.
@@ -20,7 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +36,7 @@ from torch import Tensor
 
 from specctl import load_target
 from specctl.core.messages.table import Table
+from specctl.core.storage.grid_kinds import ANY_ORDER
 from specctl.drafters import family
 from specctl.images.codebook import Codebook
 from specctl.images.continuous import (
@@ -43,8 +47,9 @@ from specctl.images.continuous import (
     integrated_acceptance,
 )
 from specctl.images.digits import CLASSES, Pixels, digits
+from specctl.images.grid_folder import GridTarget, load_grid
 from specctl.images.png import sheet, write_png
-from specctl.images.zipar import verification_of, zip_grids
+from specctl.images.zipar import RowWindow, zip_grids
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -60,7 +65,22 @@ DRAFTED = (
     *((f"{JACOBI}, {fill}", JACOBI, {"fill": fill}, 16, "auto") for fill in FILLS),
     *((f"{JACOBI}, above, {rule}", JACOBI, {"fill": "above"}, 16, rule) for rule in GROUPS),
 )
-WINDOWS = (11, 8, 6, 5, 4, 3, 2, 1)
+WINDOWS = (
+    "11",
+    "8",
+    "6",
+    "5",
+    "4",
+    "3",
+    "2",
+    "1",
+    "auto:5",
+    "auto:4",
+    "auto:3",
+    "auto:2",
+    "auto:1",
+)
+PASSES = (121, 61, 41, 31, 26, 21, 16, 11, 8)  # of models of any order
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +123,39 @@ def drafted(
 
 
 def zipped(
-    target: Target, codebook: Codebook, prompts: Sequence[list[int]], window: int, given: Any
+    target: Target, codebook: Codebook, prompts: Sequence[list[int]], window: str, given: Any
 ) -> Pictures:
     """Pictures whose rows are decoded at once."""
-    ids, passes = list[list[int]](), list[int]()
-    for first in range(0, len(prompts), given.batch):
-        part = prompts[first : first + given.batch]
+    ids, passes, rows = list[list[int]](), list[int](), RowWindow.read(window)
+    size = 1 if rows.is_adaptive else given.batch
+    for first in range(0, len(prompts), size):
+        part = prompts[first : first + size]
         seeds = [given.seed + first + index for index in range(len(part))]
-        made = zip_grids(target.lm, part, codebook.grid, window, temperature=1.0, seeds=seeds)
+        made = zip_grids(target.lm, part, codebook.grid, rows, temperature=1.0, seeds=seeds)
         ids += made.ids_BL.tolist()
         passes += [made.passes] * len(part)
-    return Pictures(ids, passes, verification_of(window, codebook.grid))
+    return Pictures(ids, passes, rows.verification(codebook.grid))
+
+
+def ordered(
+    model: GridTarget, prompts: Sequence[list[int]], passes: int | None, given: Any
+) -> Pictures:
+    """Pictures of a model that writes in an order of its own."""
+    seeds = [given.seed + index for index in range(len(prompts))]
+    ids_B = torch.tensor([prompt[0] for prompt in prompts])
+    made = model.model.draw(ids_B, seeds, 1.0, passes)
+    taken = [made.passes] * len(prompts)
+    return Pictures(made.ids_BL.tolist(), taken, model.model.verification(passes))
+
+
+def orders(codebook: Codebook, given: Any, numbers: Sequence[int]) -> Iterator[Any]:
+    """The models of `--grids` by name, those of any order with each of these numbers of passes."""
+    for model in map(load_grid, given.grids):
+        if not np.array_equal(model.codebook.patch_KX, codebook.patch_KX):
+            raise SystemExit(f"{model.name} has another codebook than {given.target}")
+        kind = model.model.shape.model_type
+        for count in numbers if kind == ANY_ORDER else (None,):
+            yield kind if count is None else f"{kind}, {count} passes", model, count
 
 
 @torch.inference_mode()
@@ -161,7 +203,15 @@ def measure(target: Target, codebook: Codebook, given: Any) -> None:
         (f"ZipAR, window {w}", partial(zipped, target, codebook, prompts, w, given))
         for w in WINDOWS
     ]
-    kept = [(name, make) for name, make in ways if not given.ways or given.ways in name]
+    ways += [
+        (name, partial(ordered, model, prompts, passes, given))
+        for name, model, passes in orders(codebook, given, PASSES)
+    ]
+    kept = [
+        (name, make)
+        for name, make in ways
+        if not given.ways or any(word in name for word in given.ways)
+    ]
     table = list[list[Any]]()
     for name, make in kept:
         made = make()
@@ -177,14 +227,26 @@ def measure(target: Target, codebook: Codebook, given: Any) -> None:
 
 
 def show(target: Target, codebook: Codebook, given: Any) -> None:
-    """One sheet: a row of every digit for plain, speculative Jacobi, and ZipAR of three windows."""
+    """One sheet: a row of every digit for plain, speculative Jacobi, and ZipAR of three windows; or
+    for each of `--grids`, those of any order in 121, 21 and 8 passes."""
     prompts = [target.encode(str(digit)) for digit in range(CLASSES)] * 2
+    if given.grids:
+        made = [
+            ordered(model, prompts, passes, given)
+            for _, model, passes in orders(codebook, given, (121, 21, 8))
+        ]
+        write_sheet(codebook, made, given.sheet, len(prompts))
+        return
     made = [drafted(target, codebook, prompts, way, given) for way in (DRAFTED[0], DRAFTED[5])] + [
-        zipped(target, codebook, prompts, window, given) for window in (6, 3, 1)
+        zipped(target, codebook, prompts, window, given) for window in ("6", "3", "1")
     ]
+    write_sheet(codebook, made, given.sheet, len(prompts))
+
+
+def write_sheet(codebook: Codebook, made: Sequence[Pictures], file: Path, columns: int) -> None:
     rows = [codebook.decode(ids)[0] for way in made for ids in way.ids]
-    write_png(given.sheet, sheet(rows, len(prompts), 2))
-    print(f"{given.sheet}: {given.sheet.stat().st_size:,} bytes")
+    write_png(file, sheet(rows, columns, 2))
+    print(f"{file}: {file.stat().st_size:,} bytes")
 
 
 def head(shift: float) -> DenoisingPath:
@@ -230,8 +292,9 @@ def main() -> None:
     words.add_argument("--pictures", type=int, default=100)
     words.add_argument("--batch", type=int, default=25)
     words.add_argument("--seed", type=int, default=0)
-    words.add_argument("--ways", default="")
+    words.add_argument("--ways", nargs="*", default=[])
     words.add_argument("--sheet", type=Path)
+    words.add_argument("--grids", type=Path, nargs="*", default=[])
     words.add_argument("--continuous", action="store_true")
     given = words.parse_args()
     if given.continuous:

@@ -8,11 +8,13 @@ Letters: B rows, K draft vocabulary, L positions, Q picked rows, X any axes.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +22,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from specctl.core.errors import FileError, IncompatibleError
-from specctl.core.storage.files import write_bytes
+from specctl.core.storage.bounded_read import read_text
+from specctl.core.storage.files import write_bytes, write_json
+from specctl.core.storage.model_folder import CONFIG
 from specctl.images.digits import Floats, Pixels
 
 CODEBOOK = "codebook.safetensors"
+DIGEST = "codebook_sha256"  # in the target's config.json: the codebook that its tokens are of
 SAMPLE, TURNS = 20_000, 25  # patches that k-means reads, and its iterations
 MOST_SIZE = 4096  # pixels along a side of a picture
 Codes = npt.NDArray[np.int64]
@@ -91,6 +96,18 @@ class Codebook:
         pixels = rows.transpose(0, 2, 1, 3).reshape(size, size)
         return pixels.round().clip(0, 255).astype(np.uint8), missing
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the patches and of what their tokens are."""
+        words = f"{self.grid} {self.first_id} {list(self.patch_KX.shape)} "
+        return hashlib.sha256(words.encode() + self.patch_KX.tobytes()).hexdigest()
+
+    def save_with_target(self, folder: Path) -> None:
+        """Write it beside a target, and its digest into the target's config.json, so that another
+        codebook of the same sizes is refused there."""
+        self.save(folder)
+        write_json(folder / CONFIG, {**_config(folder), DIGEST: self.digest})
+
     def save(self, folder: Path) -> None:
         """Write it into the folder of its target, whole or not at all."""
         words = {"grid": str(self.grid), "first_id": str(self.first_id)}
@@ -110,7 +127,7 @@ class Codebook:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """The codebook of a target's folder. Raises FileError where there is none, or where it is
-        another file than `save` writes."""
+        another file than `save` writes, IncompatibleError where the target names another one."""
         path = folder / CODEBOOK
         try:
             with safe_open(path, framework="np") as file:
@@ -124,7 +141,25 @@ class Codebook:
             raise _unread(path, f"{type(error).__name__}: {error}"[:120]) from error
         if not is_whole:
             raise _unread(path, f"patches {list(patch_KX.shape)}, {words}"[:120])
+        if (named := _config(folder).get(DIGEST, made.digest)) != made.digest:
+            raise IncompatibleError(
+                "the codebook is that of another target",
+                where=str(path),
+                found=f"SHA-256 {made.digest[:12]}",
+                expected=f"{str(named)[:12]}, which {CONFIG} beside it names",
+                do="copy the codebook that was trained with these weights, or run specctl "
+                "pretrain again",
+            )
         return made
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The target's config.json; nothing where none can be read."""
+    try:
+        found = json.loads(read_text(folder / CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def has_codebook(folder: Path | None) -> bool:

@@ -27,6 +27,8 @@ PRETRAINED = (
     "tiny-learn2pd",
     "tiny-dparallel",
     "tiny-digits",
+    "tiny-neighbours",
+    "tiny-any-order",
 )  # recipes of `specctl pretrain`
 NOT_RECIPES = ("sources", "targets", *PRETRAINED)
 NODE_BYTES = 64  # of a value in memory, about, beside its text

@@ -85,7 +85,14 @@ def generate_denoised(
     console.done({**made.to_json(), "target": {"name": name}}, next=nexts)
 
 
-def _refuse(target: TargetChoice, sampling: SamplingFlags, others: Sequence[str]) -> None:
+def left_out(
+    target: TargetChoice,
+    sampling: SamplingFlags,
+    others: Sequence[str],
+    always: Sequence[str],
+    taken: Sequence[str],
+) -> list[str]:
+    """What was given beside the target's flags `always` and the sampling settings `taken`."""
     plain = SamplingFlags(generation_config=NONE)  # it has no part in this
     if sampling.generation_config is None:
         sampling = replace(sampling, generation_config=NONE)
@@ -93,14 +100,18 @@ def _refuse(target: TargetChoice, sampling: SamplingFlags, others: Sequence[str]
     given += [
         f"sample.{field.name}"
         for field in fields(plain)
-        if field.name not in TAKEN and getattr(sampling, field.name) != getattr(plain, field.name)
+        if field.name not in taken and getattr(sampling, field.name) != getattr(plain, field.name)
     ]
     given += [
         f"target.{field.name}"
         for field in fields(target)
-        if field.name not in ALWAYS and getattr(target, field.name) != field.default
+        if field.name not in always and getattr(target, field.name) != field.default
     ]
-    if given:
+    return given
+
+
+def _refuse(target: TargetChoice, sampling: SamplingFlags, others: Sequence[str]) -> None:
+    if given := left_out(target, sampling, others, ALWAYS, TAKEN):
         raise IncompatibleError(
             "a masked diffusion model is decoded without drafter, and by its own settings alone",
             where="the command line",

@@ -15,6 +15,7 @@ from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.app.settings import Setting
 from specctl.cli.commands.denoised import generate_denoised, is_denoised
 from specctl.cli.commands.generated import check_forms, show_stats, tell_ends
+from specctl.cli.commands.gridded import generate_gridded, is_gridded
 from specctl.cli.commands.zipped import check_zipped, generate_zipped
 from specctl.cli.options.denoising import DenoisingFlags
 from specctl.cli.options.flags import Chat, Compile
@@ -111,6 +112,10 @@ def generate(
         given += ["--set picture.*"] if images != ImageFlags() else []
         flags = sampling, denoising, prompts, chat, stats, given
         generate_denoised(console, target, *flags)
+        return
+    if is_gridded(target, OWN, images):
+        given += ["--chat"] if chat else []
+        generate_gridded(console, target, sampling, images, prompts, stats, given)
         return
     if compare and draft.draft == NO_DRAFTER:
         draft = replace(draft, draft="prompt-lookup")

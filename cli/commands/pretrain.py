@@ -14,6 +14,7 @@ from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.options.flags import Out
 from specctl.core.storage.diffusion_kinds import is_diffusion_folder
+from specctl.core.storage.grid_kinds import is_grid_folder
 
 if TYPE_CHECKING:
     from specctl.train.pretrain.dparallel import DParallelRecipe
@@ -41,8 +42,9 @@ def pretrain(
     smaller model with recurrent layers and the same tokenizer, some minutes on one.
     tiny-diffusion: a masked diffusion model that begins as the embedded target; tiny-learn2pd: the
     filter that decodes it in parallel; tiny-dparallel: the same model, distilled to be certain
-    earlier. tiny-digits: a target whose tokens are pictures of digits. The same command continues a
-    stopped run of a model.
+    earlier. tiny-digits: a target whose tokens are pictures of digits; tiny-neighbours and
+    tiny-any-order: models that write the same pictures in orders of their own. The same command
+    continues a stopped run of a model.
 
     Example:
 
@@ -66,6 +68,8 @@ def pretrain(
     final = pretrain_(path, out, resume=resume and has_state(out), reporter=console)
     is_masked = is_diffusion_folder(out / "export")
     loss, accuracy = ("bound", "masked-token") if is_masked else ("loss", "next-token")
+    if is_grid_folder(out / "export"):
+        accuracy = "patch"
     console.out(
         f"{out / 'export'} | held-out {loss} {final.loss:.3f} nats | "
         f"{accuracy} accuracy {final.accuracy:.3f} over {final.tokens:,} tokens | {peak_text()}"

@@ -17,6 +17,7 @@ from specctl.cli.commands.shown_ends import end_rows
 from specctl.cli.options.names import complete_target
 from specctl.core.errors import FileError, IntegrityError, did_you_mean, no_folder
 from specctl.core.storage.diffusion_kinds import is_diffusion_folder
+from specctl.core.storage.grid_kinds import is_grid_folder
 
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
@@ -379,6 +380,8 @@ def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
 def _trying(target: Path) -> str:
     if is_diffusion_folder(target):  # nothing drafts for it
         return with_text("generate", "--target", target, "--stats")
+    if is_grid_folder(target):
+        return command_line("generate", "--target", target, "--set", "picture.out=seven.png", "7")
     return with_text("generate", "--target", target, "--draft", "prompt-lookup", "--compare")
 
 

@@ -38,7 +38,7 @@ def generate_zipped(
         target,
         texts,
         codebook.grid,
-        images.window or codebook.grid,
+        images.window or str(codebook.grid),
         temperature=sampling.temperature,
         seed=sampling.seed,
     )

@@ -33,10 +33,20 @@ class ImageFlags:
         ),
     ] = None
     window: Annotated[
-        int | None,
+        str | None,
         Setting(
             "picture.window",
-            "ZipAR: a row of the picture begins so many tokens behind the row above (approximate).",
+            "ZipAR: a row of the picture begins so many tokens behind the row above; auto:MIN: as "
+            "many as each row needs by a test, at least MIN (approximate).",
+            metavar="N",
+        ),
+    ] = None
+    passes: Annotated[
+        int | None,
+        Setting(
+            "picture.passes",
+            "Passes over a picture of a model that writes patches in any order (default: one for "
+            "every patch; fewer are approximate).",
             min=1,
         ),
     ] = None
@@ -49,6 +59,11 @@ class ImageFlags:
         from specctl.images.codebook import Codebook
         from specctl.recipes.targets import resolve
 
+        self.check_file()
+        return Codebook.load(resolve(target).path or Path(target))
+
+    def check_file(self) -> None:
+        """Refuse a file that cannot be written, before anything is decoded."""
         if self.out is not None and not self.out.lower().endswith(".png"):
             raise RecipeError(
                 "pictures are written as PNG alone",
@@ -65,7 +80,6 @@ class ImageFlags:
                 expected="the name of a file",
                 do=f"--set picture.out={Path(self.out) / 'picture.png'}",
             )
-        return Codebook.load(resolve(target).path or Path(target))
 
     def check(self, codebook: Codebook, target: Target, prompts: Sequence[PromptText]) -> None:
         """Refuse the codebook of another target, and prompts that are no beginning of a picture:

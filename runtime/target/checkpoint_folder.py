@@ -25,6 +25,7 @@ from specctl.core.errors import (
     is_out_of_memory,
 )
 from specctl.core.storage.diffusion_kinds import diffusion_kind
+from specctl.core.storage.grid_kinds import grid_kind
 from specctl.core.storage.model_folder import (
     ADAPTER,
     is_adapter_alone,
@@ -76,6 +77,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
             found=f"model_type {config['model_type']}",
             expected="a causal language model",
             do=f'specctl generate --target {folder} "def main(" decodes it (in Python: denoise)',
+            where=str(folder),
+        )
+    if grid_kind(config) is not None:
+        raise IncompatibleError(
+            "this model writes pictures in an order of its own: no drafter drafts for it",
+            found=f"model_type {config['model_type']}",
+            expected="a causal language model",
+            do=f"specctl generate --target {folder} 7 writes a picture (in Python: grid_images)",
             where=str(folder),
         )
     refuse_named_code(folder)

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 
+from specctl.images.grid_folder import build_net
+from specctl.images.grid_net import GridNet
+from specctl.images.grid_shape import GridShape
 from specctl.train.pretrain.pictures import FIRST_CODE
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-digits.yaml"
@@ -34,9 +38,21 @@ def read_png(data: bytes) -> np.ndarray:
     return lines[:, 1:]
 
 
-def small_pictures(path: Path, **more: Any) -> Path:
-    raw = yaml.safe_load(RECIPE.read_text())
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8, "intermediate_size": 32}
+def small_net(kind: str, grid: int) -> GridNet:
+    """A model with weights at random, in float64: what is equal is equal to the last digits."""
+    torch.manual_seed(3)
+    size = FIRST_CODE + CODES
+    shape = GridShape(kind, grid, CODES, FIRST_CODE, size, 16, 4, 2, 24, 1e-5, 100.0)
+    made = build_net(shape).double().eval().requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.copy_(torch.randn(parameter.shape) * 0.4 + (parameter.ndim == 1))
+    return made
+
+
+def small_pictures(path: Path, kind: str = "digits", **more: Any) -> Path:
+    raw = yaml.safe_load((RECIPE.parent / f"tiny-{kind}.yaml").read_text())
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 1, "head_dim": 8} if kind == "digits" else {}
     raw["model"] |= {**sizes, "vocab_size": FIRST_CODE + CODES}
     raw["images"] |= {"pictures": 160, "heldout": 20, "grid": GRID, "codes": CODES}
     rows, steps = 16 * LENGTH, 20

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import RecipeError
-from specctl.core.storage.diffusion_kinds import diffusion_kind
 from specctl.diffusion.folder import save_diffusion
 from specctl.diffusion.model import MaskedLM
 from specctl.diffusion.objective import masked_loss
@@ -27,11 +26,6 @@ from specctl.train.pretrain.data import Ids, PretrainRows, end_ids
 from specctl.train.pretrain.recipe import PretrainRecipe
 
 HELDOUT_SEED = 1234  # of the masks of an evaluation
-
-
-def is_masked(recipe: PretrainRecipe) -> bool:
-    """Whether the recipe's model is a masked diffusion model."""
-    return diffusion_kind(recipe.model) is not None
 
 
 def check_masked(recipe: PretrainRecipe) -> None:
@@ -78,6 +72,12 @@ def _begin_as(model: MaskedLM, name: str) -> None:
             )
         parameter[: len(there)] = there
         parameter[len(there) :] = there.mean(0)
+
+
+def masked_heads(model: MaskedLM) -> list[Tensor]:
+    """None: its head counts as a matrix."""
+    del model
+    return []
 
 
 def masked_loss_sum(model: Any, rows_BS: Tensor, autocast: bool, seed: int) -> Tensor:

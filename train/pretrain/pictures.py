@@ -44,7 +44,7 @@ def image_tokenizer(codes: int, max_length: int) -> PreTrainedTokenizerFast:
 def save_codebook(data: PretrainData, export: Path) -> None:
     """Write the codebook beside the weights, where the data are pictures."""
     if data.codebook is not None:
-        data.codebook.save(export)
+        data.codebook.save_with_target(export)
 
 
 def prepare_pictures(recipe: PretrainRecipe, out: Path) -> PretrainData:

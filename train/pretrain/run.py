@@ -37,7 +37,6 @@ from specctl.core.device.kept_memory import kept_memory
 from specctl.core.drafter import Drafter, DraftState, Space
 from specctl.core.errors import DivergedError, FileError, RecipeError
 from specctl.core.storage.files import write_json
-from specctl.diffusion.model import MaskedLM
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.data.supply import Order, Text
@@ -45,14 +44,8 @@ from specctl.train.loop import Job, TrainProgress, restore, save, train
 from specctl.train.metrics import MetricsLog
 from specctl.train.optim import Gradient
 from specctl.train.pretrain.data import Ids, PretrainData, PretrainRows, end_ids, prepare_data
-from specctl.train.pretrain.masked import (
-    build_masked,
-    check_masked,
-    evaluate_masked,
-    export_masked,
-    is_masked,
-    masked_loss_sum,
-)
+from specctl.train.pretrain.kept_weights import check_weights
+from specctl.train.pretrain.own_models import MASKED, check_plain, own_kind, own_model
 from specctl.train.pretrain.pictures import prepare_pictures, save_codebook
 from specctl.train.pretrain.recipe import (
     PretrainRecipe,
@@ -110,8 +103,8 @@ class Pretrained(Drafter):
 
     def __init__(self, model: Any, recipe: PretrainRecipe) -> None:
         self.module, self._autocast = model, recipe.train.autocast
-        if is_masked(recipe):  # the number of masked tokens differs from batch to batch
-            self._loss = partial(masked_loss_sum, seed=recipe.data.seed)
+        if (own := own_kind(recipe)) is not None:  # whose rows differ from batch to batch
+            self._loss = partial(own.loss_sum, seed=recipe.data.seed)
             return
         is_compiled = recipe.train.compile
         self._loss = torch.compile(loss_sum, dynamic=False) if is_compiled else loss_sum
@@ -128,6 +121,7 @@ class Pretrained(Drafter):
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        check_weights(self.module, tensors)
         for name, parameter in self.module.named_parameters():
             parameter.copy_(tensors[name])
 
@@ -152,23 +146,26 @@ def config_from(recipe: PretrainRecipe, **more: Any) -> Any:
 
 def check_model(recipe: PretrainRecipe) -> None:
     """Refuse a recipe whose `model` makes none."""
-    if is_masked(recipe):
-        check_masked(recipe)
-        return
-    if recipe.diffusion is not None:
+    own = own_kind(recipe)
+    if recipe.diffusion is not None and own is not MASKED:
+        kind = "causal model" if own is None else "model of pictures"
         raise RecipeError(
-            "'diffusion' of the pretraining recipe is ignored by a causal model",
+            f"'diffusion' of the pretraining recipe is ignored by a {kind}",
             found=f"model_type {recipe.model.get('model_type', 'llama')}",
             expected="model_type llada or Dream",
             do="leave out the section, or see recipes/tiny-diffusion.yaml",
         )
-    config_from(recipe)
+    if own is None:
+        config_from(recipe)
+        return
+    own.check(recipe)
+    check_plain(recipe)
 
 
 def build_model(recipe: PretrainRecipe, tokenizer: Any) -> Any:
     """A fresh model whose output projections are zero: every block starts as an identity."""
-    if is_masked(recipe):
-        return build_masked(recipe)
+    if (own := own_kind(recipe)) is not None:
+        return own.build(recipe)
     config = config_from(
         recipe,
         bos_token_id=tokenizer.bos_token_id,
@@ -190,8 +187,10 @@ def build_optimizers(model: Any, recipe: TrainRecipe) -> Optimizers:
     loop multiplies the schedule's factor."""
     parameters = list(model.parameters())
     tables = [part.weight for part in model.modules() if isinstance(part, nn.Embedding)]
-    head = None if isinstance(model, MaskedLM) else model.get_output_embeddings()
-    is_table = {id(p) for p in [*tables, *([] if head is None else head.parameters())]}
+    own = own_model(model)
+    head = model.get_output_embeddings() if own is None else None
+    heads = own.heads(model) if own is not None else [] if head is None else head.parameters()
+    is_table = {id(p) for p in [*tables, *heads]}
     norms = [p for p in parameters if p.ndim != 2]
     embeddings = [p for p in parameters if p.ndim == 2 and id(p) in is_table]
     matrices = [p for p in parameters if p.ndim == 2 and id(p) not in is_table]
@@ -221,8 +220,8 @@ def loss_sum(model: Any, rows_BS: Tensor, autocast: bool) -> Tensor:
 @torch.no_grad()
 def evaluate(model: Any, ids: Ids, seq_len: int, max_tokens: int) -> Evaluation:
     """Loss and accuracy in float32 on rows spread evenly at random over `ids`."""
-    if isinstance(model, MaskedLM):
-        return Evaluation(*evaluate_masked(model, ids, seq_len, max_tokens))
+    if (own := own_model(model)) is not None:
+        return Evaluation(*own.evaluate(model, ids, seq_len, max_tokens))
     rows = PretrainRows(ids, seq_len, seed=0)
     num_rows = min(rows.num_rows, math.ceil(max_tokens / seq_len))
     loss, hits, count = 0.0, 0, 0
@@ -326,10 +325,10 @@ def config_of(model: Any) -> dict[str, Any]:
 
 
 def export_snapshot(folder: Path, model: Any, tokenizer: Any) -> None:
-    """A folder that AutoModelForCausalLM loads (a diffusion model: `load_diffusion`): bf16 weights,
+    """A folder that AutoModelForCausalLM loads (another model: as its kind does): bf16 weights,
     config, tokenizer."""
-    if isinstance(model, MaskedLM):
-        export_masked(folder, model, tokenizer)
+    if (own := own_model(model)) is not None:
+        own.export(folder, model, tokenizer)
         return
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
