@@ -27,6 +27,7 @@ PRETRAINED = (
     "tiny-learn2pd",
     "tiny-dparallel",
     "tiny-digits",
+    "tiny-shapes",
 )  # recipes of `specctl pretrain`
 NOT_RECIPES = ("sources", "targets", *PRETRAINED)
 NODE_BYTES = 64  # of a value in memory, about, beside its text
