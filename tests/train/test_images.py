@@ -1,0 +1,181 @@
+"""Training with images: records as people write them, rows, what the target reads, a whole run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specctl.core.errors import FileError, IncompatibleError
+from specctl.core.language_model import Feed
+from specctl.recipes.load import load_recipe
+from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.target import Target, load_target
+from specctl.train.assemble import build_drafter
+from specctl.train.data.prepare import prepare
+from specctl.train.data.records import sample_of, without_images
+from specctl.train.data.shown_images import image_digests
+from specctl.train.features.capture import training_needs
+from specctl.train.features.target_source import InProcess
+from specctl.train.run import train_draft
+from specctl_testing.runtime.tiny_vision import make_folder, picture
+
+SMALL = {
+    "data.prompts": 6, "data.new_tokens": 6, "train.seq_len": 96, "train.rows": 2,
+    "target.dtype": "float32", "vocab.size": "null", "data.text_tokens": 0,
+    "train.steps": 2, "train.tau_prompts": 2, "train.tau_tokens": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_folder(folder, request.param)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return load_target(str(folder), dtype="float32", device="cpu", images=True)
+
+
+def uri(seed: int) -> str:
+    held = io.BytesIO()
+    picture(seed).save(held, "PNG")
+    return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
+
+
+def chats(place: Path, more: Any = ()) -> Path:
+    """Records in the forms that people have, beside their images."""
+    for seed in range(4):
+        picture(seed, 20 + 8 * seed).save(place / f"{seed}.png")
+    asked = [{"from": "human", "value": "<image>\nhello or <image>"}, {"from": "gpt", "value": "x"}]
+    part = {"type": "image_url", "image_url": {"url": uri(5)}}
+    rows: list[Any] = [
+        {"prompt": "hello world", "images": ["0.png"]},
+        {"prompt": "hello world", "image": "1.png"},
+        {"conversations": asked, "images": ["2.png", "3.png"]},
+        {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "def f1(x):"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}, "how are you?"]}],
+         "images": [str(place / "2.png")]},
+        {"prompt": "hello world 7"},
+        *more,
+    ]  # fmt: skip
+    file = place / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def recipe(folder: Path, file: Path, name: str = "eagle3", **more: Any) -> Any:
+    named = {key.replace("__", "."): value for key, value in more.items()}
+    fields = {**SMALL, "target.name": str(folder), "data.source": str(file), **named}
+    return load_recipe(name, sets=[f"{key}={value}" for key, value in fields.items()])
+
+
+def test_rows_hold_what_the_target_was_shown(folder: Path, target: Target, tmp_path: Path) -> None:
+    made = recipe(folder, chats(tmp_path))
+    data = prepare(made, target, tmp_path / "run")
+    assert sum(len(images) for images in data.images.values()) == 6
+    batch = data.batch(range(data.num_rows))
+    for text in batch.images:
+        for image in text.images:
+            span = slice(text.start + image.first, text.start + image.end)
+            assert not batch.loss_mask_BS[text.row, span].any()
+    drafter = build_drafter(made.drafter, made.train, target.spec, None)
+    read = InProcess(target).read(batch, training_needs(drafter))
+    assert read.image_BS is not None
+    assert target.vision is not None
+    shown_BS = torch.isin(batch.ids_BS, torch.tensor(target.vision.unsaid))
+    assert torch.equal(read.image_BS, shown_BS)
+    for text in batch.images:  # each text by itself, as prefill reads it
+        ids = batch.ids_BS[text.row, text.start : text.end]
+        images = InProcess(target).reader.seen(ids.tolist(), text.images)  # type: ignore[union-attr]
+        at_1T = torch.arange(len(ids))[None]
+        feed = Feed(ids[None], at_1T, target.lm.document_masks(torch.zeros_like(at_1T)), (1, 2))
+        with torch.no_grad():
+            alone = target.lm.run(target.vision.feed(feed, [images], [0]), None).taps
+        for tap, state_BSD in alone.items():
+            if tap in read.taps:
+                own_TD = read.taps[tap][text.row, text.start : text.end]
+                torch.testing.assert_close(own_TD, state_BSD[0], rtol=1e-4, atol=1e-4)
+    again = prepare(made, target, tmp_path / "run")
+    assert again.digest == data.digest
+    picture(9).save(tmp_path / "0.png")  # another image: other rows
+    assert prepare(made, target, tmp_path / "run").digest != data.digest
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mllm-text-draft"])
+def test_a_run_learns_from_images_and_measures_with_them(
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(folder, chats(tmp_path), name, data__images="read", data__drop="[]")
+    shown: list[Any] = []
+    from specctl.train import assemble
+
+    plain = assemble.generate
+
+    def noted(*args: Any, **more: Any) -> Any:
+        shown.append(more.get("images"))
+        return plain(*args, **more)
+
+    monkeypatch.setattr(assemble, "generate", noted)
+    result = train_draft(made, tmp_path / "run", reporter=SilentReporter())
+    assert result.steps == 2
+    assert any(images and any(images) for images in shown)
+    answers = list((tmp_path / "run" / "data").glob("images-*.json"))
+    assert len(answers) == 1
+
+
+def test_images_stand_where_records_say() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+    asked = [{"role": "user", "content": [part, {"type": "text", "text": "a"}, {"type": "image"}]}]
+    sample = sample_of({"messages": asked, "images": ["b.png"]}, "x:1")
+    assert sample.images == ("data:image/png;base64,eA==", "b.png")
+    kinds = [part["type"] for part in sample.messages[0]["content"]]
+    assert kinds == ["image", "text", "image"]
+    marked = sample_of({"prompt": "a <image> b", "images": ["1.png"]}, "x:2")
+    assert [p.get("text") for p in marked.messages[0]["content"]] == ["a ", None, " b"]
+    assert without_images(marked).messages[0]["content"] == "a b"
+    front = sample_of({"prompt": "a", "image": {"bytes": b"x", "path": None}}, "x:3")
+    assert front.images == ("data:image/png;base64,eA==",)
+    assert front.messages[0]["content"][0] == {"type": "image"}
+    nowhere = sample_of({"messages": [{"role": "user", "content": [{"type": "image"}, "a"]}]}, "x")
+    with pytest.raises(FileError, match=r"place for an image, and no image.*x:9"):
+        image_digests(nowhere.images, "x:9")
+    for record, why in (
+        ({"prompt": "<image> <image>", "images": ["1.png"]}, "1 images and 2 places"),
+        ({"prompt": "a", "images": [7]}, "neither a path nor a data URI"),
+        ({"text": "a b", "images": ["1.png"]}, "they stand in conversations"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            sample_of(record, "x:4")
+
+
+def test_what_cannot_be_learned_is_refused_before_the_run(
+    folder: Path, tmp_path: Path, target: Target
+) -> None:
+    file = chats(tmp_path)
+    for more, why in (
+        ({"data__features": "offline"}, "data.features=offline"),
+        ({"data__on_policy": 0.5}, "data.on_policy"),
+    ):
+        with pytest.raises(IncompatibleError, match=why):
+            train_draft(recipe(folder, file, **more), tmp_path / "no")
+    with pytest.raises(IncompatibleError, match="runs layers of the target"):
+        train_draft(recipe(folder, file, "kangaroo"), tmp_path / "no")
+    blind = load_target(str(folder), dtype="float32", device="cpu")
+    with pytest.raises(IncompatibleError, match=r"reads none.*chats.jsonl:1"):
+        prepare(recipe(folder, file), blind, tmp_path / "blind")
+    alone = prepare(recipe(folder, file, data__images="drop"), blind, tmp_path / "alone")
+    assert not alone.images
+    for name, body, why in (("gone", None, "cannot be read"), ("bad", b"no", "cannot be decoded")):
+        if body is not None:
+            (tmp_path / f"{name}.png").write_bytes(body)
+        more_rows = [{"prompt": f"hello {name}", "images": [f"{name}.png"]}]
+        with pytest.raises(FileError, match=rf"{why}.*chats.jsonl:7"):
+            prepare(recipe(folder, chats(tmp_path, more_rows), data__prompts=9), target, tmp_path)
