@@ -435,6 +435,8 @@ def encode_documents(
     itself what is learned, prompts are not. `variables`: what the chat template reads besides;
     `reader`: of the images, where a sample has some."""
     images: tuple[ShownImage, ...] = ()
+    if sample.images and reader is None:
+        raise ValueError("the record holds images, which are not read here")
     if sample.images and reader is not None:
         images = reader.shown(sample.images, sample.image_digests, sample.where)
         sample = reader.as_taken(sample, target.tokenizer)
