@@ -146,7 +146,8 @@ def train_draft(
         snapshot = None if mark is not None else _found(fields, checkpoints, allow)
         check_spread(recipe.target, recipe.data, recipe.train, ranks.size)
         is_elsewhere = recipe.data.target_source != "inprocess"
-        images = shows_images(recipe, target, ranks.size)
+        parts = recipe.data, recipe.train, recipe.drafter, recipe.target
+        images = shows_images(*parts, target, ranks.size)
         if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
             if is_elsewhere:
                 _refuse_elsewhere(recipe.target, recipe.data, recipe.train.joint)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.errors import FileError, IncompatibleError
 from specctl.core.language_model import Feed
+from specctl.drafters.frames.text_alone import text_alone
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target, load_target
@@ -78,7 +81,7 @@ def recipe(folder: Path, file: Path, name: str = "eagle3", **more: Any) -> Any:
 
 
 def test_rows_hold_what_the_target_was_shown(folder: Path, target: Target, tmp_path: Path) -> None:
-    made = recipe(folder, chats(tmp_path))
+    made = recipe(folder, chats(tmp_path), data__train_on_prompt=True)
     data = prepare(made, target, tmp_path / "run")
     assert sum(len(images) for images in data.images.values()) == 6
     batch = data.batch(range(data.num_rows))
@@ -115,8 +118,6 @@ def test_a_run_learns_from_images_and_measures_with_them(
 ) -> None:
     made = recipe(folder, chats(tmp_path), name, data__images="read", data__drop="[]")
     shown: list[Any] = []
-    from specctl.train import assemble
-
     plain = assemble.generate
 
     def noted(*args: Any, **more: Any) -> Any:
@@ -179,3 +180,29 @@ def test_what_cannot_be_learned_is_refused_before_the_run(
         more_rows = [{"prompt": f"hello {name}", "images": [f"{name}.png"]}]
         with pytest.raises(FileError, match=rf"{why}.*chats.jsonl:7"):
             prepare(recipe(folder, chats(tmp_path, more_rows), data__prompts=9), target, tmp_path)
+
+
+def test_a_text_draft_reads_the_text_alone() -> None:
+    """Two texts in a row; the teacher of a token behind an image stands right before it."""
+    ids_BS = torch.tensor([[1, 2, 9, 9, 9, 3, 4, 9, 5, 6], [7, 8, 1, 2, 3, 4, 5, 0, 0, 0]])
+    document_BS = torch.tensor([[0] * 7 + [1] * 3, [2] * 7 + [-1] * 3])
+    at_BS = torch.tensor([[*range(7), 0, 1, 2], [*range(7), 0, 0, 0]])
+    teacher_BSV = torch.arange(10.0).repeat(2, 1)[..., None].repeat(1, 1, 12)
+    batch = TrainBatch(
+        ids_BS, (document_BS >= 0) & (ids_BS != 9), document_BS, at_BS, {}, teacher_BSV,
+        image_BS=ids_BS == 9,
+    )  # fmt: skip
+    text = text_alone(batch)
+    assert text.ids_BS[0, :6].tolist() == [1, 2, 3, 4, 5, 6]
+    assert text.ids_BS[1].tolist() == [7, 8, 1, 2, 3, 4, 5]
+    assert text.position_BS[0, :6].tolist() == [0, 1, 2, 3, 0, 1]
+    assert text.document_BS[0].tolist() == [0, 0, 0, 0, 1, 1, -1]
+    assert not text.loss_mask_BS[0, 6]
+    assert text.teacher_BSV is not None
+    assert text.teacher_BSV[0, :6, 0].tolist() == [0, 4, 5, 7, 8, 9]
+    assert text.teacher_BSV[1, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    rows = HeadRows(teacher_BSV.flatten(0, 1), torch.eye(12))
+    by_rows = text_alone(replace(batch, teacher_BSV=None, teacher_rows=rows)).teacher_rows
+    assert by_rows is not None
+    assert torch.equal(by_rows.state_RD.view(2, 7, 12), text.teacher_BSV)
+    assert text_alone(replace(batch, image_BS=None)).ids_BS is ids_BS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from specctl.core.errors import FileError, IncompatibleError
 from specctl.drafters import family
-from specctl.recipes.schema import DataPart, Recipe
+from specctl.recipes.schema import DataPart, DrafterPart, TargetPart, TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import field_choices
 from specctl.train.data.shown_images import no_images_here
@@ -44,12 +44,11 @@ def _is_here(name: str, data: DataPart) -> bool:
     return find_source(name, data.format, data.split).kind not in (CORPUS, HUB, SELF)
 
 
-def check_recipe(recipe: Recipe, processes: int = 1) -> None:
-    """IncompatibleError for a recipe that cannot learn from images, by what of it reads text
-    alone."""
-    data, train = recipe.data, recipe.train
-    if family(recipe.drafter.family).borrows_layers:
-        raise runs_layers(recipe.drafter.family)
+def check_parts(data: DataPart, train: TrainPart, name: str, processes: int = 1) -> None:
+    """IncompatibleError for a run that cannot learn from images, by what of it reads text alone.
+    `name`: of its family."""
+    if family(name).borrows_layers:
+        raise runs_layers(name)
     wrong: list[tuple[bool, str, str]] = [
         (data.features == "offline", "data.features=offline", "--set data.features=online"),
         (data.kept_features is not None, "data.kept_features", WITHOUT),
@@ -74,24 +73,29 @@ def runs_layers(name: str) -> IncompatibleError:
     )
 
 
-def shows_images(recipe: Recipe, target: Target | None, processes: int = 1) -> bool:
-    """Whether a run reads images: its data hold some, and its target (None: the recipe's, which is
-    yet to be loaded) may see them. Raises IncompatibleError as `check_recipe`."""
-    if recipe.data.images == "drop":
+def shows_images(
+    data: DataPart,
+    train: TrainPart,
+    drafter: DrafterPart,
+    part: TargetPart,
+    target: Target | None = None,
+    processes: int = 1,
+) -> bool:
+    """Whether a run reads images: its data hold some, and its target (None: that of the `part`,
+    which is yet to be loaded) may see them. Raises IncompatibleError as `check_parts`."""
+    if data.images == "drop":
         return False
-    may_see = is_multimodal_target(recipe.target) if target is None else bool(target.vision)
-    if not may_see or not count_images(recipe.data, 1):
+    may_see = is_multimodal_target(part) if target is None else bool(target.vision)
+    if not may_see or not count_images(data, 1):
         return False
-    check_recipe(recipe, processes)
+    check_parts(data, train, drafter.family, processes)
     return True
 
 
-def planned_images(recipe: Recipe) -> int:
+def planned_images(data: DataPart, train: TrainPart, drafter: DrafterPart, part: TargetPart) -> int:
     """How many images the run will show its target, of data that are here; IncompatibleError where
-    its recipe cannot learn from them."""
+    it cannot learn from them."""
     try:
-        if not shows_images(recipe, None):
-            return 0
+        return count_images(data) if shows_images(data, train, drafter, part) else 0
     except FileError:  # data that are not here yet
         return 0
-    return count_images(recipe.data)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from specctl.core.errors import FileError, RecipeError
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import DataPart, Recipe
 from specctl.train.assemble import served_family
 from specctl.train.data.image_checks import count_images
 
 
-def _has_images(recipe: Recipe) -> bool:
+def _has_images(data: DataPart) -> bool:
     """Whether records hold images; of data that are not here yet nobody knows."""
     try:
-        return count_images(recipe.data, 1) > 0
+        return count_images(data, 1) > 0
     except FileError:
         return False
 
@@ -26,7 +26,7 @@ def check_derivable(recipe: Recipe) -> None:
         (recipe.train.lora is not None, "adapts a drafter that is trained already"),
         (recipe.data.on_policy > 0, "learns from text that the drafter writes"),
         (recipe.data.target_source != "inprocess", "reads the target's states from elsewhere"),
-        (_has_images(recipe), "learns from data with images"),
+        (_has_images(recipe.data), "learns from data with images"),
     ):
         if is_so:
             raise RecipeError(

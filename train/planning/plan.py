@@ -204,7 +204,7 @@ def plan(
         weighing=weighing,
         steps=train.steps,
         sources=source_shares(data),
-        images=planned_images(recipe),
+        images=planned_images(data, train, recipe.drafter, recipe.target),
         added=counts.added,
         remarks=tuple(drafter.remarks(spec is None and is_read_packed(recipe.target))),
         parts=(*elsewhere, *timed.parts),
