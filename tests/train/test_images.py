@@ -19,6 +19,7 @@ from specctl.drafters.frames.text_alone import text_alone
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target, load_target
+from specctl.train import assemble
 from specctl.train.assemble import build_drafter
 from specctl.train.data.prepare import prepare
 from specctl.train.data.records import sample_of, without_images
