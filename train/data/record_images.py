@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MessageParts:
     """What a message in parts says: `content` as a text, or as a list of parts where it holds
     images; for each of these its source, None for the next that the record lists."""
 

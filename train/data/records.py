@@ -30,7 +30,7 @@ from specctl.train.data.layouts import (
     role_of,
 )
 from specctl.train.data.record_images import (
-    Parts,
+    MessageParts,
     given_images,
     image_part,
     joined_parts,
@@ -412,11 +412,11 @@ def _keep_or_refuse(message: Message, reader: FieldReader, said: Sequence[str]) 
     reader.check(said)
 
 
-def _parts(content: Any) -> Parts:
+def _parts(content: Any) -> MessageParts:
     """What a message in parts says: its text, or parts of text and images; the thoughts among
     them, and the kinds of those that are neither (sounds)."""
     if not isinstance(content, list | tuple):
-        return Parts(content)
+        return MessageParts(content)
     said, thoughts, left_out = list[Any](), list[str](), list[str]()
     images = list[str | None]()
     for part in content:
@@ -434,7 +434,7 @@ def _parts(content: Any) -> Parts:
         else:
             raise ValueError(f"a message has a part of an unknown kind: {str(kind)[:40]!r}")
     found = joined_parts(said)
-    return Parts(found, "\n".join(thoughts) or None, tuple(left_out), tuple(images))
+    return MessageParts(found, "\n".join(thoughts) or None, tuple(left_out), tuple(images))
 
 
 def _add_calls(message: Message, reader: FieldReader, word: str) -> None:
