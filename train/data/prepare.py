@@ -378,8 +378,9 @@ def answer_prompts(
         writer = EndpointWriter(target, where, console, ranks.size)
     if writer is None:
         target = made.writer()
-    how = {"console": console, "writer": writer, "ranks": ranks, "reader": reader}
-    answers = regenerate(target, prompts, plan, folder, **how)
+    answers = regenerate(
+        target, prompts, plan, folder, console=console, writer=writer, ranks=ranks, reader=reader
+    )
     if len(answers) < len(prompts):
         defects.note("prompt without an answer", "data.endpoint", len(prompts) - len(answers))
     return answers

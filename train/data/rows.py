@@ -179,7 +179,7 @@ class TokenData:
 
 def _runs(document_S: Tensor) -> tuple[list[int], list[int]]:
     """The documents of a row, and how many positions each has."""
-    number_N, count_N = document_S.unique_consecutive(return_counts=True)
+    number_N, count_N = torch.unique_consecutive(document_S, return_counts=True)
     return number_N.tolist(), count_N.tolist()
 
 
