@@ -58,12 +58,15 @@ def chats(place: Path, more: Any = ()) -> Path:
     """Records in the forms that people have, beside their images."""
     for seed in range(4):
         picture(seed, 20 + 8 * seed).save(place / f"{seed}.png")
-    asked = [{"from": "human", "value": "<image>\nhello or <image>"}, {"from": "gpt", "value": "x"}]
+    question = [
+        {"from": "human", "value": "<image>\nhello or <image>"},
+        {"from": "gpt", "value": "x"},
+    ]
     part = {"type": "image_url", "image_url": {"url": uri(5)}}
     rows: list[Any] = [
         {"prompt": "hello world", "images": ["0.png"]},
         {"prompt": "hello world", "image": "1.png"},
-        {"conversations": asked, "images": ["2.png", "3.png"]},
+        {"conversations": question, "images": ["2.png", "3.png"]},
         {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "def f1(x):"}]}]},
         {"messages": [{"role": "user", "content": [{"type": "image"}, "how are you?"]}],
          "images": [str(place / "2.png")]},
@@ -135,8 +138,10 @@ def test_a_run_learns_from_images_and_measures_with_them(
 
 def test_images_stand_where_records_say() -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
-    asked = [{"role": "user", "content": [part, {"type": "text", "text": "a"}, {"type": "image"}]}]
-    sample = sample_of({"messages": asked, "images": ["b.png"]}, "x:1")
+    question = [
+        {"role": "user", "content": [part, {"type": "text", "text": "a"}, {"type": "image"}]}
+    ]
+    sample = sample_of({"messages": question, "images": ["b.png"]}, "x:1")
     assert sample.images == ("data:image/png;base64,eA==", "b.png")
     kinds = [part["type"] for part in sample.messages[0]["content"]]
     assert kinds == ["image", "text", "image"]

@@ -170,10 +170,12 @@ class Captions:
     def of(cls, recipe: ShapesRecipe, processor: Any, scenes: Sequence[Scene]) -> Captions:
         opening, between = f"{MARK} {QUESTION}", " "
         if recipe.chat:
-            asked = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+            question = [{"type": "image"}, {"type": "text", "text": QUESTION}]
             opening, between = (
                 processor.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": asked}], add_generation_prompt=True, tokenize=False
+                    [{"role": "user", "content": question}],
+                    add_generation_prompt=True,
+                    tokenize=False,
                 ),
                 "",
             )
