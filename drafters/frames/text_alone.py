@@ -23,7 +23,7 @@ def text_alone(batch: TrainBatch) -> TrainBatch:
     if batch.image_BS is None or not bool(batch.image_BS.any()):
         return batch
     assert batch.part is None, "rows with images are not divided among processes"
-    is_text_BS = ~batch.image_BS
+    is_text_BS = ~batch.image_BS & (batch.document_BS >= 0)
     width = int(is_text_BS.sum(1).max())
     kept_BS = is_text_BS.long().sort(dim=1, descending=True, stable=True).indices[:, :width]
     is_kept_BS = is_text_BS.gather(1, kept_BS)
