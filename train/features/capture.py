@@ -95,18 +95,22 @@ def read(
         return batch
     last = target.spec.num_layers
     by_rows = needs.teacher and needs.teacher_rows and has_plain_head(target.lm)
-    feed = Feed(
-        batch.ids_BS,
-        batch.position_BS,
-        target.lm.document_masks(batch.document_BS),
-        tuple(sorted({*needs.taps, last} if by_rows else needs.taps)),
-        needs.teacher and not by_rows,
-        parts=parts,
-        residual_BTD=residual_BSD,
-    )
+    masks = target.lm.document_masks(batch.document_BS)
+    wanted = tuple(sorted({*needs.taps, last} if by_rows else needs.taps))
+    shows = needs.teacher and not by_rows
     if batch.images and reader is not None:
-        feed = with_seen(reader, batch, feed, target.dtype)
-    out = target.lm.run(feed, None)
+        feed = Feed(batch.ids_BS, batch.position_BS, masks, wanted, shows)
+        out = target.lm.run(with_seen(reader, batch, feed, target.dtype), None)
+    else:
+        out = target.lm.dense(
+            batch.ids_BS,
+            batch.position_BS,
+            masks,
+            wanted,
+            logits=shows,
+            parts=parts,
+            residual_BSD=residual_BSD,
+        )
     rows = None
     if by_rows:
         head = target.borrowed()
