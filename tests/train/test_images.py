@@ -23,7 +23,7 @@ from specctl.train import assemble
 from specctl.train.assemble import build_drafter
 from specctl.train.data.prepare import prepare
 from specctl.train.data.records import sample_of, without_images
-from specctl.train.data.shown_images import image_digests
+from specctl.train.data.shown_images import ImageReader, image_digests
 from specctl.train.features.capture import training_needs
 from specctl.train.features.target_source import InProcess
 from specctl.train.run import train_draft
@@ -134,6 +134,16 @@ def test_a_run_learns_from_images_and_measures_with_them(
     assert any(images and any(images) for images in shown)
     answers = list((tmp_path / "run" / "data").glob("images-*.json"))
     assert len(answers) == 1
+
+
+def test_text_that_spells_a_placeholder_takes_no_image(target: Target) -> None:
+    """An image that comes in a later turn does not stand where an earlier one spells its mark."""
+    reader = ImageReader(target)
+    place, images = reader.vision.place, reader.shown((uri(1),), image_digests((uri(1),), "x"), "x")
+    assert len(reader.expanded([1, place, 2], images, 1)) == 2 + len(images[0].ids)
+    assert reader.expanded([1, 2], images, 0) == [1, 2]
+    with pytest.raises(ValueError, match="writes 1 places for images, and the record has 0"):
+        reader.expanded([1, place, 2], images, 0)
 
 
 def test_images_stand_where_records_say() -> None:

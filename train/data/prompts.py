@@ -13,7 +13,6 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.answers import AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.context import LEAST_PROMPT, check_ids
 from specctl.train.data.corpus import PROSE, regions
-from specctl.train.data.record_images import count_parts
 from specctl.train.data.records import Sample
 from specctl.train.data.shown_images import ImageReader, ShownImage
 from specctl.train.data.sources import Defects
@@ -98,7 +97,8 @@ def _cut_prompt(
             raise ValueError("nothing stands before the assistant's turn")
         ids = dialogue.prompt(target.tokenizer, plan.variables(target.tokenizer), ())
         if images and reader is not None:
-            ids = reader.expanded(ids, images, count_parts(dialogue.said(())))
+            places = reader.places(dialogue.said(()), target.tokenizer)
+            ids = reader.expanded(ids, images, places)
         if len(ids) > room:
             raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
         check_ids(ids, target)

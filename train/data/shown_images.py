@@ -13,7 +13,7 @@ import base64
 import binascii
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from specctl.core.forward.prompt_images import PromptImages, StoredImage
 from specctl.runtime.target.image_files import DATA, decoded, of_data_uri, read_image
 from specctl.runtime.target.image_prompts import vision_of
 from specctl.runtime.target.target import Target
-from specctl.train.data.record_images import NOWHERE, spelled_out
+from specctl.train.data.record_images import NOWHERE, count_parts, spelled_out
 from specctl.train.data.records import Sample
 
 MOST_KEPT = 1 << 29  # bytes of what the tower made of images that are kept for their next reading
@@ -138,6 +138,10 @@ class ImageReader:
         said = tuple(spelled_out(message, self.vision.spelled) for message in sample.messages)
         return replace(sample, messages=said)
 
+    def places(self, said: Sequence[Mapping[str, Any]], tokenizer: Any) -> int | None:
+        """How many images stand in messages as they are written down; None where they are text."""
+        return None if tokenizer.chat_template is None else count_parts(said)
+
     def expanded(
         self, ids: Sequence[int], images: Sequence[ShownImage], places: int | None = None
     ) -> list[int]:
@@ -146,10 +150,10 @@ class ImageReader:
         wrote others."""
         vision = self.vision
         found = sum(token == vision.place for token in ids)
-        if found > len(images) or (places and found != places):
+        if found > len(images) or places not in (None, found):
             raise ValueError(
                 f"the target's chat template writes {found} places for images, and the record has "
-                f"{places or len(images)}"
+                f"{len(images) if places is None else places}"
             )
         if any(token in vision.unsaid and token != vision.place for token in ids):
             raise ValueError("the text spells a placeholder of what it does not hold")

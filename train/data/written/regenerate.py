@@ -38,7 +38,6 @@ from specctl.train.data.answers import (
     sampling_of,
 )
 from specctl.train.data.prompts import longest_prompt, prompt_key
-from specctl.train.data.record_images import count_parts
 from specctl.train.data.shown_images import ImageReader, stored
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.distributed.ranks import Ranks
@@ -247,7 +246,7 @@ class _Desk:
             variables = self.plan.variables(self.target.tokenizer)
             ids = prompt.dialogue.prompt(self.target.tokenizer, variables, answers)
             if prompt.images and self.reader is not None:
-                places = count_parts(prompt.dialogue.said(answers))
+                places = self.reader.places(prompt.dialogue.said(answers), self.target.tokenizer)
                 ids = self.reader.expanded(ids, prompt.images, places)
         except ValueError:
             return None
