@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -190,11 +191,10 @@ def measuring_images(
     if not data.images or not held or not target.can_run:
         return None
     reader = ImageReader(target)
-    found = [
+    return [
         reader.seen(prompt.ids, prompt.images) if prompt.images else None
-        for prompt in cut_documents(data, held, part.prompt_tokens)
+        for prompt in islice(cut_documents(data, held, part.prompt_tokens), count)
     ]
-    return found[:count]
 
 
 def measuring_prompts(part: DataPart, count: int, target: Target, data: TokenData) -> Prompts:
@@ -210,7 +210,7 @@ def measuring_prompts(part: DataPart, count: int, target: Target, data: TokenDat
 def document_prompts(data: TokenData, rows: Sequence[int], count: int, most: int) -> Prompts:
     """Of each document in the rows, what stands before its first predicted token; of text in which
     everything is predicted, up to half of it and at most `most` tokens."""
-    return [prompt.ids for prompt in cut_documents(data, rows, most)][:count]
+    return [prompt.ids for prompt in islice(cut_documents(data, rows, most), count)]
 
 
 @dataclass(frozen=True, slots=True)

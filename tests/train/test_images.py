@@ -84,7 +84,9 @@ def recipe(folder: Path, file: Path, name: str = "eagle3", **more: Any) -> Any:
     return load_recipe(name, sets=[f"{key}={value}" for key, value in fields.items()])
 
 
-def test_rows_hold_what_the_target_was_shown(folder: Path, target: Target, tmp_path: Path) -> None:
+def test_rows_hold_what_the_target_was_shown(
+    folder: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = recipe(folder, chats(tmp_path), data__train_on_prompt=True)
     data = prepare(made, target, tmp_path / "run")
     assert sum(len(images) for images in data.images.values()) == 6
@@ -110,6 +112,12 @@ def test_rows_hold_what_the_target_was_shown(folder: Path, target: Target, tmp_p
             if tap in read.taps:
                 own_TD = read.taps[tap][text.row, text.start : text.end]
                 torch.testing.assert_close(own_TD, state_BSD[0], rtol=1e-4, atol=1e-4)
+    seen: list[Any] = []
+    with monkeypatch.context() as patch:  # as many images are read as are decoded
+        patch.setattr(assemble, "measuring_rows", lambda part, data: range(data.num_rows))
+        patch.setattr(assemble.ImageReader, "seen", lambda self, ids, images: seen.append(images))
+        assert len(assemble.measuring_images(made.data, 2, target, data) or ()) == 2
+    assert len(seen) <= 2
     again = prepare(made, target, tmp_path / "run")
     assert again.digest == data.digest
     picture(9).save(tmp_path / "0.png")  # another image: other rows
