@@ -120,6 +120,13 @@ def test_rows_hold_what_the_target_was_shown(
     assert len(seen) <= 2
     again = prepare(made, target, tmp_path / "run")
     assert again.digest == data.digest
+    (moved := tmp_path / "moved").mkdir()  # data that were moved are the same
+    there = recipe(folder, chats(moved), data__train_on_prompt=True)
+    same = prepare(there, target, tmp_path / "run")
+    assert same.digest == data.digest
+    sources = {image.source for images in same.images.values() for image in images}
+    assert str(moved / "0.png") in sources
+    assert not any(source == str(tmp_path / "0.png") for source in sources)
     picture(9).save(tmp_path / "0.png")  # another image: other rows
     assert prepare(made, target, tmp_path / "run").digest != data.digest
 

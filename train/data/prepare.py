@@ -13,7 +13,7 @@ import heapq
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -109,7 +109,7 @@ def prepare(
         learned.begins()
     if manifest is not None and manifest.digest == digest:
         console.say(f"data: reusing {counted(manifest.rows, 'row')} ({digest[:12]})")
-        return TokenData(folder, manifest)
+        return TokenData(folder, manifest, _image_sources(samples))
     before = None
     has_images = any(sample.images for sample in samples)
     if manifest is not None and learned is not None and (has_images or manifest.images):
@@ -263,6 +263,15 @@ def _seen(sample: Sample, target: Target, data: DataPart) -> Sample:
     check_vision(target, sample.where)
     digests = image_digests(sample.images, sample.where)
     return replace(sample, image_digests=digests)
+
+
+def _image_sources(samples: Iterable[Sample]) -> dict[str, str]:
+    """Where each image of samples is, by the sha256 of its bytes."""
+    return {
+        sha256: source
+        for sample in samples
+        for sha256, source in zip(sample.image_digests, sample.images, strict=True)
+    }
 
 
 def reader_of(samples: Sequence[Sample], target: Target) -> ImageReader | None:

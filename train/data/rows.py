@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,18 @@ class DataManifest:
 
 
 class TokenData:
-    """The rows of a data folder, read where they lie; safe to open from several processes."""
+    """The rows of a data folder, read where they lie; safe to open from several processes.
+    `sources`: where images lie now, by sha256, which have been moved since the rows were made."""
 
-    def __init__(self, folder: Path, manifest: DataManifest) -> None:
+    def __init__(
+        self, folder: Path, manifest: DataManifest, sources: Mapping[str, str] | None = None
+    ) -> None:
         self.folder, self.manifest = folder, manifest
         with safe_open(folder / manifest.file, framework="pt") as file:
             self._arrays: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        self.images = {} if manifest.images is None else _read_images(folder, manifest)
+        self.images = {}
+        if manifest.images is not None:
+            self.images = _read_images(folder, manifest, sources or {})
 
     @property
     def num_rows(self) -> int:
@@ -188,13 +193,19 @@ def _images_file(name: str) -> str:
     return name.replace("rows-", "images-").replace(".safetensors", ".json")
 
 
-def _read_images(folder: Path, manifest: DataManifest) -> dict[int, tuple[StoredImage, ...]]:
+def _read_images(
+    folder: Path, manifest: DataManifest, sources: Mapping[str, str]
+) -> dict[int, tuple[StoredImage, ...]]:
     path = folder / _images_file(manifest.file)
     if not path.is_file() or sha256_file(path) != manifest.images:
         raise _damaged(path, "missing, or other bytes")
     listed = json.loads(path.read_text(encoding="utf-8"))
     return {
-        int(number): tuple(StoredImage(*one) for one in each) for number, each in listed.items()
+        int(number): tuple(
+            StoredImage(sources.get(sha256, source), sha256, first, end)
+            for source, sha256, first, end in each
+        )
+        for number, each in listed.items()
     }
 
 
