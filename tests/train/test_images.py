@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from specctl.core.language_model import Feed
 from specctl.drafters.frames.text_alone import text_alone
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
+from specctl.runtime.target.image_files import read_image
 from specctl.runtime.target.target import Target, load_target
 from specctl.train import assemble
 from specctl.train.assemble import build_drafter
 from specctl.train.data.prepare import prepare
+from specctl.train.data.record_images import resolved
 from specctl.train.data.records import sample_of, without_images
 from specctl.train.data.shown_images import ImageReader, image_digests
 from specctl.train.features.capture import training_needs
@@ -161,7 +164,24 @@ def test_text_that_spells_a_placeholder_takes_no_image(target: Target) -> None:
         reader.expanded([1, place, 2], images, 0)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "giant", "null", "gone", "address"])
+def test_what_is_no_file_is_refused_unread(tmp_path: Path, kind: str) -> None:
+    name = str(tmp_path / "~1.png")
+    if kind == "pipe":
+        os.mkfifo(name)
+    elif kind == "giant":
+        with open(name, "wb") as file:
+            file.truncate(1 << 40)
+    name = {"device": "/dev/zero", "null": "a\0.png", "address": "http://x/1.png"}.get(kind, name)
+    with pytest.raises(FileError, match=r"network|too large|cannot be read"):
+        read_image(name)
+    sources = resolved([name], tmp_path)
+    with pytest.raises(FileError, match=r"(network|too large|cannot be read)[^\n]*\n?.*x:7"):
+        image_digests(sources, "x:7")
+
+
 def test_images_stand_where_records_say() -> None:
+    assert resolved(["~1.png", "file:///a/b.png"], Path("/d")) == ("/d/~1.png", "/a/b.png")
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
     question = [
         {"role": "user", "content": [part, {"type": "text", "text": "a"}, {"type": "image"}]}

@@ -7,6 +7,7 @@ or the mark `<image>` says so, in order; without either, in front of the user's 
 from __future__ import annotations
 
 import base64
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,6 +195,6 @@ def resolved(sources: Sequence[str], folder: Path) -> tuple[str, ...]:
         if source == NOWHERE or is_address:
             found.append(source)
         else:
-            path = Path(source.removeprefix(FILE)).expanduser()
+            path = os.path.expanduser(source.removeprefix(FILE))  # "~1.png" is a name as well
             found.append(str((folder / path).absolute()))
     return tuple(found)

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import FileError, IncompatibleError
 from specctl.core.forward.prompt_images import PromptImages, StoredImage
-from specctl.runtime.target.image_files import DATA, decoded, of_data_uri, read_image
+from specctl.runtime.target.image_files import DATA, decoded, file_bytes, of_data_uri
 from specctl.runtime.target.image_prompts import vision_of
 from specctl.runtime.target.target import Target
 from specctl.train.data.record_images import NOWHERE, count_parts, spelled_out
@@ -46,16 +45,10 @@ class ShownImage:
 
 
 def bytes_of(source: str) -> bytes:
-    """The bytes of a path or a data URI; FileError where there are none, and for an address, of
-    which nothing is fetched."""
+    """The bytes of a path or a data URI; FileError as `file_bytes`."""
     if source.startswith("data:"):
         return _uri_bytes(source)
-    if "://" in source or not Path(source).is_file():
-        read_image(source)  # says why it cannot be read
-    try:
-        return Path(source).read_bytes()
-    except OSError as error:
-        raise FileError("an image cannot be read", found=str(error.strerror or error)) from error
+    return file_bytes(source)
 
 
 def _uri_bytes(source: str) -> bytes:
@@ -164,7 +157,7 @@ class ImageReader:
 
     def seen(self, ids: Sequence[int], images: Sequence[StoredImage]) -> PromptImages:
         """What stands at the placeholders of a text, of which `ids` are the tokens: its images, by
-        the tower. IntegrityError where an image is another than it was."""
+        the tower. FileError where an image is another than it was."""
         key = tuple(images)
         found = self._seen.get(key)
         if found is not None:
