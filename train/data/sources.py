@@ -151,7 +151,8 @@ def _read(
         rows = hub_rows(source.name, split) if is_hub else saved_rows(source.path, source.split)
         for number, record in enumerate(rows):
             record = without_nulls(record)
-            yield from _usable(record, f"{domain}: row {number}", domain, defects, choices)
+            for sample in _usable(record, f"{domain}: row {number}", domain, defects, choices):
+                yield sample if is_hub else _beside(sample, source.path)
     else:
         for file, kind in source.files:
             yield from _samples_of(file, kind, source, split, defects, choices)
@@ -173,8 +174,14 @@ def _samples_of(
         record = without_nulls(record) if kind in (PARQUET, ARROW) else record
         domain = source.domain or content_stem(file)
         for sample in _usable(record, where, domain, defects, choices):
-            images = resolved(sample.images, file.parent)
-            yield replace(sample, images=images) if images else sample
+            yield _beside(sample, file.parent)
+
+
+def _beside(sample: Sample, folder: Path) -> Sample:
+    """The sample with paths of images as they are from that folder."""
+    if not sample.images:
+        return sample
+    return replace(sample, images=resolved(sample.images, folder))
 
 
 def file_records(file: Path, kind: str, split: str | None = None) -> Iterator[Read]:
