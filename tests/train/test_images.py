@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from specctl.runtime.target.image_files import read_image
 from specctl.runtime.target.target import Target, load_target
 from specctl.train import assemble
 from specctl.train.assemble import build_drafter
-from specctl.train.data.prepare import prepare
+from specctl.train.data.image_checks import check_parts
+from specctl.train.data.prepare import encode_documents, prepare
 from specctl.train.data.record_images import resolved
 from specctl.train.data.records import sample_of, without_images
 from specctl.train.data.shown_images import ImageReader, image_digests
@@ -180,6 +182,22 @@ def test_what_is_no_file_is_refused_unread(tmp_path: Path, kind: str) -> None:
         image_digests(sources, "x:7")
 
 
+def test_a_template_that_loses_images_loses_the_record(target: Target) -> None:
+    part = {"type": "image_url", "image_url": {"url": uri(1)}}
+    says = [{"role": "user", "content": [part, "hello"]}, {"role": "assistant", "content": "x y"}]
+    sample = sample_of({"messages": says}, "x:1")
+    sample = replace(sample, image_digests=image_digests(sample.images, "x:1"))
+    whole = encode_documents(target, sample, reader=ImageReader(target))
+    assert [len(document.images) for document in whole] == [1]
+    tokenizer = deepcopy(target.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content[-1]['text'] }}{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="writes 0 places for images, and the record has 1"):
+        encode_documents(replace(target, tokenizer=tokenizer), sample, reader=ImageReader(target))
+
+
 def test_images_stand_where_records_say() -> None:
     assert resolved(["~1.png", "file:///a/b.png"], Path("/d")) == ("/d/~1.png", "/a/b.png")
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
@@ -208,16 +226,31 @@ def test_images_stand_where_records_say() -> None:
             sample_of(record, "x:4")
 
 
+@pytest.mark.parametrize(
+    ("sets", "named"),
+    [
+        (["data.features=offline"], "data.features=offline"),
+        (["data.kept_features=/kept"], "data.kept_features"),
+        (["data.target_source=files", "data.states=/s", "data.regenerate=false"], "=files"),
+        (["data.endpoint=http://127.0.0.1:1"], "data.endpoint"),
+        (["data.on_policy=0.5"], "data.on_policy"),
+        (["train.joint={}"], "train.joint"),
+        (["train.sequence_parallel=2"], "train.sequence_parallel"),
+        (["train.parallel=fsdp"], "train.parallel=fsdp"),
+    ],
+)
+def test_parts_that_read_text_alone_are_named(sets: list[str], named: str) -> None:
+    made = load_recipe("eagle3", sets=sets)
+    with pytest.raises(IncompatibleError, match=rf"{named}.*does not go with images"):
+        check_parts(made.data, made.train, "eagle3", 2)
+
+
 def test_what_cannot_be_learned_is_refused_before_the_run(
     folder: Path, tmp_path: Path, target: Target
 ) -> None:
     file = chats(tmp_path)
-    for more, why in (
-        ({"data__features": "offline"}, "data.features=offline"),
-        ({"data__on_policy": 0.5}, "data.on_policy"),
-    ):
-        with pytest.raises(IncompatibleError, match=why):
-            train_draft(recipe(folder, file, **more), tmp_path / "no")
+    with pytest.raises(IncompatibleError, match=r"data\.on_policy"):
+        train_draft(recipe(folder, file, data__on_policy=0.5), tmp_path / "no")
     with pytest.raises(IncompatibleError, match="runs layers of the target"):
         train_draft(recipe(folder, file, "kangaroo"), tmp_path / "no")
     blind = load_target(str(folder), dtype="float32", device="cpu")

@@ -13,7 +13,7 @@ import heapq
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -45,8 +45,12 @@ from specctl.train.data.shown_images import (
     ShownImage,
     check_vision,
     image_digests,
+    image_sources,
+    miscounted,
     no_images_here,
+    places_read,
     stored,
+    with_images_expanded,
 )
 from specctl.train.data.sources import Defects, read_samples
 from specctl.train.data.suite_prompts import warn_of_suite
@@ -109,7 +113,7 @@ def prepare(
         learned.begins()
     if manifest is not None and manifest.digest == digest:
         console.say(f"data: reusing {counted(manifest.rows, 'row')} ({digest[:12]})")
-        return TokenData(folder, manifest, _image_sources(samples))
+        return TokenData(folder, manifest, image_sources(samples))
     before = None
     has_images = any(sample.images for sample in samples)
     if manifest is not None and learned is not None and (has_images or manifest.images):
@@ -263,15 +267,6 @@ def _seen(sample: Sample, target: Target, data: DataPart) -> Sample:
     check_vision(target, sample.where)
     digests = image_digests(sample.images, sample.where)
     return replace(sample, image_digests=digests)
-
-
-def _image_sources(samples: Iterable[Sample]) -> dict[str, str]:
-    """Where each image of samples is, by the sha256 of its bytes."""
-    return {
-        sha256: source
-        for sample in samples
-        for sha256, source in zip(sample.image_digests, sample.images, strict=True)
-    }
 
 
 def reader_of(samples: Sequence[Sample], target: Target) -> ImageReader | None:
@@ -444,7 +439,7 @@ def encode_documents(
     whose beginning the chat template writes otherwise later gives several. Where a sample says
     itself what is learned, prompts are not. `variables`: what the chat template reads besides;
     `reader`: of the images, where a sample has some."""
-    images: tuple[ShownImage, ...] = ()
+    images, places = tuple[ShownImage, ...](), places_read(sample)
     if sample.images and reader is None:
         raise ValueError("the record holds images, which are not read here")
     if sample.images and reader is not None:
@@ -464,19 +459,12 @@ def encode_documents(
         found = [Encoded(ids, [True] * len(ids))]
     is_marked = bool(sample.ids or sample.given)
     if images and reader is not None:
-        found = [_expanded(one, images, reader) for one in found]
+        written = max(one.ids.count(reader.vision.place) for one in found)
+        if written < places:
+            raise ValueError(miscounted(written, places))
+        found = [with_images_expanded(one, images, reader) for one in found]
     is_whole = train_on_prompt and not is_marked
     return [_document(one, target, sample, is_whole, images) for one in found]
-
-
-def _expanded(encoded: Encoded, images: Sequence[ShownImage], reader: ImageReader) -> Encoded:
-    """The text with all that stands for its images, none of which is predicted."""
-    mask, rest = list[bool](), iter(images)
-    ids = reader.expanded(encoded.ids, images)
-    for token, learned in zip(encoded.ids, encoded.mask, strict=True):
-        is_place = token == reader.vision.place
-        mask += [False] * len(next(rest).ids) if is_place else [learned]
-    return Encoded(ids, mask)
 
 
 def _document(

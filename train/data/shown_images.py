@@ -13,7 +13,7 @@ import base64
 import binascii
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from specctl.core.forward.prompt_images import PromptImages, StoredImage
 from specctl.runtime.target.image_files import DATA, decoded, file_bytes, of_data_uri
 from specctl.runtime.target.image_prompts import vision_of
 from specctl.runtime.target.target import Target
+from specctl.train.data.chat import Encoded
 from specctl.train.data.record_images import NOWHERE, count_parts, spelled_out
 from specctl.train.data.records import Sample
 
@@ -144,10 +145,7 @@ class ImageReader:
         vision = self.vision
         found = sum(token == vision.place for token in ids)
         if found > len(images) or places not in (None, found):
-            raise ValueError(
-                f"the target's chat template writes {found} places for images, and the record has "
-                f"{len(images) if places is None else places}"
-            )
+            raise ValueError(miscounted(found, len(images) if places is None else places))
         if any(token in vision.unsaid and token != vision.place for token in ids):
             raise ValueError("the text spells a placeholder of what it does not hold")
         rest, whole = iter(images), list[int]()
@@ -201,6 +199,14 @@ def _bytes_of(images: PromptImages) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def miscounted(written: int, places: int) -> str:
+    """Why a record is left out whose images the chat template loses or adds to."""
+    return (
+        f"the target's chat template writes {written} places for images, and the record has "
+        f"{places}"
+    )
+
+
 def stored(ids: Sequence[int], images: Sequence[ShownImage]) -> tuple[StoredImage, ...]:
     """Where the images stand in the ids of a text, which may hold the first of them alone."""
     found, start, whole = list[StoredImage](), 0, [*ids]
@@ -219,6 +225,34 @@ def stored(ids: Sequence[int], images: Sequence[ShownImage]) -> tuple[StoredImag
         start = first + len(piece)
         found.append(StoredImage(image.source, image.sha256, first, start))
     return tuple(found)
+
+
+def image_sources(samples: Iterable[Sample]) -> dict[str, str]:
+    """Where each image of samples is, by the sha256 of its bytes."""
+    return {
+        sha256: source
+        for sample in samples
+        for sha256, source in zip(sample.image_digests, sample.images, strict=True)
+    }
+
+
+def places_read(sample: Sample) -> int:
+    """How many images stand before the last answer that is learned."""
+    spoken = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
+    learned = [at for at in spoken if at not in sample.given]
+    return count_parts(sample.messages[: learned[-1]]) if learned else 0
+
+
+def with_images_expanded(
+    encoded: Encoded, images: Sequence[ShownImage], reader: ImageReader
+) -> Encoded:
+    """The text with all that stands for its images, none of which is predicted."""
+    mask, rest = list[bool](), iter(images)
+    ids = reader.expanded(encoded.ids, images)
+    for token, learned in zip(encoded.ids, encoded.mask, strict=True):
+        is_place = token == reader.vision.place
+        mask += [False] * len(next(rest).ids) if is_place else [learned]
+    return Encoded(ids, mask)
 
 
 def placeholders(batch: TrainBatch, unsaid: Sequence[int]) -> Tensor:
