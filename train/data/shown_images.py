@@ -276,8 +276,13 @@ def check_vision(target: Target, where: str) -> None:
         found=found,
         expected="a multimodal target with its vision, or data without images",
         do="--set data.images=drop learns the texts alone, as for a text-only draft model; or "
-        "choose a target such as LLaVA or Qwen2-VL"
-        + ("" if inside is None else " (specctl.load_target(NAME, images=True))"),
+        + (
+            "choose a target such as LLaVA or Qwen2-VL"
+            if inside is None
+            else "download the data set and name its folder: one of the hub is read after the "
+            "target is loaded, without its vision; from Python "
+            "specctl.load_target(NAME, images=True)"
+        ),
     )
 
 
