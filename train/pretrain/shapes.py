@@ -110,13 +110,14 @@ def train_shapes(recipe: ShapesRecipe, out: Path, reporter: Reporter | None = No
                 group["lr"] = recipe.learning_rate * _rate(recipe, step)
             optimizer.step()
             advance(1, f"loss {float(loss.detach()):.3f}")
-    model.eval().save_pretrained(out / EXPORT)
-    processor.save_pretrained(out / EXPORT)
+    model.eval()
     first = recipe.seed + HELDOUT_SEED
     others = [scene(first + each) for each in range(recipe.heldout)]
     found = _measured(recipe, model, processor, others)
     report = ShapesReport(out / EXPORT, *found, time.perf_counter() - begun)
     figures = {name: getattr(report, name) for name in ("loss", "words", "right", "seconds")}
+    model.save_pretrained(out / EXPORT)
+    processor.save_pretrained(out / EXPORT)
     write_json(out / REPORT, {"recipe": recipe.model_dump(), **figures})
     return report
 
