@@ -30,7 +30,7 @@ from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.data.heldout import HeldoutPrompt, heldout_prompts
-from specctl.train.data.records import Sample
+from specctl.train.data.records import Sample, without_images
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import Defects, check_source, read_samples, unwritten
 from specctl.train.data.written.self_source import uses_self
@@ -290,7 +290,8 @@ def _evidence(job: TrimJob, counted: list[HeldoutPrompt]) -> Any:
 
 
 def _samples(source: Sequence[str]) -> Iterable[Sample]:
-    return read_samples(source, "auto", "train", 0, Defects())
+    found = read_samples(source, "auto", "train", 0, Defects())
+    return map(without_images, found)
 
 
 def _package(

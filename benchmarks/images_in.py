@@ -35,138 +35,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageDraw
-from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessor
 
+from specctl.cli.commands.pretrain import recipe_path
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.language_model import Feed
 from specctl.drafters import family
 from specctl.drafters.msd import multimodal_share
+from specctl.images.shapes import named, scene
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.image_rows import with_images
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
-from specctl.runtime.target.vision import without_video
-from specctl.train.pretrain.data import train_tokenizer
+from specctl.train.pretrain.shapes import shapes_recipe, train_shapes
 
-SIZE, PATCH = 24, 6
-COLOURS = {"red": "#d33", "green": "#3a3", "blue": "#33d", "yellow": "#cc2", "white": "#eee"}
-SHAPES = ("circle", "square", "triangle")
-PLACES = {"left": (0, 6), "right": (12, 6), "top": (6, 0), "bottom": (6, 12)}
-FORMS = (
-    "The image shows a {size} {colour} {shape} at the {place}. It stands on a {ground} ground, and "
-    "nothing else is there.",
-    "There is a {shape} at the {place} of the image. It is {size} and {colour}, and the ground "
-    "behind it is {ground}.",
-    "At the {place} one can see a {colour} {shape}. The {shape} is {size}. The ground is {ground}.",
-)
-PROMPT, MARK = "<image> What is this?", "<image>"
+PROMPT = "<image> What is this?"
 CHAIN = {"policy": "chain", "length": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """An image and a caption of it."""
-
-    image: Any
-    caption: str
-
-
-def scene(seed: int) -> Scene:
-    """A shape, drawn and described."""
-    rng = random.Random(seed)
-    colour, ground = rng.sample(sorted(COLOURS), 2)
-    shape, place = rng.choice(SHAPES), rng.choice(sorted(PLACES))
-    size = rng.choice(("small", "large"))
-    image = Image.new("RGB", (SIZE, SIZE), COLOURS[ground])
-    draw, (x, y), wide = ImageDraw.Draw(image), PLACES[place], 11 if size == "large" else 6
-    box = (x, y, x + wide, y + wide)
-    if shape == "circle":
-        draw.ellipse(box, fill=COLOURS[colour])
-    elif shape == "square":
-        draw.rectangle(box, fill=COLOURS[colour])
-    else:
-        corners = [(x, y + wide), (x + wide, y + wide), (x + wide // 2, y)]
-        draw.polygon(corners, fill=COLOURS[colour])
-    said = rng.choice(FORMS).format(
-        size=size, colour=colour, shape=shape, place=place, ground=ground
-    )
-    return Scene(image, said)
 
 
 def make_target(folder: Path, steps: int, count: int) -> None:
     """Train the target on `count` scenes and save it with its processor."""
-    scenes = [scene(seed) for seed in range(count)]
-    tokenizer = train_tokenizer([f"{PROMPT} {each.caption}" for each in scenes], 640, 256)
-    tokenizer.add_special_tokens({"additional_special_tokens": [MARK]})
-    place, end = tokenizer.convert_tokens_to_ids(MARK), tokenizer.eos_token_id
-    text = {
-        "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 64,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "intermediate_size": 192, "max_position_embeddings": 256, "bos_token_id": None,
-        "eos_token_id": end, "pad_token_id": None,
-    }  # fmt: skip
-    tower = {
-        "model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": SIZE, "patch_size": PATCH,
-    }  # fmt: skip
-    config = AutoConfig.for_model(
-        "llava",
-        text_config=text,
-        vision_config=tower,
-        image_token_id=place,
-        image_token_index=place,
-    )
-    size = {"height": SIZE, "width": SIZE}
-    processor = without_video(config)(
-        CLIPImageProcessor(size=size, crop_size=size), tokenizer, patch_size=PATCH,
-        num_additional_image_tokens=1, vision_feature_select_strategy="default",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    ids = [[*_ids(processor, each.image, f" {each.caption}"), end] for each in scenes]
-    pixels = processor.image_processor(images=[s.image for s in scenes], return_tensors="pt")
-    rate = 2e-3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
-    begun, prompt_len = time.perf_counter(), len(_ids(processor, scenes[0].image, ""))
-    for step, picked in enumerate(_picks(len(scenes), 32, steps)):
-        ids_BT, labels_BT = _padded([ids[i] for i in picked], prompt_len)
-        out = model(input_ids=ids_BT, pixel_values=pixels["pixel_values"][picked], labels=labels_BT)
-        optimizer.zero_grad()
-        out.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 30, (steps - step) / (steps / 3))
-        optimizer.step()
-        if step % 50 == 0 or step == steps - 1:
-            seconds = time.perf_counter() - begun
-            print(f"target step {step}: loss {out.loss.item():.3f}, {seconds:.0f} s", flush=True)
-    model.eval().save_pretrained(folder)
-    processor.save_pretrained(folder)
-
-
-def _ids(processor: Any, image: Any, text: str) -> list[int]:
-    found = processor(text=[PROMPT + text], images=[image], return_tensors="pt")
-    return [int(token) for token in found["input_ids"][0]]
+    recipe = shapes_recipe(recipe_path("tiny-shapes"))
+    assert recipe is not None
+    changed = {"chat": False, "steps": steps, "scenes": count}
+    report = train_shapes(recipe.model_copy(update=changed), folder)
+    print(f"target: held-out loss {report.loss:.3f}, {report.seconds:.0f} s", flush=True)
 
 
 def _picks(count: int, rows: int, steps: int) -> Iterator[list[int]]:
     rng = random.Random(1)
     for _ in range(steps):
         yield rng.sample(range(count), rows)
-
-
-def _padded(rows: Sequence[Sequence[int]], prompt_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids padded on the right, and labels of what stands behind the prompt."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-    labels = torch.tensor([[*row, *[-100] * (width - len(row))] for row in rows])
-    labels[:, :prompt_len] = -100
-    return ids, labels
 
 
 # -- what the target writes ------------------------------------------------------------------------
@@ -350,11 +252,6 @@ def tau(done: Sequence[Completion]) -> tuple[float, float]:
 def right(target: Target, seeds: Sequence[int], done: Sequence[Completion]) -> tuple[float, float]:
     """The share of captions that name colours, shape, place and size of their image, all of them
     and nothing else; and the share of these words that captions name."""
-    words = set(COLOURS) | set(SHAPES) | set(PLACES) | {"small", "large"}
-
-    def named(text: str) -> set[str]:
-        return set(text.replace(".", " ").replace(",", " ").split()) & words
-
     pairs = [
         (named(scene(seed).caption), named(target.decode(one.tokens)))
         for seed, one in zip(seeds, done, strict=True)
@@ -372,10 +269,9 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=64)
     parser.add_argument("--only", default="", help="beginnings of drafters' names, with commas")
     flags = parser.parse_args()
-    folder = flags.out / "target"
+    folder = flags.out / "target" / "export"
     if not (folder / "config.json").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        make_target(folder, flags.target_steps, 4 * flags.train)
+        make_target(folder.parent, flags.target_steps, 4 * flags.train)
     target = load_target(str(folder), dtype="float32", device="cpu", images=True)
     assert target.vision is not None
     seeds = range(1_000_000, 1_000_000 + flags.test)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.core.forward.prompt_images import TextImages
 from specctl.core.forward.row_part import RowPart
 
 # KL(p || q) of the rows that a loss is about to sum -> bool: the rows it shall sum (AdaSPEC).
@@ -80,8 +81,9 @@ class TrainBatch:
     select        which rows the losses over this batch may sum; None: all of them
     progress      share of the training steps that lie behind, for what changes on the way
     part          the stretch of every row that is to be computed here; None: all of it
+    images        the images of its texts, where they are kept
     image_BS      True: a placeholder of an image, whose tap 0 is what a vision tower made; None:
-                  no images
+                  no images, or the target has not read them yet
     """
 
     ids_BS: Tensor
@@ -94,6 +96,7 @@ class TrainBatch:
     select: Select | None = None
     progress: float = 0.0
     part: RowPart | None = None
+    images: tuple[TextImages, ...] = ()
     image_BS: Tensor | None = None
 
     def own(self, values_BSX: Tensor) -> Tensor:

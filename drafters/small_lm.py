@@ -26,6 +26,7 @@ from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut, Masks
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.frames.text_alone import text_alone
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits, with_stretch
 from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
@@ -353,7 +354,9 @@ class SmallLm(Drafter):
         return cut
 
     def loss(self, batch: TrainBatch) -> LossOut:
-        """Loss of predicting 1 ahead (A0), summed over rows."""
+        """Loss of predicting 1 ahead (A0), summed over rows. Images are left out of what is read,
+        as in drafting."""
+        batch = text_alone(batch)
         how, own = self.options.compared(), batch.own
         masks = own_masks(self.lm.document_masks(batch.document_BS), batch)
         ids_BS, rows, module = self.readable(own(batch.ids_BS)), aim(batch, 1), self.module

@@ -29,6 +29,7 @@ PRETRAINED = (
     "tiny-digits",
     "tiny-neighbours",
     "tiny-any-order",
+    "tiny-shapes",
 )  # recipes of `specctl pretrain`
 NOT_RECIPES = ("sources", "targets", *PRETRAINED)
 NODE_BYTES = 64  # of a value in memory, about, beside its text

@@ -95,9 +95,7 @@ class DataPart(Section):
         "splits are read whole)",
     )
     prompts: Positive = Field(default=1200, description="how many prompts the target answers")
-    prompt_tokens: Positive = Field(
-        default=48, description="tokens of each prompt cut from plain text"
-    )
+    prompt_tokens: Positive = Field(default=48, description="tokens of a prompt cut from text")
     new_tokens: Positive = Field(default=128, description="tokens of each answer")
     regenerate: bool = Field(default=True, description="let the target write the answers")
     temperature: Annotated[float, Field(ge=0.0, le=5.0)] = 0.8
@@ -132,6 +130,9 @@ class DataPart(Section):
     )
     drop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="strings left out of every text, e.g. image placeholders"
+    )
+    images: Literal["read", "drop"] = Field(
+        default="read", description="of records: shown to the target, or left out of their texts"
     )
     map: dict[str, str] = Field(
         default={},

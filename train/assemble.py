@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import RecipeError, nearest, one_of
 from specctl.core.forward.attention_only import AttentionOnly, borrowing, of_serving
+from specctl.core.forward.prompt_images import PromptImages, StoredImage
 from specctl.core.messages.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
@@ -32,6 +34,7 @@ from specctl.runtime.target.target import Target
 from specctl.runtime.verify.relaxed import relaxation
 from specctl.train.data.heldout import heldout_prompts, num_held
 from specctl.train.data.rows import TokenData
+from specctl.train.data.shown_images import ImageReader
 from specctl.train.data.suite_prompts import SuitePrompts
 from specctl.train.metrics import (
     MeasuredAcceptance,
@@ -179,6 +182,21 @@ def measuring_rows(part: DataPart, data: TokenData, can_run: bool = True) -> ran
     return range(data.num_rows - held, data.num_rows)
 
 
+def measuring_images(
+    part: DataPart, count: int, target: Target, data: TokenData
+) -> Sequence[PromptImages | None] | None:
+    """The images of each of `measuring_prompts`, as the target sees them; None where no prompt has
+    any."""
+    held = measuring_rows(part, data)
+    if not data.images or not held or not target.can_run:
+        return None
+    reader = ImageReader(target)
+    return [
+        reader.seen(prompt.ids, prompt.images) if prompt.images else None
+        for prompt in islice(cut_documents(data, held, part.prompt_tokens), count)
+    ]
+
+
 def measuring_prompts(part: DataPart, count: int, target: Target, data: TokenData) -> Prompts:
     """What tau is measured on: `count` held-out prompts, or beginnings of kept-back documents."""
     if not target.can_run:
@@ -192,18 +210,33 @@ def measuring_prompts(part: DataPart, count: int, target: Target, data: TokenDat
 def document_prompts(data: TokenData, rows: Sequence[int], count: int, most: int) -> Prompts:
     """Of each document in the rows, what stands before its first predicted token; of text in which
     everything is predicted, up to half of it and at most `most` tokens."""
+    return [prompt.ids for prompt in islice(cut_documents(data, rows, most), count)]
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPrompt:
+    """What stands before the first predicted token of a document, and the images in it."""
+
+    ids: list[int]
+    images: tuple[StoredImage, ...]
+
+
+def cut_documents(data: TokenData, rows: Sequence[int], most: int) -> Iterator[DocumentPrompt]:
+    """The prompts of `document_prompts`, one by one."""
     batch = data.batch(list(rows))
-    found: list[list[int]] = []
     for ids_S, mask_S, document_S in zip(
         batch.ids_BS, batch.loss_mask_BS, batch.document_BS, strict=True
     ):
         for number in document_S[document_S >= 0].unique_consecutive().tolist():
             ids = ids_S[document_S == number].tolist()
-            first = int(mask_S[document_S == number].int().argmax())
+            images = data.images.get(number, ())
+            marks = mask_S[document_S == number].int()
+            if images:  # prompts that are learned, too, are not cut within an image
+                marks[: images[-1].end] = 0
+            first = int(marks.argmax())
             cut = first if first >= 2 else min(most, len(ids) // 2)
             if cut >= 1:
-                found.append(ids[:cut])
-    return found[:count]
+                yield DocumentPrompt(ids[:cut], tuple(i for i in images if i.end <= cut))
 
 
 def decoder(
@@ -213,16 +246,25 @@ def decoder(
     drafter: Drafter,
     prompts: Prompts,
     suite: SuitePrompts | None = None,
+    images: Sequence[PromptImages | None] | None = None,
 ) -> Callable[[], MeasuredAcceptance]:
     """A function that decodes the prompts greedily through the engine and measures acceptance, and
-    after them those of a suite, apart."""
+    after them those of a suite, apart. `images`: of each prompt."""
     policy, other = (make_policy(serve.model_dump()) for _ in range(2))
     sampling = Sampling(temperature=0.0, max_new_tokens=train.tau_tokens)
 
-    def decoded(prompts: Prompts, policy: Policy) -> Stats:
+    def decoded(
+        prompts: Prompts, policy: Policy, shown: Sequence[PromptImages | None] | None = None
+    ) -> Stats:
         batch = min(len(prompts), train.tau_prompts)  # what the plan of the memory counts
         return generate(
-            target, prompts, drafter=drafter, sampling=sampling, policy=policy, batch=batch
+            target,
+            prompts,
+            drafter=drafter,
+            sampling=sampling,
+            policy=policy,
+            batch=batch,
+            images=shown,
         ).stats
 
     def on_suite() -> SuiteTau | None:
@@ -231,7 +273,7 @@ def decoder(
         return SuiteTau(suite.name, decoded(suite.prompts, other).tau, len(suite.prompts))
 
     def measure() -> MeasuredAcceptance:
-        stats = decoded(prompts, policy)
+        stats = decoded(prompts, policy, images)
         return MeasuredAcceptance(
             tau=stats.tau,
             alpha=stats.alpha,

@@ -7,7 +7,7 @@ of the rows and where a batch comes from; what is compared, measured, logged and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.errors import RecipeError
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.forward.row_part import RowPart
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TrainPart, VocabPart
@@ -29,6 +30,7 @@ from specctl.train.assemble import (
     build_drafter,
     decoder,
     estimator,
+    measuring_images,
     measuring_prompts,
     measuring_rows,
     say_data,
@@ -111,7 +113,8 @@ def make_job(
     decoding = target if joint is None else joint.target
     if decoding.can_run:
         prompts = measuring_prompts(recipe.data, settings.tau_prompts, decoding, data)
-        measure = _by_decoding(recipe.serve, settings, decoding, drafter, prompts, reporter)
+        images = measuring_images(recipe.data, settings.tau_prompts, decoding, data)
+        measure = _by_decoding(recipe.serve, settings, decoding, drafter, prompts, reporter, images)
     else:
         rows = held or range(data.num_rows)
         _warn_of_alphas(decoding.name, settings, reporter)
@@ -161,12 +164,13 @@ def _by_decoding(
     drafter: Drafter,
     prompts: Prompts,
     reporter: Reporter,
+    images: Sequence[PromptImages | None] | None,
 ) -> Callable[[], MeasuredAcceptance]:
     """Tau by decoding held-out prompts, and those of a suite."""
     suite = suite_prompts(train, target)
     if suite is not None:
         reporter.say(suite.text())
-    return decoder(serve, train, target, drafter, prompts, suite)
+    return decoder(serve, train, target, drafter, prompts, suite, images)
 
 
 def _warn_of_alphas(name: str, train: TrainPart, reporter: Reporter) -> None:

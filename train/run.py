@@ -38,6 +38,7 @@ from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.assemble import attention_only, check_answers, served_family, trainable_family
 from specctl.train.data.growth import LearnedRows
+from specctl.train.data.image_checks import runs_layers, shows_images
 from specctl.train.data.preparation import Preparation
 from specctl.train.data.prepare import prepare, rows_digest
 from specctl.train.data.suite_prompts import suite_prompts
@@ -145,11 +146,13 @@ def train_draft(
         snapshot = None if mark is not None else _found(fields, checkpoints, allow)
         check_spread(recipe.target, recipe.data, recipe.train, ranks.size)
         is_elsewhere = recipe.data.target_source != "inprocess"
+        parts = recipe.data, recipe.train, recipe.drafter, recipe.target
+        images = shows_images(*parts, target, ranks.size)
         if target is None or (is_elsewhere and not isinstance(target.lm, ServedLM)):
             if is_elsewhere:
                 _refuse_elsewhere(recipe.target, recipe.data, recipe.train.joint)
             wanted = attention_only(recipe.drafter, recipe.serve)
-            target = _load_target(recipe.target, is_elsewhere, wanted, accelerator.device)
+            target = _load_target(recipe.target, is_elsewhere, wanted, accelerator.device, images)
             _say_target(target, talker)
         if (slow := slow_dtype(target.dtype, target.device)) is not None:
             talker.warn(f"{slow}: --set target.dtype=auto computes in float32")
@@ -164,7 +167,7 @@ def train_draft(
                 accelerator.end_training()
                 return marked_result(mark, recipe.train.joint, out)
             snapshot = _found(fields, checkpoints, allow)
-        _check(recipe, target, initial)
+        _check(recipe, target, initial, images)
         with ranks.together():
             if ranks.is_main:
                 room = [(out, disk_needs(recipe, target.spec))]
@@ -360,13 +363,15 @@ def tracker_names(out: Path) -> dict[str, dict[str, Any]]:
     return {"wandb": {"name": place.name, "id": key, "resume": "allow"}}
 
 
-def _check(recipe: Recipe, target: Target, initial: Initial | None) -> None:
-    """Refuse a recipe that does not fit the target or the first weights."""
+def _check(recipe: Recipe, target: Target, initial: Initial | None, images: bool) -> None:
+    """Refuse a recipe that does not fit the target, the first weights or the data's images."""
     check_fit(recipe.drafter, target.spec, initial)
     check_answers(recipe.data, target)
     suite_prompts(recipe.train, target)
     family = trainable_family(recipe.drafter, recipe.train.joint)
     drafter = build_shape(family, recipe.drafter, recipe.vocab.size, target.spec)
+    if images and drafter.runs_target:
+        raise runs_layers(drafter.family)
     if recipe.train.joint is not None:
         check_target(target)
         check_joint(recipe.data, recipe.train, recipe.target, drafter)
@@ -402,11 +407,13 @@ def _load_target(
     is_elsewhere: bool,
     wanted: Sequence[AttentionOnly],
     device: torch.device,
+    images: bool,
 ) -> Target:
-    """The target; where its states come from outside, without its layers."""
+    """The target; where its states come from outside, without its layers; with its vision where the
+    data hold `images`."""
     if is_elsewhere:
         return load_served(part.name, revision=part.revision, dtype=part.dtype, device=str(device))
-    more: dict[str, Any] = {"device": str(device), "wanted": wanted}
+    more: dict[str, Any] = {"device": str(device), "wanted": wanted, "images": images}
     return load_part(part, is_read_only=True, is_widened=True, **more)
 
 

@@ -284,6 +284,7 @@ def show_plan(console: Console, plan: RunPlan) -> None:
         ("drafter parameters", f"{plan.parameters:,} ({plan.trainable:,} trained)"),
         *((("THE TARGET CHANGES", _change_text(plan)),) if plan.added else ()),
         *_data_rows(plan),
+        *((("images", f"{plan.images:,}, shown to the target"),) if plan.images else ()),
         ("learns", _learned_text(recipe.data, recipe.origin["data.regenerate"])),
         ("steps", f"{plan.steps:,}"),
         ("hardware", plan.cluster.text()),

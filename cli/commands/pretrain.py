@@ -18,6 +18,7 @@ from specctl.core.storage.grid_kinds import is_grid_folder
 
 if TYPE_CHECKING:
     from specctl.train.pretrain.dparallel import DParallelRecipe
+    from specctl.train.pretrain.shapes import ShapesRecipe
     from specctl.train.pretrain.token_filter import FilterRecipe
 
 
@@ -43,8 +44,9 @@ def pretrain(
     tiny-diffusion: a masked diffusion model that begins as the embedded target; tiny-learn2pd: the
     filter that decodes it in parallel; tiny-dparallel: the same model, distilled to be certain
     earlier. tiny-digits: a target whose tokens are pictures of digits; tiny-neighbours and
-    tiny-any-order: models that write the same pictures in orders of their own. The same command
-    continues a stopped run of a model.
+    tiny-any-order: models that write the same pictures in orders of their own. tiny-shapes: a
+    multimodal target, which says what an image shows. The same command continues a stopped run of
+    a model, but of tiny-shapes.
 
     Example:
 
@@ -53,6 +55,7 @@ def pretrain(
     path = recipe_path(recipe)
     check_folder(out)
     from specctl.train.pretrain.dparallel import dparallel_recipe
+    from specctl.train.pretrain.shapes import shapes_recipe
     from specctl.train.pretrain.token_filter import filter_recipe
 
     if (of_filter := filter_recipe(path)) is not None:
@@ -60,6 +63,9 @@ def pretrain(
         return
     if (distilled := dparallel_recipe(path)) is not None:
         _distilled(console, distilled, out)
+        return
+    if (of_shapes := shapes_recipe(path)) is not None:
+        _shapes(console, of_shapes, out)
         return
     from specctl.images.codebook import has_codebook
     from specctl.train.pretrain.run import has_state
@@ -117,6 +123,21 @@ def _distilled(console: Console, recipe: DParallelRecipe, out: Path) -> None:
     )
     figures = {"before": asdict(before), "after": asdict(after), "texts": report.texts}
     following = _generate(report.path, recipe.block, "entropy:0.5")
+    console.done({"path": str(report.path), **figures}, next=[following])
+
+
+def _shapes(console: Console, recipe: ShapesRecipe, out: Path) -> None:
+    from specctl.train.pretrain.shapes import train_shapes
+
+    report = train_shapes(recipe, out, console)
+    console.out(
+        f"{report.path} | held-out loss {report.loss:.3f} nats | captions: {report.words:.3f} of "
+        f"the words, {report.right:.3f} right in all | {report.seconds:.0f} s"
+    )
+    figures = {name: getattr(report, name) for name in ("loss", "words", "right", "seconds")}
+    following = command_line(
+        "generate", "--target", report.path, "--image", "IMAGE.png", "What is this?"
+    )
     console.done({"path": str(report.path), **figures}, next=[following])
 
 

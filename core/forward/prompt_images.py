@@ -68,6 +68,27 @@ class PromptImages:
         return torch.cat([within_3T, rest.expand(3, -1)], dim=1)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """An image of a text that is learned, where it is kept: a path or a data URI, the sha256 of its
+    bytes, and the positions first .. end - 1 of its text that stand for it."""
+
+    source: str
+    sha256: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextImages:
+    """The images of the text at positions start .. end - 1 of a row of a batch."""
+
+    row: int
+    start: int
+    end: int
+    images: tuple[StoredImage, ...]
+
+
 def common_images(mine: PromptImages | None, other: PromptImages | None, most: int) -> int:
     """How many of the first `most` positions of two prompts hold the same images, or none."""
     ours, theirs = _spans(mine), _spans(other)

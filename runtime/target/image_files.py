@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 import re
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from specctl.core.errors import FileError, IncompatibleError, SpecctlError
 from specctl.core.messages.installed import library
+from specctl.core.storage.bounded_read import open_regular
 
 MOST_BYTES = 32 << 20  # of one image, as it is stored
 MOST_PIXELS = 1 << 24  # of one image, decoded: 48 MiB in RGB
@@ -30,26 +32,7 @@ def read_image(source: Any) -> Any:
     if hasattr(source, "convert") and hasattr(source, "size"):
         return _upright(source, "an image of PIL", MOST_PIXELS)
     if isinstance(source, (str, Path)):
-        path = Path(source)
-        if re.match(r"[a-z]+://", str(source)):
-            raise FileError(
-                "an image is not fetched from the network",
-                found=str(source)[:80],
-                expected="a file on this machine",
-                do="download it, and name the file",
-            )
-        try:
-            if path.stat().st_size > MOST_BYTES:
-                raise _too_large(f"{path.stat().st_size:,} bytes", str(path))
-            return decoded(path.read_bytes(), str(path))
-        except OSError as error:
-            raise FileError(
-                "an image cannot be read",
-                where=str(path),
-                found=str(error.strerror or error),
-                expected="a file with an image",
-                do="name a file that is there",
-            ) from error
+        return decoded(file_bytes(source), str(Path(source)))
     if isinstance(source, (bytes, bytearray)):
         return decoded(bytes(source), "images")
     raise SpecctlError(
@@ -59,6 +42,32 @@ def read_image(source: Any) -> Any:
         expected="a path, the bytes of a file, or an image of PIL",
         do='specctl.generate(target, "What is this?", images=["picture.png"])',
     )
+
+
+def file_bytes(source: str | Path) -> bytes:
+    """The bytes of an image's file; FileError where there is none, for one of more than MOST_BYTES,
+    for a device or a pipe, and for an address."""
+    path = Path(source)
+    if re.match(r"[a-z]+://", str(source)):
+        raise FileError(
+            "an image is not fetched from the network",
+            found=str(source)[:80],
+            expected="a file on this machine",
+            do="download it, and name the file",
+        )
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                raise _too_large(f"{os.fstat(file.fileno()).st_size:,} bytes", str(path))
+            return file.read(MOST_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        raise FileError(
+            "an image cannot be read",
+            where=str(path)[:200],
+            found=str(getattr(error, "strerror", None) or error)[:200],
+            expected="a file with an image",
+            do="name a file that is there",
+        ) from error
 
 
 def of_data_uri(uri: str, where: str, most_pixels: int = MOST_PIXELS) -> Any:

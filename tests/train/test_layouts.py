@@ -182,10 +182,10 @@ def test_thoughts_are_known_by_all_their_names() -> None:
         assert message == {**TELL, "reasoning_content": "so so"}
 
 
-def test_images_are_counted_and_unknown_parts_are_refused() -> None:
-    parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "a b"}]
-    sample = sample_of({"messages": [{**ASK, "content": parts}, TELL], "images": ["x y"]}, "x:1")
-    assert (sample.messages[0], sample.left_out) == (ASK, ("images", "image_url"))
+def test_sounds_are_counted_and_unknown_parts_are_refused() -> None:
+    parts = [{"type": "audio", "audio": {"url": "x"}}, {"type": "text", "text": "a b"}]
+    sample = sample_of({"messages": [{**ASK, "content": parts}, TELL], "videos": ["x y"]}, "x:1")
+    assert (sample.messages[0], sample.left_out) == (ASK, ("videos", "audio"))
     with pytest.raises(ValueError, match="unknown kind: 'tool_result'"):
         sample_of({"messages": [{**ASK, "content": [{"type": "tool_result"}]}, TELL]}, "x:1")
 

@@ -174,6 +174,10 @@ def test_values_of_several_kinds_that_datasets_saved_come_back(tmp_path: Path) -
     table.save_to_disk(str(tmp_path / "saved"))
     (sample,) = read_samples(str(tmp_path / "saved"), "auto", "train", 0, Defects())
     assert list(sample.messages) == talk
+    shown = datasets.Dataset.from_list([{"prompt": "a", "images": ["0.png"]}])
+    shown.save_to_disk(str(tmp_path / "shown"))
+    (sample,) = read_samples(str(tmp_path / "shown"), "auto", "train", 0, Defects())
+    assert sample.images == (str(tmp_path / "shown" / "0.png"),)
 
 
 def test_a_pattern_names_several_files(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specctl.core.forward.prompt_images import PromptImages, StoredImage
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.chat_turns import written_on
 from specctl.train.data.chat import answerable
-from specctl.train.data.pack import Document
+from specctl.train.data.pack import Document, without_image_loss
 from specctl.train.data.records import Message, Sample
+from specctl.train.data.shown_images import ShownImage, stored
 
 OVER = "eos"  # the finish reason of an answer that came to its own end
 TURN_SEEDS = 1 << 40  # between the seeds of a conversation's turns
@@ -96,12 +98,14 @@ class Dialogue:
 @dataclass(frozen=True, slots=True)
 class PromptCut:
     """A prompt made from a sample of the data: of a conversation, all before the first turn that is
-    answered. `is_question`: the target wrote it itself."""
+    answered. `is_question`: the target wrote it itself; `images`: those of the whole conversation,
+    of which `ids` may hold the first alone."""
 
     ids: Sequence[int]
     domain: str
     dialogue: Dialogue | None = None
     is_question: bool = False
+    images: tuple[ShownImage, ...] = ()
 
     @property
     def num_turns(self) -> int:
@@ -161,18 +165,23 @@ class WrittenAnswer:
         mask = np.full(len(ids), train_on_prompt)
         for start, end in answers:
             mask[start:end] = True
-        is_question = self.prompt.is_question
-        return Document(np.array(ids, dtype=np.int32), mask, self.prompt.domain, is_question)
+        images: tuple[StoredImage, ...] = stored(ids, self.prompt.images)
+        document = Document(
+            np.array(ids, dtype=np.int32), mask, self.prompt.domain, self.prompt.is_question, images
+        )
+        return without_image_loss(document)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerJob:
-    """A turn to be written: of which prompt, behind what, and how."""
+    """A turn to be written: of which prompt, behind what (ids, and the images among them), and
+    how."""
 
     index: int
     turn: int
     prompt_ids: Sequence[int]
     sampling: Sampling
+    images: PromptImages | None = None
 
 
 # done(job, new ids, finish reason) -> the next turn of the same conversation, if there is one.

@@ -47,7 +47,8 @@ ANSWERS = (
 )
 TEXTS = ("text", "content")
 SYSTEMS = ("system", "system_prompt", "system_message")
-IMAGES = ("image", "images", "audio", "audios", "video", "videos")
+IMAGES = ("images", "image")
+SOUNDS = ("audio", "audios", "video", "videos")  # left out, and said
 
 # Of records and of messages: they say nothing that a model reads or writes.
 ABOUT = frozenset({

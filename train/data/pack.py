@@ -8,12 +8,14 @@ it. Longer documents are cut: raw text into pieces that all count, conversations
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
+
+from specctl.core.forward.prompt_images import StoredImage
 
 HELD_SHARE = 20  # one row in so many is kept for measuring
 
@@ -24,23 +26,27 @@ Bools = npt.NDArray[np.bool_]
 @dataclass(frozen=True, slots=True)
 class Document:
     """Token ids, which of them are to be predicted, and the domain it is counted under.
-    `is_question`: its prompt is a question that the target wrote itself."""
+    `is_question`: its prompt is a question that the target wrote itself; `images`: those that
+    stand among the ids."""
 
     ids: Ints
     mask: Bools
     domain: str
     is_question: bool = False
+    images: tuple[StoredImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Packed documents: `document_RS` is -1 on padding, `domain_N` names each document's domain."""
+    """Packed documents: `document_RS` is -1 on padding, `domain_N` names each document's domain;
+    `images`: those of each document that has some, by its number."""
 
     ids_RS: Ints
     mask_RS: Bools
     document_RS: Ints
     position_RS: Ints
     domain_N: list[str]
+    images: Mapping[int, tuple[StoredImage, ...]] = field(default_factory=dict)
 
     @property
     def fill(self) -> float:
@@ -74,11 +80,33 @@ def cut_documents(documents: Sequence[Document], seq_len: int) -> DocumentCut:
 def _pieces(document: Document, seq_len: int) -> Iterator[Document]:
     """Raw text (every token counts) in pieces, anything else its beginning; the first token of a
     document has nothing before it and is never predicted."""
+    if document.images:
+        yield _with_whole_images(document, seq_len)
+        return
     is_text = bool(document.mask[1:].all())
     for start in range(0, len(document.ids) if is_text else 1, seq_len):
         mask = document.mask[start : start + seq_len].copy()
         mask[:1] = False
         yield replace(document, ids=document.ids[start : start + seq_len], mask=mask)
+
+
+def _with_whole_images(document: Document, seq_len: int) -> Document:
+    """The beginning of a document with images, cut in front of one that would not be whole."""
+    cut = next((i.first for i in document.images if i.end > seq_len), seq_len)
+    mask = document.mask[:cut].copy()
+    mask[:1] = False
+    images = tuple(image for image in document.images if image.end <= cut)
+    return replace(document, ids=document.ids[:cut], mask=mask, images=images)
+
+
+def without_image_loss(document: Document) -> Document:
+    """The document, with nothing to predict where an image stands: no text is there."""
+    if not document.images:
+        return document
+    mask = document.mask.copy()
+    for image in document.images:
+        mask[image.first : image.end] = False
+    return replace(document, mask=mask)
 
 
 def best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
@@ -146,6 +174,7 @@ def laid_out(
     document_RS = np.full((R, seq_len), -1, dtype=np.int32)
     position_RS = np.zeros((R, seq_len), dtype=np.int32)
     domain_N: list[str] = []
+    images: dict[int, tuple[StoredImage, ...]] = {}
     for row, members in enumerate(plan):
         start = 0
         for index in members:
@@ -154,10 +183,12 @@ def laid_out(
             ids_RS[row, start:end] = document.ids
             mask_RS[row, start:end] = document.mask
             document_RS[row, start:end] = len(domain_N)
+            if document.images:
+                images[len(domain_N)] = document.images
             position_RS[row, start:end] = np.arange(end - start)
             domain_N.append(document.domain)
             start = end
-    return PackedRows(ids_RS, mask_RS, document_RS, position_RS, domain_N)
+    return PackedRows(ids_RS, mask_RS, document_RS, position_RS, domain_N, images)
 
 
 def better_seq_len(lengths: Sequence[int], seq_len: int) -> tuple[int, float]:

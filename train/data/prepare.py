@@ -33,13 +33,25 @@ from specctl.train.data.chat import Encoded, Variables, encode_sample, thinking_
 from specctl.train.data.context import check_context, check_ids
 from specctl.train.data.growth import LearnedRows, unknown_documents
 from specctl.train.data.layouts import FieldChoices
-from specctl.train.data.pack import Document
+from specctl.train.data.pack import Document, without_image_loss
 from specctl.train.data.preparation import Preparation
 from specctl.train.data.prompts import cut_prompts
-from specctl.train.data.records import Sample, without
+from specctl.train.data.records import Sample, without, without_images
 from specctl.train.data.row_maker import WrittenTexts, write_documents
 from specctl.train.data.rows import FORMAT, TokenData, read_manifest
 from specctl.train.data.shipped import check_corpus, check_own_answers
+from specctl.train.data.shown_images import (
+    ImageReader,
+    ShownImage,
+    check_vision,
+    image_digests,
+    image_sources,
+    miscounted,
+    no_images_here,
+    places_read,
+    stored,
+    with_images_expanded,
+)
 from specctl.train.data.sources import Defects, read_samples
 from specctl.train.data.suite_prompts import warn_of_suite
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
@@ -101,8 +113,11 @@ def prepare(
         learned.begins()
     if manifest is not None and manifest.digest == digest:
         console.say(f"data: reusing {counted(manifest.rows, 'row')} ({digest[:12]})")
-        return TokenData(folder, manifest)
+        return TokenData(folder, manifest, image_sources(samples))
     before = None
+    has_images = any(sample.images for sample in samples)
+    if manifest is not None and learned is not None and (has_images or manifest.images):
+        raise no_images_here("more data for a run that goes on", "choose another --out")
     if manifest is not None and learned is not None:
         with ranks.together():  # nobody replaces the rows before all have opened them
             before = TokenData(folder, manifest)
@@ -213,7 +228,7 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
     for number, sample in enumerate(
         read_samples(data.source, data.format, data.split, data.seed, defects, choices)
     ):
-        sample = without(sample, data.drop)
+        sample = _seen(without(sample, data.drop), target, data)
         whole.update(sample.digest())
         key = hashlib.sha256(f"{data.seed}:{number}".encode()).digest()
         entry = (-int.from_bytes(key[:8], "big"), number, sample)
@@ -239,6 +254,24 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
         defects.chose(number for _, number, _ in chosen)
     samples = [s for _, _, s in sorted([*chosen, *there], key=lambda entry: entry[1])]
     return samples, whole.hexdigest()
+
+
+def _seen(sample: Sample, target: Target, data: DataPart) -> Sample:
+    """The sample with its images named by their contents, or where the recipe leaves them out, as
+    text alone. Raises FileError for an image that is not there, IncompatibleError where the target
+    reads none."""
+    if not sample.images:
+        return sample
+    if data.images == "drop":
+        return without_images(sample)
+    check_vision(target, sample.where)
+    digests = image_digests(sample.images, sample.where)
+    return replace(sample, image_digests=digests)
+
+
+def reader_of(samples: Sequence[Sample], target: Target) -> ImageReader | None:
+    """What reads the images of samples; None where they have none."""
+    return ImageReader(target) if any(sample.images for sample in samples) else None
 
 
 def field_choices(data: DataPart, tokenizer: Any = None) -> FieldChoices:
@@ -296,6 +329,11 @@ def write_answers_alone(made: Preparation, out: Path, console: Reporter) -> list
     _keep_day(made.day, folder)
     data = with_questions(made, folder, console, Ranks())
     samples, _ = _select(data, target, defects)
+    if any(sample.images for sample in samples):
+        raise no_images_here(
+            "a file of answers, which holds token ids alone,",
+            "specctl train-draft --data ..., which writes the answers itself",
+        )
     defects.tell_reading(console)
     _say_kinds(samples, console)
     say_writers(samples, target, data, console)
@@ -328,7 +366,8 @@ def answer_prompts(
     plan = replace(plan, prompts=plan.prompts - there)
     if plan.prompts <= 0:
         return []
-    prompts = cut_prompts(target, samples, plan, left_out, known)
+    reader = reader_of(samples, target)
+    prompts = cut_prompts(target, samples, plan, left_out, known, reader)
     check_share(left_out, len(samples) - left_out.num_records, data.max_left_out)
     defects.add(left_out)
     if len(prompts) < plan.prompts:
@@ -343,7 +382,9 @@ def answer_prompts(
         writer = EndpointWriter(target, where, console, ranks.size)
     if writer is None:
         target = made.writer()
-    answers = regenerate(target, prompts, plan, folder, console=console, writer=writer, ranks=ranks)
+    answers = regenerate(
+        target, prompts, plan, folder, console=console, writer=writer, ranks=ranks, reader=reader
+    )
     if len(answers) < len(prompts):
         defects.note("prompt without an answer", "data.endpoint", len(prompts) - len(answers))
     return answers
@@ -358,12 +399,12 @@ def _encoded(
     num_tokens = num_read = 0
     dated = written_on(target.tokenizer, made.day) if made.day else {}
     variables = {**thinking_switch(target.tokenizer, data.thinking), **dated}
-    left_out = Defects()
+    left_out, reader = Defects(), reader_of(samples, target)
     for sample in samples:
         if limit is not None and num_tokens >= limit:
             break
         try:
-            found = encode_documents(target, sample, data.train_on_prompt, variables)
+            found = encode_documents(target, sample, data.train_on_prompt, variables, reader)
         except ValueError as error:
             left_out.note(str(error), sample.where)
             continue
@@ -392,10 +433,18 @@ def encode_documents(
     sample: Sample,
     train_on_prompt: bool = False,
     variables: Variables | None = None,
+    reader: ImageReader | None = None,
 ) -> list[Document]:
     """Token ids and loss mask of a sample; raw text counts whole and ends in EOS. A conversation
     whose beginning the chat template writes otherwise later gives several. Where a sample says
-    itself what is learned, prompts are not. `variables`: what the chat template reads besides."""
+    itself what is learned, prompts are not. `variables`: what the chat template reads besides;
+    `reader`: of the images, where a sample has some."""
+    images, places = tuple[ShownImage, ...](), places_read(sample)
+    if sample.images and reader is None:
+        raise ValueError("the record holds images, which are not read here")
+    if sample.images and reader is not None:
+        images = reader.shown(sample.images, sample.image_digests, sample.where)
+        sample = reader.as_taken(sample, target.tokenizer)
     if sample.ids:
         ours = target.tokenizer_fingerprint or ""
         if sample.tokenizer and not ours.startswith(sample.tokenizer):
@@ -409,15 +458,29 @@ def encode_documents(
         ids = [*target.encode(sample.text), *([] if end is None else [end])]
         found = [Encoded(ids, [True] * len(ids))]
     is_marked = bool(sample.ids or sample.given)
-    return [_document(one, target, sample, train_on_prompt and not is_marked) for one in found]
+    if images and reader is not None:
+        written = max(one.ids.count(reader.vision.place) for one in found)
+        if written < places:
+            raise ValueError(miscounted(written, places))
+        found = [with_images_expanded(one, images, reader) for one in found]
+    is_whole = train_on_prompt and not is_marked
+    return [_document(one, target, sample, is_whole, images) for one in found]
 
 
-def _document(encoded: Encoded, target: Target, sample: Sample, is_whole: bool) -> Document:
+def _document(
+    encoded: Encoded,
+    target: Target,
+    sample: Sample,
+    is_whole: bool,
+    images: Sequence[ShownImage] = (),
+) -> Document:
     ids, mask = encoded.ids, [True] * len(encoded.ids) if is_whole else encoded.mask
     if len(ids) < 2:
         raise ValueError("shorter than two tokens")
     check_ids(ids, target)
-    return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_), sample.domain)
+    ids_N, mask_N = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)
+    document = Document(ids_N, mask_N, sample.domain, images=stored(ids, images))
+    return without_image_loss(document)
 
 
 def _nothing_left(defects: Defects, wanted: str, do: str) -> RecipeError:

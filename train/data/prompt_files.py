@@ -15,11 +15,13 @@ from typing import Any
 from specctl.core.errors import FileError
 from specctl.core.storage.bounded_read import read_stream
 from specctl.train.data.json_records import EMPTY
+from specctl.train.data.layouts import IMAGES
 from specctl.train.data.records import Sample, check_values, sample_of
 from specctl.train.data.sources import TEXT, file_records, kind_of
 from specctl.train.data.streams import content_stem, opened
 from specctl.train.data.tables import decoded
 
+SHOWN = "the record holds images, which files of prompts do not show"
 # What is said beside a prompt, so that the prompt alone would not be what was meant.
 BESIDE = ("system", "system_prompt", "tools", "history", "context", "input")
 
@@ -61,6 +63,8 @@ def _lines(file: Path) -> list[str]:
 def _sample(record: Any, where: str, stem: str, texts: Sequence[str], turns_first: bool) -> Sample:
     if isinstance(record, str):
         record = {"text": record}
+    if isinstance(record, Mapping) and any(record.get(name) for name in IMAGES):
+        raise ValueError(SHOWN)
     text = _text(record, texts, turns_first)
     if text is not None:
         check_values(record.get("messages"))
@@ -68,6 +72,8 @@ def _sample(record: Any, where: str, stem: str, texts: Sequence[str], turns_firs
         domain = named if isinstance(named, str) else stem
         return Sample(where, domain, text=text)
     sample = sample_of(record, where, stem)
+    if sample.images:
+        raise ValueError(SHOWN)
     if not sample.messages:
         return sample
     return replace(sample, messages=_waiting(sample), given=(), unanswered=())

@@ -14,6 +14,7 @@ from specctl.train.data.answers import AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.context import LEAST_PROMPT, check_ids
 from specctl.train.data.corpus import PROSE, regions
 from specctl.train.data.records import Sample
+from specctl.train.data.shown_images import ImageReader, ShownImage
 from specctl.train.data.sources import Defects
 from specctl.train.data.written.self_source import is_question
 
@@ -27,11 +28,12 @@ def cut_prompts(
     plan: AnswerPlan,
     defects: Defects,
     known: Collection[int] = (),
+    reader: ImageReader | None = None,
 ) -> list[PromptCut]:
     """`plan.prompts` prompts, evenly from the samples: conversations, to be answered turn by turn;
     of raw text a stretch of `prompt_tokens` from its beginning or from the start of a line. None is
     longer than the plan or the target's context leaves room for, and none is among the `known`
-    ones (by `ids_key`)."""
+    ones (by `ids_key`). `reader`: of images, where samples have some."""
     room = longest_prompt(target, plan)
     cuts: list[PromptCut] = []
     seen: set[bytes] = set()
@@ -41,7 +43,7 @@ def cut_prompts(
             if len(cuts) == plan.prompts:
                 return cuts
             try:
-                cut = _cut_prompt(target, sample, turn, plan, room)
+                cut = _cut_prompt(target, sample, turn, plan, room, reader)
             except ValueError as error:
                 if turn == 0:
                     defects.note(str(error), sample.where)
@@ -71,22 +73,37 @@ def prompt_key(cut: PromptCut) -> bytes:
     if cut.dialogue is None:
         return hashlib.sha256(array("i", cut.ids).tobytes()).digest()
     said = cut.dialogue.said([""] * len(cut.dialogue.turns))
-    body = json.dumps([said, cut.dialogue.tools, cut.dialogue.turns], sort_keys=True)
+    shown = [[image.sha256 for image in cut.images]] if cut.images else []
+    body = json.dumps([said, cut.dialogue.tools, cut.dialogue.turns, *shown], sort_keys=True)
     return hashlib.sha256(b"chat:" + body.encode()).digest()
 
 
 def _cut_prompt(
-    target: Target, sample: Sample, turn: int, plan: AnswerPlan, room: int
+    target: Target,
+    sample: Sample,
+    turn: int,
+    plan: AnswerPlan,
+    room: int,
+    reader: ImageReader | None,
 ) -> PromptCut:
     if sample.messages:
+        images: tuple[ShownImage, ...] = ()
+        if sample.images:
+            assert reader is not None, "data with images are refused for a target without vision"
+            images = reader.shown(sample.images, sample.image_digests, sample.where)
+            sample = reader.as_taken(sample, target.tokenizer)
         dialogue = Dialogue.of(sample)
         if not dialogue.turns:
             raise ValueError("nothing stands before the assistant's turn")
         ids = dialogue.prompt(target.tokenizer, plan.variables(target.tokenizer), ())
+        if images and reader is not None:
+            places = reader.places(dialogue.said(()), target.tokenizer)
+            ids = reader.expanded(ids, images, places)
         if len(ids) > room:
             raise ValueError(f"conversation of more than {room:,} tokens: no room for an answer")
         check_ids(ids, target)
-        return PromptCut(array("i", ids), sample.domain, dialogue, is_question(sample.where))
+        is_own = is_question(sample.where)
+        return PromptCut(array("i", ids), sample.domain, dialogue, is_own, images)
     if not sample.text:
         raise ValueError("record has token ids alone, and neither messages nor text to answer")
     start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))

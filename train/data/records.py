@@ -19,6 +19,7 @@ from specctl.train.data.layouts import (
     LAYOUTS,
     NO_CHOICES,
     ROLE_KEYS,
+    SOUNDS,
     SYSTEMS,
     THOUGHT_KEYS,
     FieldChoices,
@@ -27,6 +28,17 @@ from specctl.train.data.layouts import (
     learns,
     listed,
     role_of,
+)
+from specctl.train.data.record_images import (
+    MessageParts,
+    given_images,
+    image_part,
+    joined_parts,
+    part_source,
+    placed_images,
+    text_part,
+    texts_of,
+    without_parts,
 )
 
 DEEPEST = 64  # lists and objects within each other in a message or a tool
@@ -53,7 +65,9 @@ class Sample:
     where it has been tokenized, the very ids, which of them are to be predicted, the fingerprint of
     the tokenizer ("": unknown), and who wrote them, where that is known. `given`: assistant turns
     that are read and neither learned nor written anew; `unanswered`: places where the target is to
-    answer, and nobody has; `left_out`: what is not text, by kind."""
+    answer, and nobody has; `images`: paths or data URIs of the images that parts {"type": "image"}
+    of the messages stand for, in order; `image_digests`: sha256 of each, once they were read;
+    `left_out`: what is neither text nor an image, by kind."""
 
     where: str
     domain: str
@@ -67,6 +81,8 @@ class Sample:
     given: tuple[int, ...] = ()
     unanswered: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    image_digests: tuple[str, ...] = ()
 
     def digest(self) -> bytes:
         """sha256 of what the sample says; its place does not count, so data may be moved."""
@@ -76,7 +92,8 @@ class Sample:
             return hashlib.sha256(b"ids:" + body.encode()).digest()
         if not self.messages:
             return hashlib.sha256(b"text:" + self.text.encode()).digest()
-        marks = [self.given, self.unanswered] if self.given or self.unanswered else []
+        marks: list[Any] = [self.given, self.unanswered] if self.given or self.unanswered else []
+        marks += [self.image_digests] if self.images else []
         body = json.dumps([self.messages, self.tools, *marks], sort_keys=True)
         return hashlib.sha256(b"chat:" + body.encode()).digest()
 
@@ -148,14 +165,19 @@ def _samples(
     if learns(reader) is False:
         raise ValueError("record is marked as not to be learned")
     content = _content(reader, is_needed=not encoded)
-    left_out = tuple(name for name in IMAGES if reader.has(name))
-    reader.skip(*IMAGES)
+    left_out = tuple(name for name in SOUNDS if reader.has(name))
+    images = given_images(reader.get(*IMAGES))
+    reader.skip(*IMAGES, *SOUNDS)
+    if images and encoded:
+        raise ValueError("record has token ids and images: ids say nothing of what these show")
     if not content.turns and not any(content.answers):
+        if images:
+            raise ValueError("record has images and a text; they stand in conversations")
         _check_unicode(content.text)
         reader.check([content.text])
         return [Sample(where, domain, text=content.text, left_out=left_out, **encoded)]
     tools = _tools(reader)
-    bare = _bare(reader, content, where, domain, tools)
+    bare = _bare(reader, content, where, domain, tools, images)
     found = [replace(one, left_out=(*left_out, *one.left_out), **encoded) for one in bare]
     reader.check([text for one in found for text in _words_of(one)])
     return found
@@ -172,7 +194,12 @@ def _content(reader: FieldReader, is_needed: bool) -> RecordContent:
 
 
 def _bare(
-    reader: FieldReader, content: RecordContent, where: str, domain: str, tools: tuple[Any, ...]
+    reader: FieldReader,
+    content: RecordContent,
+    where: str,
+    domain: str,
+    tools: tuple[Any, ...],
+    images: tuple[str, ...],
 ) -> list[Sample]:
     """The conversations of a record, without ids."""
     system = reader.get(*SYSTEMS)
@@ -190,7 +217,8 @@ def _bare(
             read = [each for one in read for each in _with_answer(one)]
         if not read:
             raise ValueError("messages is empty")
-        messages = tuple(one.message for one in read)
+        own_images = [source for one in read for source in one.images]
+        messages, shown = placed_images([one.message for one in read], own_images, images)
         spoken = [i for i, one in enumerate(read) if one.role == "assistant"]
         given = {i for i in spoken if read[i].is_learned is False}
         given |= set(spoken[:-1]) if given_before_last else set()
@@ -210,6 +238,7 @@ def _bare(
                     *(kind for one in read for kind in one.left_out),
                     *([SECOND_SYSTEM] if own and system not in (None, *own) else []),
                 ),
+                images=shown,
             )
         )
     return found
@@ -217,7 +246,7 @@ def _bare(
 
 def _words_of(sample: Sample) -> list[str]:
     """What a sample says, text by text."""
-    said = [m["content"] for m in sample.messages if isinstance(m.get("content"), str)]
+    said = [text for m in sample.messages for text in texts_of(m.get("content"))]
     return [text for text in said if text.strip()]
 
 
@@ -288,11 +317,26 @@ def without(sample: Sample, drop: Sequence[str]) -> Sample:
     def cut(text: str) -> str:
         return re.sub("(?:" + "|".join(map(re.escape, drop)) + r")[^\S\n]*\n?", "", text)
 
-    messages = tuple(
-        {**m, "content": cut(m["content"])} if isinstance(m.get("content"), str) else m
-        for m in sample.messages
-    )
+    def cut_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return text_part(cut(part["text"])) if part["type"] == "text" else part
+
+    def cut_message(message: Message) -> Message:
+        content = message.get("content")
+        if isinstance(content, str):
+            return {**message, "content": cut(content)}
+        return {**message, "content": [*map(cut_part, content)]} if content else message
+
+    messages = tuple(map(cut_message, sample.messages))
     return replace(sample, text=cut(sample.text), messages=messages)
+
+
+def without_images(sample: Sample) -> Sample:
+    """The sample as text alone, its images counted among what is left out."""
+    if not sample.images:
+        return sample
+    messages = tuple(without_parts(message) for message in sample.messages)
+    left_out = (*sample.left_out, *["image"] * len(sample.images))
+    return replace(sample, messages=messages, images=(), image_digests=(), left_out=left_out)
 
 
 # -- messages ---------------------------------------------------------------------------------
@@ -307,6 +351,7 @@ class _Turn:
     is_learned: bool | None = None
     is_open: bool = False
     left_out: tuple[str, ...] = ()
+    images: tuple[str | None, ...] = ()  # of its parts; None: the next that the record lists
 
 
 def _with_answer(turn: _Turn) -> list[_Turn]:
@@ -323,7 +368,8 @@ def _message(turn: Any, choices: FieldChoices) -> _Turn:
     reader = FieldReader(turn, choices.of_messages(), "messages.")
     word = reader.get(*ROLE_KEYS)
     role = role_of(word)
-    content, thoughts, left_out = _parts(_content_of(reader))
+    parts = _parts(_content_of(reader))
+    content, thoughts, left_out = parts.content, parts.thoughts, parts.left_out
     is_learned = learns(reader)
     if reader.values.get("mask") is not None:
         raise ValueError("a message has a mask, which some tools learn and others leave out")
@@ -337,11 +383,11 @@ def _message(turn: Any, choices: FieldChoices) -> _Turn:
     _add_calls(message, reader, str(word).strip().lower())
     if "content" not in message and "tool_calls" not in message:
         raise ValueError("a message has no content")
-    if not isinstance(message.get("content", ""), str):
+    if not isinstance(message.get("content", ""), str) and not parts.images:
         raise ValueError("the content of a message is neither text nor parts")
-    said = [value for value in (message.get("content"), thoughts) if isinstance(value, str)]
+    said = [*texts_of(message.get("content")), *([thoughts] if isinstance(thoughts, str) else [])]
     _keep_or_refuse(message, reader, said)
-    return _Turn(role, message, is_learned, left_out=left_out)
+    return _Turn(role, message, is_learned, left_out=left_out, images=parts.images)
 
 
 def _content_of(reader: FieldReader) -> Any:
@@ -366,24 +412,29 @@ def _keep_or_refuse(message: Message, reader: FieldReader, said: Sequence[str]) 
     reader.check(said)
 
 
-def _parts(content: Any) -> tuple[Any, str | None, tuple[str, ...]]:
-    """The text of a message given in parts, the thoughts among them, and the kinds of those that
-    are not text (images, sounds)."""
+def _parts(content: Any) -> MessageParts:
+    """What a message in parts says: its text, or parts of text and images; the thoughts among
+    them, and the kinds of those that are neither (sounds)."""
     if not isinstance(content, list | tuple):
-        return content, None, ()
-    texts, thoughts, left_out = list[str](), list[str](), list[str]()
+        return MessageParts(content)
+    said, thoughts, left_out = list[Any](), list[str](), list[str]()
+    images = list[str | None]()
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        said = part.get("text") if isinstance(part, Mapping) else part
+        text = part.get("text") if isinstance(part, Mapping) else part
         if isinstance(part, Mapping) and isinstance(part.get("thinking"), str):
             thoughts.append(part["thinking"])
-        elif isinstance(said, str):
-            texts.extend([said] if said else [])
-        elif str(kind).startswith(("image", "audio", "video", "input_image", "input_audio")):
+        elif isinstance(text, str):
+            said += [text_part(text)] if text else []
+        elif str(kind).startswith(("image", "input_image")):
+            images.append(part_source(part))
+            said.append(image_part())
+        elif str(kind).startswith(("audio", "video", "input_audio")):
             left_out.append(str(kind))
         else:
             raise ValueError(f"a message has a part of an unknown kind: {str(kind)[:40]!r}")
-    return "\n".join(texts), "\n".join(thoughts) or None, tuple(left_out)
+    found = joined_parts(said)
+    return MessageParts(found, "\n".join(thoughts) or None, tuple(left_out), tuple(images))
 
 
 def _add_calls(message: Message, reader: FieldReader, word: str) -> None:

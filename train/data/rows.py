@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import FileError, IntegrityError
+from specctl.core.forward.prompt_images import StoredImage, TextImages
 from specctl.core.storage.files import digest_of, sha256_file, write_json
 from specctl.train.data.pack import PackedRows
 from specctl.train.data.sources import Defects
@@ -43,7 +44,8 @@ WIDTH_STEP = 16  # batches are this much wide, or a multiple
 class DataManifest:
     """What OUT/data holds. `writer` is "target", "source" or "both": who wrote the text to be
     predicted. `held`: rows that are held out, None where the maker did not say; `answered`: prompts
-    that the target has answered; `parts`: digest and rows of each part, () for one part."""
+    that the target has answered; `parts`: digest and rows of each part, () for one part; `images`:
+    sha256 of the file that says which images stand in them, None: none do."""
 
     format: int
     digest: str
@@ -62,6 +64,7 @@ class DataManifest:
     held: int | None = None
     answered: int = 0
     parts: tuple[tuple[str, int], ...] = ()
+    images: str | None = None
 
     @property
     def identity(self) -> str:
@@ -73,12 +76,18 @@ class DataManifest:
 
 
 class TokenData:
-    """The rows of a data folder, read where they lie; safe to open from several processes."""
+    """The rows of a data folder, read where they lie; safe to open from several processes.
+    `sources`: where images lie now, by sha256, which have been moved since the rows were made."""
 
-    def __init__(self, folder: Path, manifest: DataManifest) -> None:
+    def __init__(
+        self, folder: Path, manifest: DataManifest, sources: Mapping[str, str] | None = None
+    ) -> None:
         self.folder, self.manifest = folder, manifest
         with safe_open(folder / manifest.file, framework="pt") as file:
             self._arrays: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        self.images = {}
+        if manifest.images is not None:
+            self.images = _read_images(folder, manifest, sources or {})
 
     @property
     def num_rows(self) -> int:
@@ -116,7 +125,7 @@ class TokenData:
             for name in ("ids_RS", "mask_RS", "document_RS", "position_RS")
         )
         domains = [self.manifest.domains[i] for i in self._arrays["domain_N"].tolist()]
-        return PackedRows(ids, mask, document, position, domains)
+        return PackedRows(ids, mask, document, position, domains, self.images)
 
     def batch(self, indices: Sequence[int], device: torch.device | None = None) -> TrainBatch:
         """Those rows, without taps and teacher (see `capture`), cut where all of them only pad."""
@@ -130,7 +139,20 @@ class TokenData:
             mask.bool().to(device),
             document.long().to(device),
             position.long().to(device),
+            images=self._texts(document) if self.images else (),
         )
+
+    def _texts(self, document_BS: Tensor) -> tuple[TextImages, ...]:
+        """Where texts with images stand in these rows."""
+        found = list[TextImages]()
+        for row, document_S in enumerate(document_BS):
+            start = 0
+            for number, count in zip(*_runs(document_S), strict=True):
+                images = self.images.get(number)
+                if images:
+                    found.append(TextImages(row, start, start + count, images))
+                start += count
+        return tuple(found)
 
     def lengths(self) -> list[int]:
         """Real tokens of each row."""
@@ -158,6 +180,33 @@ class TokenData:
         if manifest is None:
             raise FileError("no prepared data here", found=str(folder), do="run the training again")
         return cls(folder, manifest)
+
+
+def _runs(document_S: Tensor) -> tuple[list[int], list[int]]:
+    """The documents of a row, and how many positions each has."""
+    number_N, count_N = torch.unique_consecutive(document_S, return_counts=True)
+    return number_N.tolist(), count_N.tolist()
+
+
+def _images_file(name: str) -> str:
+    """Beside a file of rows, which says what images stand in them."""
+    return name.replace("rows-", "images-").replace(".safetensors", ".json")
+
+
+def _read_images(
+    folder: Path, manifest: DataManifest, sources: Mapping[str, str]
+) -> dict[int, tuple[StoredImage, ...]]:
+    path = folder / _images_file(manifest.file)
+    if not path.is_file() or sha256_file(path) != manifest.images:
+        raise _damaged(path, "missing, or other bytes")
+    listed = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        int(number): tuple(
+            StoredImage(sources.get(sha256, source), sha256, first, end)
+            for source, sha256, first, end in each
+        )
+        for number, each in listed.items()
+    }
 
 
 def read_manifest(folder: Path) -> DataManifest | None:
@@ -215,6 +264,13 @@ def write_rows(
         arrays["prompt_P"] = np.array(sorted(set(prompts)), dtype=np.int64)
     name = f"rows-{digest[:12]}.safetensors"
     sha256 = write_arrays(folder / name, arrays, {"digest": digest})
+    images = None
+    if rows.images:
+        listed = {
+            str(number): [[*astuple(i)] for i in each] for number, each in rows.images.items()
+        }
+        write_json(folder / _images_file(name), listed)
+        images = sha256_file(folder / _images_file(name))
     R, S = rows.ids_RS.shape
     manifest = DataManifest(
         format=FORMAT,
@@ -234,9 +290,11 @@ def write_rows(
         held=held,
         answered=answered,
         parts=tuple(parts),
+        images=images,
     )
     write_json(folder / MANIFEST, asdict(manifest))
     for old in folder.glob("rows-*.safetensors"):
         if old.name != name and _ROWS.fullmatch(old.name):
             old.unlink()
+            (folder / _images_file(old.name)).unlink(missing_ok=True)
     return manifest

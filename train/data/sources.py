@@ -22,6 +22,7 @@ from specctl.train.data.defects import Defects
 from specctl.train.data.hub_sets import hub_rows, saved_rows
 from specctl.train.data.json_records import Read, holds_splits, json_records
 from specctl.train.data.layouts import NO_CHOICES, FieldChoices
+from specctl.train.data.record_images import resolved
 from specctl.train.data.records import Sample, samples_of, without_nulls
 from specctl.train.data.splits import ALL, DEFAULT, folder_splits, is_about, no_split
 from specctl.train.data.streams import BROKEN, content_stem, content_suffix, opened
@@ -150,7 +151,8 @@ def _read(
         rows = hub_rows(source.name, split) if is_hub else saved_rows(source.path, source.split)
         for number, record in enumerate(rows):
             record = without_nulls(record)
-            yield from _usable(record, f"{domain}: row {number}", domain, defects, choices)
+            for sample in _usable(record, f"{domain}: row {number}", domain, defects, choices):
+                yield sample if is_hub else _beside(sample, source.path)
     else:
         for file, kind in source.files:
             yield from _samples_of(file, kind, source, split, defects, choices)
@@ -170,7 +172,16 @@ def _samples_of(
     inside = None if source.split is not None or split == ALL else split
     for where, record in file_records(file, kind, inside):
         record = without_nulls(record) if kind in (PARQUET, ARROW) else record
-        yield from _usable(record, where, source.domain or content_stem(file), defects, choices)
+        domain = source.domain or content_stem(file)
+        for sample in _usable(record, where, domain, defects, choices):
+            yield _beside(sample, file.parent)
+
+
+def _beside(sample: Sample, folder: Path) -> Sample:
+    """The sample with paths of images as they are from that folder."""
+    if not sample.images:
+        return sample
+    return replace(sample, images=resolved(sample.images, folder))
 
 
 def file_records(file: Path, kind: str, split: str | None = None) -> Iterator[Read]:

@@ -14,11 +14,13 @@ from torch import Tensor
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Drafter, Needs
 from specctl.core.forward.sub_layers import SubLayers
-from specctl.core.language_model import LanguageModel
+from specctl.core.language_model import Feed, LanguageModel
 from specctl.models.kernels import linear
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.not_finite import is_bad, not_numbers
 from specctl.runtime.target.target import Target
+from specctl.train.data.shown_images import ImageReader, placeholders
+from specctl.train.features.image_feed import with_seen
 
 FEW = 1 / 4  # of the target's ids: a draft vocabulary for which only its own columns are made
 
@@ -32,15 +34,19 @@ def training_needs(drafter: Drafter, is_stretch: bool = False) -> Needs:
     return replace(needs, teacher_rows=by_rows, teacher_log_z=by_rows and is_few)
 
 
-def capture(target: Target, batch: TrainBatch, needs: Needs) -> TrainBatch:
+def capture(
+    target: Target, batch: TrainBatch, needs: Needs, reader: ImageReader | None = None
+) -> TrainBatch:
     """What `read` gives, of a frozen target; NumbersError where its states or logits are no
-    numbers.
+    numbers. `reader`: of the batch's images; None: one is made where there are some.
 
     Runs under `no_grad`, not `inference_mode`: the taps enter the drafter's autograd graph, which
     refuses inference tensors.
     """
     with torch.no_grad():
-        found = read(target, batch, needs)
+        if batch.images and reader is None:
+            reader = ImageReader(target)
+        found = read(target, batch, needs, reader=reader)
         at = first_not_finite(found)
     if at is not None:
         row, place = at
@@ -74,24 +80,37 @@ def read(
     needs: Needs,
     parts: SubLayers | None = None,
     residual_BSD: Tensor | None = None,
+    reader: ImageReader | None = None,
 ) -> TrainBatch:
     """The batch on the target's device, with its taps and teacher logits in the target's dtype, and
     with a gradient where the target learns. Documents do not see each other, as in `TrainBatch`.
-    `parts` are the layers that run (None: all), behind the embeddings or behind `residual_BSD`."""
+    `parts` are the layers that run (None: all), behind the embeddings or behind `residual_BSD`.
+    `reader`: of the images in its texts, which a frozen target of all layers reads alone."""
     batch = to_device(batch, target.device)
+    if batch.images:
+        assert reader is not None, "batches with images come with their reader"
+        assert parts is None, "a target with images is read as a whole"
+        batch = replace(batch, image_BS=placeholders(batch, reader.vision.unsaid))
     if not needs.taps and not needs.teacher:
         return batch
     last = target.spec.num_layers
     by_rows = needs.teacher and needs.teacher_rows and has_plain_head(target.lm)
-    out = target.lm.dense(
-        batch.ids_BS,
-        batch.position_BS,
-        target.lm.document_masks(batch.document_BS),
-        tuple(sorted({*needs.taps, last} if by_rows else needs.taps)),
-        logits=needs.teacher and not by_rows,
-        parts=parts,
-        residual_BSD=residual_BSD,
-    )
+    masks = target.lm.document_masks(batch.document_BS)
+    wanted = tuple(sorted({*needs.taps, last} if by_rows else needs.taps))
+    shows = needs.teacher and not by_rows
+    if batch.images and reader is not None:
+        feed = Feed(batch.ids_BS, batch.position_BS, masks, wanted, shows)
+        out = target.lm.run(with_seen(reader, batch, feed, target.dtype), None)
+    else:
+        out = target.lm.dense(
+            batch.ids_BS,
+            batch.position_BS,
+            masks,
+            wanted,
+            logits=shows,
+            parts=parts,
+            residual_BSD=residual_BSD,
+        )
     rows = None
     if by_rows:
         head = target.borrowed()
@@ -123,4 +142,5 @@ def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
         loss_mask_BS=batch.loss_mask_BS.to(device),
         document_BS=batch.document_BS.to(device),
         position_BS=batch.position_BS.to(device),
+        image_BS=None if batch.image_BS is None else batch.image_BS.to(device),
     )

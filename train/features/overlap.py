@@ -77,6 +77,8 @@ def _tensors(batch: TrainBatch) -> Iterator[Tensor]:
     """All that were made for a batch."""
     yield from (batch.ids_BS, batch.loss_mask_BS, batch.document_BS, batch.position_BS)
     yield from batch.taps.values()
+    if batch.image_BS is not None:
+        yield batch.image_BS
     if batch.teacher_BSV is not None:
         yield batch.teacher_BSV
     if batch.teacher_rows is not None:

@@ -26,6 +26,7 @@ from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.served import ServedLM
 from specctl.runtime.target.target import Target
+from specctl.train.data.shown_images import ImageReader
 from specctl.train.features.capture import capture, first_not_finite, to_device
 
 Text = tuple[int, ...]
@@ -42,9 +43,10 @@ class InProcess:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.reader = None if target.vision is None else ImageReader(target)
 
     def read(self, batch: TrainBatch, needs: Needs) -> TrainBatch:
-        return capture(self.target, batch, needs)
+        return capture(self.target, batch, needs, self.reader)
 
 
 class StateSource(Protocol):

@@ -25,7 +25,7 @@ from specctl.train.data.answers import OVER, AnswerJob, PromptCut, sampling_of
 from specctl.train.data.preparation import Preparation
 from specctl.train.data.prepare import encode_documents, field_choices, with_questions
 from specctl.train.data.prompts import cut_prompts
-from specctl.train.data.records import Sample
+from specctl.train.data.records import Sample, without_images
 from specctl.train.data.sources import HUB, SELF, Defects, find_source, names_of, read_samples
 from specctl.train.data.written.regenerate import EngineWriter
 from specctl.train.data.written.self_source import check_self, others_of, uses_self
@@ -190,7 +190,8 @@ def some_prompts(data: DataPart) -> SomePrompts:
 
 def _samples(data: DataPart, defects: Defects) -> Iterator[Sample]:
     choices = field_choices(data)
-    return read_samples(data.source, data.format, data.split, data.seed, defects, choices)
+    found = read_samples(data.source, data.format, data.split, data.seed, defects, choices)
+    return map(without_images, found)
 
 
 def _prompts(made: Preparation, samples: Sequence[Sample]) -> list[PromptCut]:

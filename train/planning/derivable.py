@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from specctl.core.errors import RecipeError
-from specctl.recipes.schema import Recipe
+from specctl.core.errors import FileError, RecipeError
+from specctl.recipes.schema import DataPart, Recipe
 from specctl.train.assemble import served_family
+from specctl.train.data.image_checks import count_images
+
+
+def _has_images(data: DataPart) -> bool:
+    """Whether records hold images; of data that are not here yet nobody knows."""
+    try:
+        return count_images(data, 1) > 0
+    except FileError:
+        return False
 
 
 def check_derivable(recipe: Recipe) -> None:
@@ -17,6 +26,7 @@ def check_derivable(recipe: Recipe) -> None:
         (recipe.train.lora is not None, "adapts a drafter that is trained already"),
         (recipe.data.on_policy > 0, "learns from text that the drafter writes"),
         (recipe.data.target_source != "inprocess", "reads the target's states from elsewhere"),
+        (_has_images(recipe.data), "learns from data with images"),
     ):
         if is_so:
             raise RecipeError(

@@ -31,6 +31,7 @@ from specctl.train.assemble import (
     trainable_family,
 )
 from specctl.train.data.context import check_context
+from specctl.train.data.image_checks import planned_images
 from specctl.train.data.written.writing_target import is_read_packed
 from specctl.train.features.capture import training_needs
 from specctl.train.features.kept import Form
@@ -85,6 +86,7 @@ class RunPlan:
     parts: tuple[Part, ...]
     basis: str
     sources: tuple[SourceShare, ...] = ()
+    images: int = 0  # in the data, which the target is shown
     added: int = 0  # numbers that joint training adds to the target, which it changes
     remarks: tuple[str, ...] = ()  # of drafting with what is trained
     features_elsewhere: int = 0  # bytes of all features, in a folder that is not the run's
@@ -142,6 +144,7 @@ class RunPlan:
             "parts": [part.to_json() for part in self.parts],
             "basis": self.basis,
             "data": [source.to_json() for source in self.sources],
+            **({"images": self.images} if self.images else {}),
             **({"remarks": list(self.remarks)} if self.remarks else {}),
             **({"features_bytes": self.features_elsewhere} if self.features_elsewhere else {}),
         }
@@ -201,6 +204,7 @@ def plan(
         weighing=weighing,
         steps=train.steps,
         sources=source_shares(data),
+        images=planned_images(data, train, recipe.drafter, recipe.target),
         added=counts.added,
         remarks=tuple(drafter.remarks(spec is None and is_read_packed(recipe.target))),
         parts=(*elsewhere, *timed.parts),

@@ -30,7 +30,7 @@ from specctl.runtime.target.hub import is_local
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.data.pack import Document, pack
 from specctl.train.data.prepare import encode_document, field_choices
-from specctl.train.data.records import Sample
+from specctl.train.data.records import Sample, without_images
 from specctl.train.data.rows import TokenData, write_rows
 from specctl.train.data.sources import Defects, is_corpus, read_samples
 from specctl.train.planning.data_shares import source_shares
@@ -93,7 +93,7 @@ def source_text(data: DataPart, clock: Callable[[], float]) -> SourceText:
     try:
         choices = field_choices(data)
         samples = read_samples(data.source, data.format, data.split, data.seed, Defects(), choices)
-        for sample in samples:
+        for sample in map(without_images, samples):  # lengths are estimated by their texts
             sample.digest()
             seen += len(sample.text) + sum(len(str(message)) for message in sample.messages)
             if len(found) < data.prompts:

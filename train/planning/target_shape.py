@@ -88,6 +88,12 @@ def target_shape(part: TargetPart) -> TargetShape:
     return shape
 
 
+def is_multimodal_target(part: TargetPart) -> bool:
+    """Whether a recipe's target reads more than text, by its configuration."""
+    resolved = resolve(part.name, part.revision)
+    return resolved.shape is None and is_multimodal(_config(resolved))
+
+
 def shape_of(spec: ModelSpec) -> TargetShape:
     """What a spec alone says: a gated decoder, each of whose numbers every token meets."""
     count = parameters_of(spec)

@@ -22,7 +22,7 @@ from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, VocabPart
 from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import field_choices
-from specctl.train.data.records import Sample
+from specctl.train.data.records import Sample, without_images
 from specctl.train.data.rows import TokenData
 from specctl.train.data.sources import Defects, read_samples
 from specctl.train.data.written.self_source import with_file
@@ -104,4 +104,5 @@ def recipe_samples(part: DataPart, folder: Path) -> Iterable[Sample]:
     """The text of the recipe's source; `folder` holds what the target wrote of it."""
     part = with_file(part, folder)
     choices = field_choices(part)
-    return read_samples(part.source, part.format, part.split, part.seed, Defects(), choices)
+    found = read_samples(part.source, part.format, part.split, part.seed, Defects(), choices)
+    return map(without_images, found)

@@ -12,7 +12,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from specctl.core.errors import SpecctlError
 from specctl.core.forward.slot_state import PENDING
 from specctl.core.storage.files import digest_of
 from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.image_rows import with_images
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
 from specctl.runtime.target.device import PACKED
@@ -37,6 +38,7 @@ from specctl.train.data.answers import (
     sampling_of,
 )
 from specctl.train.data.prompts import longest_prompt, prompt_key
+from specctl.train.data.shown_images import ImageReader, stored
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.distributed.ranks import Ranks
 
@@ -65,7 +67,8 @@ class EngineWriter:
                 if job is None:
                     break
                 open_jobs[job.index] = job
-                engine.submit(job.index, Request(tuple(job.prompt_ids), job.sampling))
+                request = Request(tuple(job.prompt_ids), job.sampling)
+                engine.submit(job.index, with_images(self.engine.target, request, job.images))
             if not open_jobs:
                 return
             for emission in engine.step():
@@ -132,10 +135,11 @@ def regenerate(
     console: Reporter | None = None,
     writer: AnswerWriter | None = None,
     ranks: Ranks | None = None,
+    reader: ImageReader | None = None,
 ) -> list[WrittenAnswer]:
     """The target's answers to the prompts, in their order; those in `folder` are read, not redone.
     They are written by `writer`, else by the engine, each rank its share. Prompts that a server
-    could not answer are left out."""
+    could not answer are left out. `reader`: of the images of prompts that have some."""
     console = console if console is not None else SilentReporter()
     ranks = ranks if ranks is not None else Ranks()
     if not prompts:
@@ -147,7 +151,7 @@ def regenerate(
     with AnswerJournal(home, digest, ranks.rank) as journal:
         with ranks.together():  # nobody appends before all have read
             found = journal.read()
-        desk = _Desk(target, prompts, plan, journal, found.turns)
+        desk = _Desk(target, prompts, plan, journal, found.turns, reader)
         missing = [i for i in range(len(prompts)) if desk.next_job(i) is not None]
         if found.num_damaged:
             console.warn(f"regenerate: {found.num_damaged:,} damaged records, answered anew")
@@ -188,7 +192,9 @@ class _Desk:
         plan: AnswerPlan,
         journal: AnswerJournal,
         turns: dict[int, list[Turn]],
+        reader: ImageReader | None = None,
     ) -> None:
+        self.reader = reader
         self.target, self.prompts, self.plan = target, prompts, plan
         self.journal, self.turns = journal, turns
 
@@ -200,7 +206,7 @@ class _Desk:
             for index in indices:
                 job = self.next_job(index)
                 if job is not None:
-                    yield job
+                    yield self._shown(job)
 
         def done(job: AnswerJob, new_ids: Sequence[int], reason: str) -> AnswerJob | None:
             nonlocal num_tokens
@@ -212,9 +218,18 @@ class _Desk:
             more = self.next_job(job.index)
             if more is None:
                 advance(1, f"{num_tokens / (time.perf_counter() - started):,.0f} tok/s")
-            return more
+            return None if more is None else self._shown(more)
 
         writer.write(jobs(), done)
+
+    def _shown(self, job: AnswerJob) -> AnswerJob:
+        """The job with what stands at the placeholders of its images, read by the tower now."""
+        prompt = self.prompts[job.index]
+        if not prompt.images:
+            return job
+        assert self.reader is not None, "prompts with images come with their reader"
+        images = stored(job.prompt_ids, prompt.images)
+        return replace(job, images=self.reader.seen(job.prompt_ids, images)) if images else job
 
     def next_job(self, index: int) -> AnswerJob | None:
         """The next turn of a prompt; None where it has all its answers. A conversation also ends
@@ -230,6 +245,9 @@ class _Desk:
         try:
             variables = self.plan.variables(self.target.tokenizer)
             ids = prompt.dialogue.prompt(self.target.tokenizer, variables, answers)
+            if prompt.images and self.reader is not None:
+                places = self.reader.places(prompt.dialogue.said(answers), self.target.tokenizer)
+                ids = self.reader.expanded(ids, prompt.images, places)
         except ValueError:
             return None
         fits = len(ids) <= longest_prompt(self.target, self.plan)

@@ -1,0 +1,101 @@
+"""Data with images before a run: how many there are, and what of a recipe cannot go with them.
+
+Images are found by reading the records, which is done for multimodal targets alone; for others the
+first record with an image stops the run when its data are read.
+"""
+
+from __future__ import annotations
+
+from specctl.core.errors import FileError, IncompatibleError
+from specctl.drafters import family
+from specctl.recipes.schema import DataPart, DrafterPart, TargetPart, TrainPart
+from specctl.runtime.target.target import Target
+from specctl.train.data.prepare import field_choices
+from specctl.train.data.shown_images import no_images_here
+from specctl.train.data.sources import (
+    CORPUS,
+    HUB,
+    SELF,
+    Defects,
+    find_source,
+    names_of,
+    read_samples,
+)
+from specctl.train.planning.target_shape import is_multimodal_target
+
+WITHOUT = "leave it out, or learn the texts alone: --set data.images=drop"
+
+
+def count_images(data: DataPart, most: int | None = None) -> int:
+    """The images of the data that are to be read, up to `most` (None: all). Data sets of the hub
+    are not looked at: their records come with the run."""
+    names = [name for name in names_of(data.source) if _is_here(name, data)]
+    if data.images == "drop" or not names:
+        return 0
+    count, choices = 0, field_choices(data)
+    for sample in read_samples(names, data.format, data.split, data.seed, Defects(), choices):
+        count += len(sample.images)
+        if most is not None and count >= most:
+            return count
+    return count
+
+
+def _is_here(name: str, data: DataPart) -> bool:
+    return find_source(name, data.format, data.split).kind not in (CORPUS, HUB, SELF)
+
+
+def check_parts(data: DataPart, train: TrainPart, name: str, processes: int = 1) -> None:
+    """IncompatibleError for a run that cannot learn from images, by what of it reads text alone.
+    `name`: of its family."""
+    if family(name).borrows_layers:
+        raise runs_layers(name)
+    wrong: list[tuple[bool, str, str]] = [
+        (data.features == "offline", "data.features=offline", "--set data.features=online"),
+        (data.kept_features is not None, "data.kept_features", WITHOUT),
+        (data.target_source != "inprocess", f"data.target_source={data.target_source}", WITHOUT),
+        (data.endpoint is not None, "data.endpoint", "leave it out: the target here writes"),
+        (data.on_policy > 0, "data.on_policy", "--set data.on_policy=0"),
+        (train.joint is not None, "a target that learns (train.joint)", WITHOUT),
+        (train.sequence_parallel > 1, "train.sequence_parallel", "leave it out"),
+        (train.parallel == "fsdp" and processes > 1, "train.parallel=fsdp", "leave it out"),
+    ]
+    for is_wrong, what, do in wrong:
+        if is_wrong:
+            raise no_images_here(what, do)
+
+
+def runs_layers(name: str) -> IncompatibleError:
+    """The error for a family whose training runs layers of the target, which would read ids alone
+    where an image stands."""
+    return no_images_here(
+        f"family {name}, which runs layers of the target,",
+        "a family with layers of its own (eagle3, small-lm), or --set data.images=drop",
+    )
+
+
+def shows_images(
+    data: DataPart,
+    train: TrainPart,
+    drafter: DrafterPart,
+    part: TargetPart,
+    target: Target | None = None,
+    processes: int = 1,
+) -> bool:
+    """Whether a run reads images: its data hold some, and its target (None: that of the `part`,
+    which is yet to be loaded) may see them. Raises IncompatibleError as `check_parts`."""
+    if data.images == "drop":
+        return False
+    may_see = is_multimodal_target(part) if target is None else bool(target.vision)
+    if not may_see or not count_images(data, 1):
+        return False
+    check_parts(data, train, drafter.family, processes)
+    return True
+
+
+def planned_images(data: DataPart, train: TrainPart, drafter: DrafterPart, part: TargetPart) -> int:
+    """How many images the run will show its target, of data that are here; IncompatibleError where
+    it cannot learn from them."""
+    try:
+        return count_images(data) if shows_images(data, train, drafter, part) else 0
+    except FileError:  # data that are not here yet
+        return 0
