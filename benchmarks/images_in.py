@@ -50,9 +50,9 @@ from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.pretrain.shapes import shapes_recipe, train_shapes
+from specctl.train.pretrain.shapes import MARK, QUESTION, shapes_recipe, train_shapes
 
-PROMPT = "<image> What is this?"
+PROMPT = f"{MARK} {QUESTION}"
 CHAIN = {"policy": "chain", "length": 4}
 
 
@@ -280,7 +280,7 @@ def main() -> None:
     lessons = seen(target, range(2_000_000, 2_000_000 + flags.train))
     written = run(target, lessons, temperature=0.7)
     answers = [Answered(*p, c.tokens) for p, c in zip(lessons, written, strict=True)]
-    question = target.encode(PROMPT.removeprefix(MARK).strip())
+    question = target.encode(QUESTION)
     unseen = run(target, [(question, None)] * flags.train, temperature=0.7)
     texts = [Answered(question, None, one.tokens) for one in unseen]
     share, words = right(target, seeds, plain)

@@ -22,10 +22,11 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from specctl.core.batch import HeadRows, TrainBatch
+from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, RoundView, Space, StepState
 from specctl.core.errors import RecipeError
 from specctl.drafters.frames.feature_drafter import FeatureOptions
+from specctl.drafters.frames.text_alone import begins, without
 from specctl.drafters.frames.visual_drafter import VISUAL, VisualDrafter, VisualState
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.trunk import TrunkNet
@@ -113,7 +114,7 @@ class Flash(VisualDrafter):
             return batch
         state_BSD = state_BSD.to(self.dtype)
         visual_BSD, keep_BS = torch.zeros_like(state_BSD), torch.ones_like(image_BS)
-        begins_BS = _begins(batch.document_BS)
+        begins_BS = begins(batch.document_BS)
         for b, row in enumerate(image_BS.tolist()):
             starts = begins_BS[b].tolist()
             for first, end in runs_of(row, starts):
@@ -127,13 +128,6 @@ class Flash(VisualDrafter):
         return CompressedState(self, state, space.unsaid) if space.unsaid else state
 
 
-def _begins(document_BS: Tensor) -> Tensor:
-    """Bool [B, S]: another document begins."""
-    begins_BS = torch.ones_like(document_BS, dtype=torch.bool)
-    begins_BS[:, 1:] = document_BS[:, 1:] != document_BS[:, :-1]
-    return begins_BS
-
-
 def runs_of(flags: Sequence[bool], begins: Sequence[bool] = ()) -> Iterator[tuple[int, int]]:
     """Runs of True, first and end, cut where something `begins`."""
     first: int | None = None
@@ -145,41 +139,6 @@ def runs_of(flags: Sequence[bool], begins: Sequence[bool] = ()) -> Iterator[tupl
             first = at
     if first is not None:
         yield first, len(flags)
-
-
-def without(batch: TrainBatch, keep_BS: Tensor) -> TrainBatch:
-    """The batch without the positions where `keep_BS` is False: those behind move up, in their
-    document as well."""
-    assert batch.part is None, "positions of a stretch cannot move"
-    gone_BS = (~keep_BS).long()
-    before_BS = gone_BS.cumsum(1) - gone_BS
-    at_S = torch.arange(keep_BS.shape[1], device=keep_BS.device)
-    first_BS = torch.where(_begins(batch.document_BS), at_S, 0).cummax(1).values
-    position_BS = batch.position_BS - before_BS + before_BS.gather(1, first_BS)
-    order_BS = keep_BS.long().sort(dim=1, descending=True, stable=True).indices
-    order_BS = order_BS[:, : int(keep_BS.sum(1).max())]
-    kept_BS = keep_BS.gather(1, order_BS)
-
-    def moved(values: Tensor) -> Tensor:
-        index = order_BS[(...,) + (None,) * (values.ndim - 2)]
-        return values.gather(1, index.expand(*order_BS.shape, *values.shape[2:]))
-
-    teacher, rows = batch.teacher_BSV, batch.teacher_rows
-    if rows is not None:
-        flat_R = (order_BS + at_S.new_tensor(range(len(order_BS)))[:, None] * len(at_S)).flatten()
-        log_z_R, best_R = (None if x is None else x[flat_R] for x in (rows.log_z_R, rows.best_R))
-        rows = HeadRows(rows.state_RD[flat_R], rows.weight_VD, rows.bias_V, log_z_R, best_R)
-    return replace(
-        batch,
-        ids_BS=moved(batch.ids_BS),
-        loss_mask_BS=moved(batch.loss_mask_BS) & kept_BS,
-        document_BS=torch.where(kept_BS, moved(batch.document_BS), -1),
-        position_BS=moved(position_BS),
-        taps={tap: moved(value_BSD) for tap, value_BSD in batch.taps.items()},
-        teacher_BSV=None if teacher is None else moved(teacher),
-        teacher_rows=rows,
-        image_BS=None if batch.image_BS is None else moved(batch.image_BS) & kept_BS,
-    )
 
 
 class CompressedState(ShortContextState):

@@ -14,8 +14,9 @@ from specctl.core.drafter import Space
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.language_model import Feed
 from specctl.drafters import family
-from specctl.drafters.flash import Flash, runs_of, without
+from specctl.drafters.flash import Flash, runs_of
 from specctl.drafters.frames.feature_drafter import FeatureDrafter
+from specctl.drafters.frames.text_alone import without
 from specctl.drafters.frames.visual_drafter import VISUAL, VisualDrafter
 from specctl.drafters.msd import documents_drawn, multimodal_share
 from specctl.drafters.states.feature_state import FeatureState
