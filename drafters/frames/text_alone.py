@@ -3,7 +3,7 @@
 What is drafted then depends on the text alone (a text-only draft for a multimodal target: arXiv
 2404.08856, section 3), in training as in drafting (`ShortContextState`). A token behind an image is
 predicted from the text before it.
-Letters: B rows, R flat rows, S sequence, X any axes.
+Letters: B rows, D hidden width, R flat rows, S sequence, V target vocabulary, X any axes.
 """
 
 from __future__ import annotations

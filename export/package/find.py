@@ -131,9 +131,11 @@ def load_found(
     if recipe is not None:
         family = families()[recipe.drafter.family]
         options: Any = read_options(family.options, recipe.drafter.options)
-        options = options.of(target.lm) if isinstance(options, TeamOptions) else options
+        serve = recipe.serve.model_dump(mode="json")
+        if isinstance(options, TeamOptions) and (joined := options.of(target.lm)) != options:
+            options, serve = joined, serve | _sizes(USUAL_LENGTH)
         drafter = family.build(options, target.spec, None).to(target.device, target.dtype)
-        return _served(drafter, recipe.serve.model_dump(mode="json"))
+        return _served(drafter, serve)
     if found.folder is None and found.name == CARRIED:
         from specctl.runtime.target.mtp_checkpoint import own_module
 
@@ -165,9 +167,14 @@ def load_team(found: Sequence[Found], target: Target, allow: Sequence[str]) -> D
     members = [load_found(each, target, allow) for each in found]
     members.sort(key=lambda member: member.module is not None)
     usual = int(members[-1].serve.get("length", USUAL_LENGTH))
+    serve = {"policy": "switch", "controller": "cascade", **_sizes(usual)}
+    return _served(Team.of(members), serve)
+
+
+def _sizes(usual: int) -> dict[str, Any]:
+    """How far a team drafts of which a member usually drafts so far."""
     lengths = (usual, 3 * usual // 2, 2 * usual)
-    sizes = {"length": lengths[-1], "nodes": lengths[-1], "lengths": lengths}
-    return _served(Team.of(members), {"policy": "switch", "controller": "cascade", **sizes})
+    return {"length": lengths[-1], "nodes": lengths[-1], "lengths": lengths}
 
 
 def _served(drafter: Drafter, serve: Mapping[str, Any]) -> Drafter:

@@ -70,6 +70,7 @@ def test_auto_drafts_with_rounded_weights_where_these_pay(
     monkeypatch.setattr(type(module), "native", lambda self, bits=None: object())
     monkeypatch.setattr(FastLlama, "token_bytes", 10**8)
     assert names(tiny_target) == [*usual, "quantspec"]
+    assert load_drafter("auto", tiny_target).serve["lengths"] == (5, 7, 10)
     sources = [
         load_drafter("auto", each) for each in (tiny_target, replace(tiny_target, lm=halves))
     ]
