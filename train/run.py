@@ -407,7 +407,7 @@ def _load_target(
     is_elsewhere: bool,
     wanted: Sequence[AttentionOnly],
     device: torch.device,
-    images: bool,
+    images: bool = False,
 ) -> Target:
     """The target; where its states come from outside, without its layers; with its vision where the
     data hold `images`."""

@@ -29,13 +29,20 @@ NAMELESS = {
     "dfly": {"fusion"},
     "domino": {"memory"},
     "falcon": {"lstm"},
+    "flash": {"slots"},
     "lilicorr": {"lattice"},
     "uno": {"layers"},
     "jump": {"layers"},
     **{name: {"tokens"} for name in ("k-forcing", "lexical-unit", "pass", "ppd", "s3d")},
 }
 # A random target is sure of nothing; a correction learns beside the block from the first step on.
-OPTIONS = {"lexical-unit": {"unit": 0.01}, "domino": {"base_weight": 0.5}, "jump": {"num_heads": 2}}
+# FLASH's queries learn from images alone.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lexical-unit": {"unit": 0.01},
+    "domino": {"base_weight": 0.5},
+    "jump": {"num_heads": 2},
+    "flash": {"latents": None},
+}
 FAMILIES = [name for name, family in families().items() if family.trainable]
 
 

@@ -6,7 +6,7 @@ first record with an image stops the run when its data are read.
 
 from __future__ import annotations
 
-from specctl.core.errors import FileError, IncompatibleError
+from specctl.core.errors import FileError, IncompatibleError, SpecctlError
 from specctl.drafters import family
 from specctl.recipes.schema import DataPart, DrafterPart, TargetPart, TrainPart
 from specctl.runtime.target.target import Target
@@ -85,11 +85,20 @@ def shows_images(
     which is yet to be loaded) may see them. Raises IncompatibleError as `check_parts`."""
     if data.images == "drop":
         return False
-    may_see = is_multimodal_target(part) if target is None else bool(target.vision)
+    may_see = _may_see(part) if target is None else bool(target.vision)
     if not may_see or not count_images(data, 1):
         return False
     check_parts(data, train, drafter.family, processes)
     return True
+
+
+def _may_see(part: TargetPart) -> bool:
+    """Whether the target of that part reads images; one whose configuration is not to be had does
+    not, and whoever loads it says why."""
+    try:
+        return is_multimodal_target(part)
+    except SpecctlError:
+        return False
 
 
 def planned_images(data: DataPart, train: TrainPart, drafter: DrafterPart, part: TargetPart) -> int:

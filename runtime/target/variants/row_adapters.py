@@ -1,7 +1,7 @@
 """LoRA adapters that requests choose: rows of one forward, each of the target or of an adapter.
 
 Nothing is merged: W x is computed once for all rows, and those of an adapter read
-W x + s B A x (S-LoRA, arXiv 2311.03285, section 3). So a target and its adapters are held once and
+W x + s B A x (S-LoRA, arXiv 2311.03285). So a target and its adapters are held once and
 answer in one batch, and every row is written as if it were alone. Drafters draft for all of them;
 what they draft is verified by what the row reads.
 Letters: B rows, I inputs, O outputs, R rank, T fed tokens.
