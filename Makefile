@@ -3,7 +3,7 @@
 #                     real chat model (TARGET=tiny: for the embedded one, without a download)
 #   make test         the test suite (make test-fast: a part of it in 90 seconds, between edits)
 # Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md, docs/results), check (lint, types, tests), real (tests on SmolLM2),
-#   grpo (the example with TRL), lm-eval (lm-evaluation-harness), proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
+#   grpo (the example with TRL), lm-eval (lm-evaluation-harness), errors (every error that the tests provoke, with its remedy), proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
 # GPU=1 takes the default build of torch instead of the CPU build.
 
 SHELL := /bin/bash
@@ -27,7 +27,7 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 BUILD_LOG := $(VENV)/install.log
 
-.PHONY: help install dev docs docs-tables locks quickstart test test-fast fast-tier sanitize real real-model grpo lm-eval lint types check proof bench gpu gpu-dry clean former \
+.PHONY: help install dev docs docs-tables locks quickstart test test-fast errors fast-tier sanitize real real-model grpo lm-eval lint types check proof bench gpu gpu-dry clean former \
   proof-training proof-claims dist-check \
   proof-kill proof-faults proof-resume proof-order proof-nan proof-damage proof-term proof-changed \
   proof-shards proof-lock proof-answers proof-nodes proof-joint proof-page proof-serving \
@@ -121,6 +121,13 @@ test: $(VENV)/.dev
 test-fast: $(VENV)/.dev
 	$(PYTEST) -m "not proof" --fast --ignore=tests/real --junitxml=build/fast.xml; [ $$SECONDS -le 90 ] \
 	  || echo "$$SECONDS s are too long for two free cores: make test fast-tier"
+
+# Every error that the tests provoke, with its remedy and whether that names what there is; places
+# that raise one and that no test reaches: --unprovoked.
+errors: $(VENV)/.dev
+	rm -rf build/errors
+	$(PYTEST) -m "not proof" --errors build/errors
+	$(BIN)/python tests/specctl_testing/error_walk.py build/errors
 
 # The list anew, from what make test and make test-fast measured here.
 fast-tier: $(VENV)/.dev

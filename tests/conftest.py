@@ -12,6 +12,7 @@ import pytest
 from specctl.cli.app.console import Console
 from specctl.runtime.target.target import Target
 from specctl_testing.cli.next_lines import wrong_lines
+from specctl_testing.error_walk import record
 from specctl_testing.fast_tier import parted
 from specctl_testing.models import build_model
 
@@ -23,6 +24,12 @@ if hasattr(signal, "SIGHUP"):  # so does nohup with a hang-up
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="the tests of make test-fast alone")
+    parser.addoption("--errors", type=Path, help="write every error that is made to that folder")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (folder := config.getoption("errors")) is not None:
+        record(folder)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: a part of what they leave

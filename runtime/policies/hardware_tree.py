@@ -47,7 +47,7 @@ def check_profile(profile: Profile) -> Profile:
             found=str([list(level) for level in found]),
             expected="positive numbers that sum to at most 1 in each level, "
             "for example [[0.6, 0.2], [0.5, 0.1]]",
-            do="measure it: python benchmarks/trees.py --calibrate --draft PACKAGE",
+            do="measure it in a clone: python benchmarks/trees.py --calibrate --draft PACKAGE",
         )
     return found
 

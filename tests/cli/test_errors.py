@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 
 from specctl.core.errors import Exit
 from specctl_testing.cli import commands
+from specctl_testing.error_walk import places, provoked, remedies, wrong_words
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "tiny"
@@ -257,6 +261,37 @@ def check_step(command: str, do: str) -> None:
         assert commands.why_not(words) is None, (do, commands.why_not(words))
     elif flag := re.match(r"(?:use )?(--[a-z][a-z-]*)", do):
         assert commands.has_flag(command, flag[1]) or flag[1] == "--set", do
+
+
+def test_every_remedy_in_the_product_names_commands_and_flags_that_there_are() -> None:
+    """Also those that no test provokes; `make errors` says which these are."""
+    written = list(remedies())
+    assert len(written) > 800
+    assert [(path, line, wrong) for path, line, do in written if (wrong := wrong_words(do))] == []
+
+
+def test_a_remedy_that_leads_nowhere_would_be_seen() -> None:
+    assert wrong_words("specctl distil --target X, or --no-such-flag") == [
+        "specctl distil",
+        "--no-such-flag",
+    ]
+    assert wrong_words("specctl runs lst") == ["specctl runs lst"]
+    assert wrong_words("hf download X --local-dir FOLDER; then --target FOLDER") == []
+
+
+def test_errors_are_recorded_by_the_place_that_made_them(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from specctl_testing.error_walk import record;"
+        "record(Path('.')); import specctl; specctl.load_target('no-such-folder/x')"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests"))),
+    }
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
+    (error,) = provoked(tmp_path)
+    (place,) = [p for p in places() if p.path == error.path and p.line <= error.line <= p.end]
+    assert (error.kind, bool(error.do)) == (place.kind, True)
 
 
 def test_there_are_enough_mistakes() -> None:
