@@ -8,6 +8,8 @@ namespace {
 // registers hold so many sums at once.
 constexpr int TOGETHER = 4;
 constexpr int COMING = 16;  // keys are prefetched so many positions ahead
+// Of a long prompt so many groups of queries read a stretch of the cache while it is near.
+constexpr int GROUPS = 4, STRETCH = 256;
 #ifdef __AVX512F__
 constexpr int SUMS = 16;
 #else
@@ -33,6 +35,12 @@ struct Reading {
     const int32_t *visible;
     int count;
     float *scores, *out;
+};
+
+// Queries that read together; the first `shared` positions that they see are the same.
+struct Group {
+    Reading reads[TOGETHER];
+    int count, shared;
 };
 
 // The dot products of N queries with the keys at P positions, as scores from `at` on.
@@ -86,15 +94,17 @@ inline void all_dots(const Reading *reads, const W *keys, int from, int to, int 
 
 // Scores become weights that are still to be multiplied with what is returned.
 inline float weighted(float *scores, int count, float scale) {
-    float most = -INFINITY;
-    int i = 0;
-    for (; i < count; i++) {
-        scores[i] *= scale;
-        most = scores[i] > most ? scores[i] : most;
+    for (int i = count; i < count + LANES; i++) scores[i] = -INFINITY;
+    Lanes greatest = Lanes{} - INFINITY;
+    for (int i = 0; i < count; i += LANES) {
+        const Lanes score = load(scores + i) * scale;
+        store(scores + i, score);
+        greatest = score > greatest ? score : greatest;
     }
-    for (; i < count + LANES; i++) scores[i] = -INFINITY;
+    float most = greatest[0];
+    for (int i = 1; i < LANES; i++) most = greatest[i] > most ? greatest[i] : most;
     Lanes sums = {};
-    for (i = 0; i < count; i += LANES) {
+    for (int i = 0; i < count; i += LANES) {
         store(scores + i, exponential(load(scores + i) - most));
         for (int rest = count; rest < i + LANES; rest++) scores[rest] = 0;
         sums += load(scores + i);
@@ -102,12 +112,15 @@ inline float weighted(float *scores, int count, float scale) {
     return count ? 1.0f / total(sums) : 0.0f;
 }
 
-// M times 16 numbers, from `e` on, of the sum of the weighted values; the first `shared` of all N at
-// once.
+// M times 16 numbers, from `e` on, of the sum of the weighted values of N queries, with those of the
+// positions `from` to `to` of all that they see.
 template <int N, int M, class W>
-inline void mixture(const Reading *reads, const W *values, int shared, int E, int e, const float *scale) {
+inline void mixture(const Reading *reads, const W *values, int from, int to, int E, int e) {
     Lanes sum[N][M] = {};
-    for (int i = 0; i < shared; i++) {
+    if (from)
+        for (int n = 0; n < N; n++)
+            for (int m = 0; m < M; m++) sum[n][m] = load(reads[n].out + e + m * LANES);
+    for (int i = from; i < to; i++) {
         const W *value = values + size_t(reads[0].visible[i]) * E + e;
         Lanes wide[M];
 #pragma GCC unroll 4
@@ -118,39 +131,63 @@ inline void mixture(const Reading *reads, const W *values, int shared, int E, in
             for (int m = 0; m < M; m++) sum[n][m] = fused(reads[n].scores[i], wide[m], sum[n][m]);
     }
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) {
-        for (int i = shared; i < reads[n].count; i++) {
-            const W *value = values + size_t(reads[n].visible[i]) * E + e;
+    for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
-            for (int m = 0; m < M; m++)
-                sum[n][m] = fused(reads[n].scores[i], load(value + m * LANES), sum[n][m]);
-        }
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++) store(reads[n].out + e + m * LANES, sum[n][m] * scale[n]);
-    }
+        for (int m = 0; m < M; m++) store(reads[n].out + e + m * LANES, sum[n][m]);
 }
 
-// What N tokens read, each into its `out` [E]. They see the same `shared` positions first.
+// The same of all whole lanes.
 template <int N, class W>
-inline void attend(const Reading *reads, const W *keys, const W *values, int shared, int E, float scale) {
-    float weight[N];
-    all_dots<N>(reads, keys, 0, shared, E);
-    for (int n = 0; n < N; n++) {
-        all_dots<1>(reads + n, keys, shared, reads[n].count, E);
-        weight[n] = weighted(reads[n].scores, reads[n].count, scale);
-    }
+inline void mixtures(const Reading *reads, const W *values, int from, int to, int E) {
     const int whole = E / LANES * LANES;
-    int e = 0;
     constexpr int M = sums_of(N);
-    for (; e + M * LANES <= whole; e += M * LANES) mixture<N, M>(reads, values, shared, E, e, weight);
-    for (; e < whole; e += LANES) mixture<N, 1>(reads, values, shared, E, e, weight);
-    for (; e < E; e++)
-        for (int n = 0; n < N; n++) {
-            const Reading &own = reads[n];
-            float sum = 0;
-            for (int i = 0; i < own.count; i++)
-                sum = fused(own.scores[i], widened(values[size_t(own.visible[i]) * E + e]), sum);
-            own.out[e] = sum * weight[n];
+    int e = 0;
+    for (; e + M * LANES <= whole; e += M * LANES) mixture<N, M>(reads, values, from, to, E, e);
+    for (; e < whole; e += LANES) mixture<N, 1>(reads, values, from, to, E, e);
+}
+
+// What a few groups of tokens read, each into its `out` [E]. Every sum has its order, however many
+// groups there are.
+template <class W>
+inline void attend(Group *groups, int num, const W *keys, const W *values, int E, float scale) {
+    int most = 0;
+    for (int g = 0; g < num; g++) most = groups[g].shared > most ? groups[g].shared : most;
+    const int stretch = num > 1 ? STRETCH : most;
+    auto by_stretch = [&](auto read) {  // read(how many queries as a constant, group, from, to)
+        for (int from = 0; from < most; from += stretch)
+            for (int g = 0; g < num; g++) {
+                const int end = groups[g].shared < from + stretch ? groups[g].shared : from + stretch;
+                if (from < end)
+                    with_constant<TOGETHER>(groups[g].count, [&](auto n) { read(n, groups[g], from, end); });
+            }
+    };
+    by_stretch([&](auto n, Group &group, int from, int end) {
+        all_dots<decltype(n)::value>(group.reads, keys, from, end, E);
+    });
+    float weight[GROUPS][TOGETHER];
+    for (int g = 0; g < num; g++)
+        for (int n = 0; n < groups[g].count; n++) {
+            const Reading &own = groups[g].reads[n];
+            all_dots<1>(&own, keys, groups[g].shared, own.count, E);
+            weight[g][n] = weighted(own.scores, own.count, scale);
+        }
+    by_stretch([&](auto n, Group &group, int from, int end) {
+        mixtures<decltype(n)::value>(group.reads, values, from, end, E);
+    });
+    const int whole = E / LANES * LANES;
+    for (int g = 0; g < num; g++)
+        for (int n = 0; n < groups[g].count; n++) {
+            const Reading &own = groups[g].reads[n];
+            if (own.count > groups[g].shared || !groups[g].shared)
+                mixtures<1>(&own, values, groups[g].shared, own.count, E);
+            for (int e = 0; e < whole; e += LANES)
+                store(own.out + e, load(own.out + e) * weight[g][n]);
+            for (int e = whole; e < E; e++) {
+                float sum = 0;
+                for (int i = 0; i < own.count; i++)
+                    sum = fused(own.scores[i], widened(values[size_t(own.visible[i]) * E + e]), sum);
+                own.out[e] = sum * weight[g][n];
+            }
         }
 }
 

@@ -302,7 +302,7 @@ int64_t space_needed(const Model *m, int32_t R, int32_t span, int32_t threads) {
     const int64_t wide = (m->H + 2 * m->J) * int64_t(m->E);
     return R * (m->D + wide + apart(m->H * m->E) + apart(m->I)) + R * int64_t(span + 2) + 8 * LANES +
            threads * (R * (apart(entry_width(*m)) + rounded_width(*m)) +
-                      TOGETHER * apart(span + LANES) + apart(2 * m->E));
+                      GROUPS * TOGETHER * apart(span + LANES) + apart(2 * m->E));
 }
 }
 
@@ -344,7 +344,8 @@ Outside forward(const Model &m, const Call &c) {
     const int entry = entry_width(m);
     const size_t rounded_size = R * rounded_width(m);
     const size_t scores_apart = apart(c.span + LANES);
-    const size_t own_size = R * apart(entry) + rounded_size + TOGETHER * scores_apart + apart(2 * E);
+    const size_t own_size =
+        R * apart(entry) + rounded_size + GROUPS * TOGETHER * scores_apart + apart(2 * E);
     float *x = own_space + c.threads * own_size, *heads = x + size_t(R) * D;
     int32_t *counts = reinterpret_cast<int32_t *>(heads + size_t(R) * wide);
     int32_t *dense = counts + R;  // so many are the first ones, none left out
@@ -365,7 +366,7 @@ Outside forward(const Model &m, const Call &c) {
 #endif
         float *flat = own_space + own_size * thread, *rounded = flat + R * apart(entry);
         float *scores = rounded + rounded_size;
-        float *aside = scores + TOGETHER * scores_apart;
+        float *aside = scores + GROUPS * TOGETHER * scores_apart;
         int from, to;
 
         share(R, 1, thread, threads, &from, &to);
@@ -455,28 +456,34 @@ Outside forward(const Model &m, const Call &c) {
                 int turn = 0;  // threads take turns, as later tokens see more
                 for (int b = 0, begin = 0, end; b < c.B; b++, begin = end) {  // rows of a sequence
                     for (end = begin; end < R && fed(end) < (b + 1) * c.T;) end++;
+                    const int queries = (end - begin) * G;
+                    const int tile = TOGETHER * (queries < GROUPS * TOGETHER * threads ? 1 : GROUPS);
                     for (int j = 0; j < J; j++)
-                        for (int i = begin * G; i < end * G; i += TOGETHER) {
+                        for (int at = begin * G; at < end * G; at += tile) {
                             if (turn++ % threads != thread) continue;
-                            Reading reads[TOGETHER];
-                            const int count = end * G - i < TOGETHER ? end * G - i : TOGETHER, r = i / G;
-                            int shared = counts[r];
-                            for (int n = 0; n < count; n++) {
-                                const int own = (i + n) / G, h = j * G + (i + n) % G;
-                                float *query = heads + size_t(own) * wide + h * E;
-                                const float *table = c.rotary + size_t(c.position[fed(own)]) * 2 * E;
-                                rotated(query, static_cast<const W *>(layer.query_norm), m.qk_eps, table,
-                                        E, aside);
-                                reads[n] = {query, visible + size_t(own) * c.span, counts[own],
-                                            scores + n * scores_apart, mixed + own * mixed_apart + h * E};
-                                if (own == r) continue;
-                                if (dense[r] < shared) shared = dense[r];
-                                if (dense[own] < shared) shared = dense[own];
+                            const int last = end * G - at < tile ? end * G : at + tile;
+                            Group groups[GROUPS];
+                            int num = 0;
+                            for (int i = at; i < last; i += TOGETHER, num++) {
+                                Group &group = groups[num];
+                                const int r = i / G;
+                                group.count = last - i < TOGETHER ? last - i : TOGETHER;
+                                group.shared = counts[r];
+                                for (int n = 0; n < group.count; n++) {
+                                    const int own = (i + n) / G, h = j * G + (i + n) % G;
+                                    float *query = heads + size_t(own) * wide + h * E;
+                                    const float *table = c.rotary + size_t(c.position[fed(own)]) * 2 * E;
+                                    rotated(query, static_cast<const W *>(layer.query_norm), m.qk_eps, table,
+                                            E, aside);
+                                    group.reads[n] = {query, visible + size_t(own) * c.span, counts[own],
+                                                      scores + (num * TOGETHER + n) * scores_apart,
+                                                      mixed + own * mixed_apart + h * E};
+                                    if (own == r) continue;
+                                    if (dense[r] < group.shared) group.shared = dense[r];
+                                    if (dense[own] < group.shared) group.shared = dense[own];
+                                }
                             }
-                            with_constant<TOGETHER>(count, [&](auto number) {
-                                attend<decltype(number)::value>(reads, keys + origin(b, j),
-                                                                values + origin(b, j), shared, E, scale);
-                            });
+                            attend(groups, num, keys + origin(b, j), values + origin(b, j), E, scale);
                         }
                 }
                 WAIT
