@@ -149,9 +149,9 @@ def difference(one: Sequence[Completion], two: Sequence[Completion]) -> tuple[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--train", type=int, default=320)
+    parser.add_argument("--target-steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--train", type=int, default=256)
     parser.add_argument("--test", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", default="eagle3", help="drafters, with commas")

@@ -245,8 +245,8 @@ def test_the_engine_shows_drafters_the_images_of_rows(
     target: Target, round_view: Any, policy: dict[str, Any]
 ) -> None:
     """In a batch with text alone, and of a conversation whose beginning is kept."""
-    drafter = shaken(target, "eagle3")
-    texts = [prompt(target, 2), (target.encode("hello world 3"), None), prompt(target, 1, 3)]
+    drafter, later = shaken(target, "eagle3"), prompt(target, 2, end="so how is that one?")
+    texts = [prompt(target, 2), (target.encode("hello world 3"), None), prompt(target, 1, 3), later]
     expected = {}
     for tokens, images in texts:
         state = opened(target, drafter)
@@ -257,12 +257,21 @@ def test_the_engine_shows_drafters_the_images_of_rows(
         with_images(
             target, Request(tuple(ids), Sampling(temperature=0.0, max_new_tokens=8)), images
         )
-        for ids, images in texts
+        for ids, images in texts[:3]
     ]
     plain = Engine(target, None, None, num_slots=3).run(requests)
     recorded = Recorded(drafter)
     done = Engine(target, drafter, make_policy(policy), num_slots=3).run(requests)
     assert [one.tokens for one in done] == [one.tokens for one in plain]
+    engine = Engine(target, drafter, make_policy(policy))
+    engine.open(300)
+    for index, (ids, images) in enumerate((texts[0], later)):
+        talk = Request(tuple(ids), Sampling(temperature=0.0, max_new_tokens=2), conversation="one")
+        engine.submit(index, with_images(target, talk, images))
+        ended: list[Any] = []
+        while engine.is_busy:
+            ended += [each.row for each in engine.step() if each.row.finished]
+    assert ended[0].reused_len > later[1].spans[0].end
     for length, logits_K in expected.items():
         torch.testing.assert_close(recorded.roots[length], logits_K, rtol=1e-4, atol=1e-4)
 
