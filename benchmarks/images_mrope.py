@@ -116,7 +116,10 @@ def make_target(folder: Path, steps: int, count: int) -> None:
         optimizer.step()
         if step % 50 == 49:
             spent = time.perf_counter() - begun
-            print(f"target: step {step + 1}, loss {float(loss):.3f}, {spent:.0f} s", flush=True)
+            print(
+                f"target: step {step + 1}, loss {float(loss.detach()):.3f}, {spent:.0f} s",
+                flush=True,
+            )
     model.eval().save_pretrained(folder)
     processor.save_pretrained(folder)
 

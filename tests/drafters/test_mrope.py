@@ -73,7 +73,7 @@ def shaken(target: Target, name: str, **options: Any) -> Any:
     built.bind(target.borrowed())
     with torch.no_grad():
         for parameter in built.trainable().values():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
+            parameter.add_(0.1 * torch.randn(parameter.shape))
     return built
 
 
@@ -153,8 +153,13 @@ def test_training_and_drafting_agree_at_every_position(
         view = round_view({0: tokens[:known]})
         served = drafted(state, view, [[t] for t in tokens[known : known + STEPS - 1]])
         for mine, one, other in zip(served, steps, others, strict=True):
-            torch.testing.assert_close(mine[0], one[known - 2], rtol=1e-4, atol=1e-4)
-            assert not torch.allclose(mine[0], other[known - 2], rtol=1e-3, atol=1e-3)
+            assert apart(mine[0], one[known - 2]) < 1e-3
+            assert apart(mine[0], other[known - 2]) > 1e-2
+
+
+def apart(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest difference of logits, as a share of their deviation."""
+    return float((one - two).abs().max() / two.std())
 
 
 def _steps(drafter: Any, batch: TrainBatch) -> list[torch.Tensor]:
@@ -169,7 +174,7 @@ def _steps(drafter: Any, batch: TrainBatch) -> list[torch.Tensor]:
 def test_rows_of_other_images_and_none_draft_as_alone(
     target: Target, round_view: Any, name: str, options: dict[str, Any]
 ) -> None:
-    """Chains, and a tree of two branches, of one batch; then the round after it."""
+    """Chains, and a tree of two branches, of one batch."""
     drafter = shaken(target, name, **options)
     texts = [prompt(target, 2), (target.encode("hello world 3, how are you?"), None),
              prompt(target, 1, 3, end="x")]  # fmt: skip
@@ -184,16 +189,16 @@ def test_rows_of_other_images_and_none_draft_as_alone(
         begin(fresh, slot, tokens, images, batch)
     fresh.root(view)
     both_BMK = fresh.expand(torch.tensor([[5, 7]] * 3), torch.full((3, 2), -1))
-    torch.testing.assert_close(both_BMK[:, 0], chain[1], rtol=1e-4, atol=1e-4)
+    assert apart(both_BMK[:, 0], chain[1]) < 1e-3
     deeper_BMK = fresh.expand(torch.tensor([[9]] * 3), torch.full((3, 1), 0))
-    torch.testing.assert_close(deeper_BMK[:, 0], chain[2], rtol=1e-4, atol=1e-4)
+    assert apart(deeper_BMK[:, 0], chain[2]) < 1e-3
     for slot, ((tokens, images), batch) in enumerate(zip(texts, batches, strict=True)):
         alone = opened(target, drafter)
         begin(alone, 0, tokens, images, batch)
         for all_BK, mine in zip(
             chain, drafted(alone, round_view({0: tokens}), [[5], [9]]), strict=True
         ):
-            torch.testing.assert_close(all_BK[slot], mine[0], rtol=1e-4, atol=1e-4)
+            assert apart(all_BK[slot], mine[0]) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
@@ -273,7 +278,7 @@ def test_the_engine_shows_drafters_the_images_of_rows(
             ended += [each.row for each in engine.step() if each.row.finished]
     assert ended[0].reused_len > later[1].spans[0].end
     for length, logits_K in expected.items():
-        torch.testing.assert_close(recorded.roots[length], logits_K, rtol=1e-4, atol=1e-4)
+        assert apart(recorded.roots[length], logits_K) < 1e-3
 
 
 def test_a_team_shows_its_members() -> None:
