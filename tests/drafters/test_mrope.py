@@ -221,7 +221,7 @@ def test_without_images_a_drafter_with_axes_is_the_plain_one(
     assert torch.equal(logits[0], logits[1])
 
 
-class Recorded:
+class RootsRecorded:
     """A drafter whose states keep the logits of their roots, by prompt length."""
 
     def __init__(self, drafter: Any) -> None:
@@ -265,7 +265,7 @@ def test_the_engine_shows_drafters_the_images_of_rows(
         for ids, images in texts[:3]
     ]
     plain = Engine(target, None, None, num_slots=3).run(requests)
-    recorded = Recorded(drafter)
+    recorded = RootsRecorded(drafter)
     done = Engine(target, drafter, make_policy(policy), num_slots=3).run(requests)
     assert [one.tokens for one in done] == [one.tokens for one in plain]
     engine = Engine(target, drafter, make_policy(policy))
