@@ -154,6 +154,10 @@ def test_a_run_learns_from_images_and_measures_with_them(
     assert any(images and any(images) for images in shown)
     answers = list((tmp_path / "run" / "data").glob("images-*.json"))
     assert len(answers) == 1
+    manifest = json.loads((tmp_path / "run" / "package" / "manifest.json").read_text())
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    axes = [0, 1, 2, 2] if name == "eagle3" and kind == "qwen2_vl" else None
+    assert manifest["options"].get("mrope") == axes
 
 
 def test_text_that_spells_a_placeholder_takes_no_image(target: Target) -> None:
