@@ -3,7 +3,7 @@
 What lies behind the images of a prompt stands `offset` from its index in all axes, so that there a
 rotation is that of one position, and whatever reads positions goes on as for text. Only rows at the
 images themselves, and in front of them, are turned by each axis apart.
-Letters: B rows, E head width, L positions, T fed tokens.
+Letters: B rows, E head width, L positions, M new nodes, T fed tokens.
 """
 
 from __future__ import annotations
