@@ -125,10 +125,16 @@ def batch_of(target: Target, drafter: Drafter, rows: Sequence[Answered], how: st
     prompt_B1 = torch.tensor([[len(row.prompt)] for row in rows])
     document_BT = torch.where(at_T < length_B1, 0, -1)
     masks, needs = target.lm.document_masks(document_BT), drafter.needs()
-    is_image_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    is_image_BT, position_BT3 = torch.zeros_like(ids_BT, dtype=torch.bool), None
     for b, row in enumerate(rows):
         for span in () if row.images is None else row.images.spans:
             is_image_BT[b, span.first : span.end] = True
+        found = None if row.images is None else row.images.positions(0, width)
+        if found is not None:
+            position_BT3 = (
+                at_T[:, :, None].repeat(1, 1, 3) if position_BT3 is None else position_BT3
+            )
+            position_BT3[b] = found.T
     with torch.no_grad():
         feed = Feed(ids_BT, at_T, masks, needs.taps, True)
         images = [row.images for row in rows]
@@ -148,7 +154,8 @@ def batch_of(target: Target, drafter: Drafter, rows: Sequence[Answered], how: st
         at_T = at_T[:, : kept.shape[1]]
     teacher = logits_BTV.clone() if needs.teacher else None
     image_BT = is_image_BT if how == "images" else None
-    return TrainBatch(ids_BT, mask_BT, document_BT, at_T, taps, teacher, image_BS=image_BT)
+    batch = TrainBatch(ids_BT, mask_BT, document_BT, at_T, taps, teacher, image_BS=image_BT)
+    return replace(batch, position_BS3=position_BT3)
 
 
 def learn(

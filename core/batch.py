@@ -84,6 +84,8 @@ class TrainBatch:
     images        the images of its texts, where they are kept
     image_BS      True: a placeholder of an image, whose tap 0 is what a vision tower made; None:
                   no images, or the target has not read them yet
+    position_BS3  the position inside the document by axis (M-RoPE: time, height, width), which the
+                  images of a text make another than `position_BS`; None: in no text
     """
 
     ids_BS: Tensor
@@ -98,6 +100,7 @@ class TrainBatch:
     part: RowPart | None = None
     images: tuple[TextImages, ...] = ()
     image_BS: Tensor | None = None
+    position_BS3: Tensor | None = None
 
     def own(self, values_BSX: Tensor) -> Tensor:
         """The positions that are to be computed here."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.forward.exit_states import ExitStates
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Borrowed, ChainDraws, LanguageModel, WholeChain
 from specctl.core.spec import Identity, ModelSpec
@@ -175,6 +176,11 @@ class DraftState(ABC):
         """Called before `start`: what the row leaves behind may help rows of that tenant alone;
         None: no other row at all."""
         del slot, tenant
+
+    def see(self, slot: int, images: PromptImages | None) -> None:
+        """Called before a prompt's first `prefill`, and before `start`: what stands at the
+        placeholders among its tokens, and its positions where these have axes; None: text alone."""
+        del slot, images
 
     def finish(self, slot: int, answer: Sequence[int]) -> None:
         """Called before `end` of a row that came to its own end (not of a cancelled one), with all

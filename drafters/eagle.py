@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from specctl.core.drafter import Family
-from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.frames.feature_drafter import AxesOptions, FeatureDrafter
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.trunk import TrunkNet
 
 
 @dataclass(frozen=True, slots=True)
-class EagleOptions(FeatureOptions):
+class EagleOptions(AxesOptions):
     """`read_tokens` False hides the token that follows the feature (an ablation)."""
 
     noise: float = 0.1

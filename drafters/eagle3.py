@@ -42,6 +42,7 @@ from specctl.drafters.losses.head_losses import (
     weighted_sum,
     with_stretch,
 )
+from specctl.drafters.nets.axes import checked_axes, rope_ahead
 from specctl.drafters.nets.blocks import FeatureNet, LayerShape, attend, attend_chains, rotate
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, draft_size, head_rows
 from specctl.drafters.nets.options import ADDED, SERVED, DepthOptions
@@ -57,7 +58,8 @@ from specctl.drafters.nets.routed import (
 from specctl.drafters.nets.shortlist import ShortlistHead
 from specctl.drafters.nets.taps import taps_of
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
-from specctl.drafters.states.feature_state import FeatureState, Fed
+from specctl.drafters.states.feature_state import FeatureState
+from specctl.drafters.states.fed import Fed
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.tree_layout import Place
 from specctl.models.kernels import Weight, linear, prepared, rms_norm
@@ -77,7 +79,9 @@ class Eagle3Options(DepthOptions):
     None chooses three. `head_groups` splits the LM head's rows, of which the `head_top` best groups
     are read (CORAL). `rope_theta` is the base of the drafter's own rotary positions, which
     are plain, or with `scaled_rope` scaled as the target's (llama3). A row sees the newest
-    `window` rows, itself counted, and the first `sink`; None: all.
+    `window` rows, itself counted, and the first `sink`; None: all. `mrope`: the axis (0 time, 1
+    height, 2 width) of each frequency, by which rows of images are rotated; [] is plain, None the
+    target's axes where the data hold images (see nets/axes.py).
     """
 
     decay: float = 0.8
@@ -98,6 +102,7 @@ class Eagle3Options(DepthOptions):
     scaled_rope: bool = field(default=False, metadata=ADDED)
     window: Annotated[int, Within(1, 1 << 20)] | None = field(default=None, metadata=SERVED)
     sink: CountOrZero = field(default=0, metadata=SERVED)
+    mrope: tuple[int, ...] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         DepthOptions.__post_init__(self)
@@ -153,6 +158,7 @@ class Eagle3(BorrowingDrafter):
         )
         self.module.lm_head.weight.requires_grad_(options.lm_head != "frozen")
         rows = draft_size(vocab, spec.vocab_size)
+        self.axes = checked_axes(options, head_dim)
         self.router = add_router(
             self.module, spec.hidden_size, rows, options.head_groups, options.head_top
         )
@@ -202,7 +208,7 @@ class Eagle3(BorrowingDrafter):
 
         def one(step: int, state_BSD: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
             """State, what the LM head reads of it, key and value; `before`: those of the steps."""
-            rope = net.rope(own(batch.position_BS) + step)
+            rope = rope_ahead(batch, step, net.rope, self.axes)
             x = layer.mix(self.embed(own(shifted(batch.ids_BS, 1 + step))), state_BSD)
             key, value = layer.self_attn.key_value(x, rope)
             if step == 0:  # later steps have entries of their own

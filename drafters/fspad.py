@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
-from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.frames.feature_drafter import AxesOptions, FeatureDrafter
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.trunk import TrunkNet
 from specctl.drafters.option_checks import Count
 
 
 @dataclass(frozen=True, slots=True)
-class FspadOptions(FeatureOptions):
+class FspadOptions(AxesOptions):
     """`feature_sampling` and `split_readout` may each be switched off (both off: EAGLE)."""
 
     noise: float = 0.1

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
-from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.frames.feature_drafter import AxesOptions, FeatureDrafter
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import ResBlock
 from specctl.drafters.nets.options import ADDED
@@ -37,7 +37,7 @@ from specctl.drafters.option_checks import Count, Within
 
 
 @dataclass(frozen=True, slots=True)
-class GumihoOptions(FeatureOptions):
+class GumihoOptions(AxesOptions):
     """`ttt_steps` tokens are drafted serially by `layers` layers, `mlp_heads` more in parallel, by
     `num_blocks` residual blocks each. `head_weight` times decay^(i + 1) is what head i weighs in
     the loss beside 1 of a serial step; None: step or head j weighs decay^j."""

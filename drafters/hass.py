@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specctl.core.batch import LossOut
 from specctl.core.drafter import Family
-from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.frames.feature_drafter import AxesOptions, FeatureDrafter
 from specctl.drafters.losses.align import AlignedRows
 from specctl.drafters.losses.head_losses import LinearHead, joined
 from specctl.drafters.losses.step_losses import topk_loss
@@ -27,7 +27,7 @@ from specctl.drafters.option_checks import Count
 
 
 @dataclass(frozen=True, slots=True)
-class HassOptions(FeatureOptions):
+class HassOptions(AxesOptions):
     """`top_weight` times the loss over the target's `top` likeliest tokens is added: as much as the
     features weigh, since the paper adds SmoothL1 1.0, all tokens 0.1 and top-K 1.0 (weights here
     are relative to that of all tokens)."""

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.core.drafter import Family
-from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions
+from specctl.drafters.frames.feature_drafter import AxesOptions, FeatureDrafter
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, Mlp
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.trunk import TrunkNet
@@ -39,7 +39,7 @@ LEAST = 1e-6  # of a weight, before its logarithm
 
 
 @dataclass(frozen=True, slots=True)
-class JakiroOptions(FeatureOptions):
+class JakiroOptions(AxesOptions):
     """`decay` is the weight of the contrast. `contrast` False drafts every token by a pass.
     `decoupled`: the children of a node come from both experts' own distributions."""
 

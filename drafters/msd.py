@@ -19,12 +19,12 @@ from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family, Needs
-from specctl.drafters.frames.feature_drafter import FeatureOptions
+from specctl.drafters.frames.feature_drafter import AxesOptions
 from specctl.drafters.frames.visual_drafter import VISUAL, VisualDrafter
 
 
 @dataclass(frozen=True, slots=True)
-class MsdOptions(FeatureOptions):
+class MsdOptions(AxesOptions):
     """`decoupled` False mixes rows of images like those of text, which is EAGLE (an ablation);
     `staged` False counts documents of both kinds alike from the beginning on (another)."""
 

@@ -29,6 +29,7 @@ from specctl.core.drafter import (
     StepState,
 )
 from specctl.core.errors import RecipeError
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.language_model import Borrowed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree, NodeKind
@@ -147,6 +148,10 @@ class TeamState(DraftState):
     def belong(self, slot: int, tenant: str | None) -> None:
         for member in self.members:
             member.belong(slot, tenant)
+
+    def see(self, slot: int, images: PromptImages | None) -> None:
+        for member in self.members:
+            member.see(slot, images)
 
     def finish(self, slot: int, answer: Sequence[int]) -> None:
         for member in self.members:

@@ -59,3 +59,25 @@ def _sections(section: Sequence[int], num_frequencies: int) -> tuple[int, ...] |
     """One axis behind another, as in Qwen2-VL."""
     axis = tuple(axis for axis, count in enumerate(section) for _ in range(count))
     return axis if len(axis) == num_frequencies else None
+
+
+def axes_of_section(section: Sequence[int], is_interleaved: bool) -> tuple[int, ...]:
+    """The axis of every frequency by `mrope_section`, as configurations have it: one axis behind
+    another (Qwen2-VL), or interleaved (`mrope_interleaved`, Qwen3-VL): of every three frequencies
+    one is of height and one of width, as long as their shares last, and all others are of time."""
+    if not is_interleaved:
+        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    axis = [0] * sum(section)
+    for own in (1, 2):
+        for at in range(own, min(3 * section[own], len(axis)), 3):
+            axis[at] = own
+    return tuple(axis)
+
+
+def section_of(axis: Sequence[int]) -> tuple[list[int], bool] | None:
+    """`mrope_section`, and whether it is interleaved; None where neither says these axes."""
+    section = [sum(own == each for own in axis) for each in range(3)]
+    for is_interleaved in (False, True):
+        if axes_of_section(section, is_interleaved) == tuple(axis):
+            return section, is_interleaved
+    return None

@@ -49,6 +49,7 @@ from specctl.train.features.capture import capture, training_needs
 from specctl.train.features.offline import BatchOf, Features, feature_source
 from specctl.train.features.overlap import Overlapped, check_overlap
 from specctl.train.features.reading import reading_target
+from specctl.train.init.axes import with_axes
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
 from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
@@ -233,7 +234,7 @@ def _initial_drafter(
     """The drafter with its first weights and its adapters, announced."""
     target, initial, lora = inputs.target, inputs.initial, train.lora
     device, reporter = checkpoints.ranks.device, checkpoints.reporter
-    complete = completed(part, target.spec, initial)
+    complete = with_axes(completed(part, target.spec, initial), target, bool(inputs.data.images))
     drafter = build_drafter(complete, train, target.spec, vocab).to(device, torch.float32)
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())

@@ -46,6 +46,7 @@ from specctl.train.distributed.in_step import check_spread, in_step
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.run_device import is_cpu_chosen
 from specctl.train.distributed.sharding import shard_target
+from specctl.train.init.axes import with_axes
 from specctl.train.init.initial import Initial, Loader, check_fit, initial_of, loaded
 from specctl.train.job import RunInputs, make_job
 from specctl.train.joint.check import check_joint, check_target
@@ -368,8 +369,8 @@ def _check(recipe: Recipe, target: Target, initial: Initial | None, images: bool
     check_fit(recipe.drafter, target.spec, initial)
     check_answers(recipe.data, target)
     suite_prompts(recipe.train, target)
-    family = trainable_family(recipe.drafter, recipe.train.joint)
-    drafter = build_shape(family, recipe.drafter, recipe.vocab.size, target.spec)
+    part, joint = with_axes(recipe.drafter, target, images), recipe.train.joint
+    drafter = build_shape(trainable_family(part, joint), part, recipe.vocab.size, target.spec)
     if images and drafter.runs_target:
         raise runs_layers(drafter.family)
     if recipe.train.joint is not None:

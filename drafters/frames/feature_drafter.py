@@ -41,6 +41,7 @@ from specctl.drafters.losses.head_losses import (
     with_stretch,
 )
 from specctl.drafters.losses.teacher import TeacherLogits
+from specctl.drafters.nets.axes import checked_axes, rope_ahead
 from specctl.drafters.nets.blocks import Attending, DecoderLayer, LayerShape, attending
 from specctl.drafters.nets.heads import BorrowingDrafter, cut_rows, head_rows
 from specctl.drafters.nets.options import ADDED, DepthOptions
@@ -55,7 +56,8 @@ from specctl.drafters.nets.routed import (
 )
 from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import Count, Within
-from specctl.drafters.states.feature_state import FeatureState, Fed
+from specctl.drafters.states.feature_state import FeatureState
+from specctl.drafters.states.fed import Fed
 from specctl.drafters.states.tree_layout import Place
 from specctl.models.native.step import RESIDUAL, Stack
 from specctl.models.sliced_head import Head
@@ -74,6 +76,15 @@ class FeatureOptions(DepthOptions):
     noise: float = 0.0
     intermediate: int | None = None
     noise_length: Annotated[int, Within(most=10**9)] | None = field(default=512, metadata=ADDED)
+
+
+@dataclass(frozen=True, slots=True)
+class AxesOptions(FeatureOptions):
+    """Those of families whose rows are unrolled and served by this frame alone. `mrope`: the axis
+    (0 time, 1 height, 2 width) of each frequency, by which rows of images are rotated; [] is plain,
+    None the target's axes where the data hold images (see nets/axes.py)."""
+
+    mrope: tuple[int, ...] | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,7 @@ class FeatureDrafter(BorrowingDrafter):
     ) -> None:
         super().__init__(options, spec, vocab)
         self.module = self.make_net(LayerShape.of(spec, options.intermediate))
+        self.axes = checked_axes(options, self.module.shape.head_dim)
         self.router: Router | None = None
         self._head_KD: Tensor | None = None
 
@@ -199,7 +211,7 @@ class FeatureDrafter(BorrowingDrafter):
                 Chains(seen, [*before[2 * i :: 2 * depth]], [*before[2 * i + 1 :: 2 * depth]])
                 for i in range(depth)
             ]
-            rope = net.rope(own(batch.position_BS) + ahead)
+            rope = rope_ahead(batch, ahead, net.rope, self.axes)
             out_BSO = net.through(x_BSD, rope, lambda layer: chains[layer].attending)
             return out_BSO, *(part[-1] for chain in chains for part in (chain.keys, chain.values))
 

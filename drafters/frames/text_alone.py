@@ -78,5 +78,6 @@ def without(batch: TrainBatch, keep_BS: Tensor, teacher_BS: Tensor | None = None
         teacher_BSV=None if teacher is None else taken(teacher, teacher_BS),
         teacher_rows=rows,
         images=(),
+        position_BS3=None,
         image_BS=None if image_BS is None else taken(image_BS, at_BS) & kept_BS,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +21,18 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.forward.masks import chain_mask
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.kv_cache import Aim, SlotKV
 from specctl.core.language_model import ChainDraws, Feed, LmOut, Masks, WholeChain
 from specctl.drafters.attention.seen import AttentionWindow
+from specctl.drafters.nets.axes import axes_of
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
+from specctl.drafters.states.fed import Fed
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
 from specctl.drafters.states.recorded_draws import RecordedDraws
+from specctl.drafters.states.row_axes import RowAxes
 from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
 from specctl.models.native.step import (
     RESIDUAL,
@@ -40,36 +44,6 @@ from specctl.models.native.step import (
 
 WIDTH = 8  # true rows of a text that a recording reads, though fewer are there,
 FREE = 64  # as long as all texts together have no more: a GPU reads them as fast as one
-
-
-@dataclass(frozen=True, slots=True)
-class Fed:
-    """True rows fed at once, right-padded: tokens, the states beside them, their rotations, where
-    the first of each row is written, and how many are real; `count_B`: where the host may not know
-    that, which is being recorded; `shift_B`: how far positions are ahead of where rows lie."""
-
-    ids_BT: Tensor
-    state_BTD: Tensor
-    rope_BT2E: Tensor
-    start_B: Tensor
-    counts: tuple[int, ...]
-    count_B: Tensor | None = None
-    shift_B: Tensor | None = None
-
-    @property
-    def first_B(self) -> Tensor:
-        """The position of the first in each row."""
-        return self.start_B if self.shift_B is None else self.start_B + self.shift_B
-
-    def newest(self, rows_BTX: Tensor) -> Tensor:
-        """[B, 1, ...]: those of the last real row."""
-        count_B = self.count_B
-        if count_B is None:
-            if min(self.counts) == self.ids_BT.shape[1]:
-                return rows_BTX[:, -1:]
-            count_B = torch.tensor(self.counts, device=rows_BTX.device)
-        row_B = torch.arange(len(count_B), device=rows_BTX.device)
-        return rows_BTX[row_B, count_B - 1][:, None]
 
 
 class FeatureState(StepState):
@@ -104,6 +78,8 @@ class FeatureState(StepState):
         self.num_pending = [0] * space.num_slots
         self.num_rows = [0] * space.num_slots
         self._num_prefilled = [0] * space.num_slots
+        axis = axes_of(drafter.options)
+        self._axes = None if axis is None else RowAxes(axis, self.device)
         self._rope_L2E = torch.empty(0, device=self.device)  # until something is read
         self._growth: TreeLayout | None = None
         self._states: list[Tensor] = []
@@ -198,7 +174,8 @@ class FeatureState(StepState):
         if self._native is not None and not self._native.is_current:
             self._prepare()  # the weights lie elsewhere
         step, span, kept = self._native, self.kv.aim.span, self._kept
-        if step is None or ids_BT.numel() > step.most_rows or torch.is_grad_enabled():
+        is_turned = isinstance(at, Fed) and at.has_axes  # by no single position
+        if step is None or is_turned or ids_BT.numel() > step.most_rows or torch.is_grad_enabled():
             return None
         T, only = ids_BT.shape[1], None
         if isinstance(at, Fed):
@@ -221,7 +198,8 @@ class FeatureState(StepState):
     def _rotate_all(self) -> None:
         """Angles as far as positions reach, which may grow, and none before they are needed."""
         dropped = 0 if self._kept is None else max(self._kept.dropped)
-        needed = max(self._num_positions, self.kv.max_len + dropped)
+        ahead = 0 if self._axes is None else self._axes.most_ahead
+        needed = max(self._num_positions, self.kv.max_len + dropped) + ahead
         if self._rope_L2E.shape[0] < needed:
             at_L = torch.arange(needed, device=self.device)
             self._rope_L2E = self.shape.rope(at_L).to(self.dtype)
@@ -235,6 +213,10 @@ class FeatureState(StepState):
         return every_BND.gather(1, at_BM1.expand(-1, -1, every_BND.shape[-1]))
 
     # -- rows join ------------------------------------------------------------------------------
+
+    def see(self, slot: int, images: PromptImages | None) -> None:
+        if self._axes is not None:
+            self._axes.see(slot, images)
 
     def forget(self, slot: int) -> None:
         """A new text begins in that slot."""
@@ -278,8 +260,8 @@ class FeatureState(StepState):
             slot_1, at_1, shift_1 = (torch.full((1,), n, device=self.device) for n in places)
             self.kv.begin((slot,), slot_1, at_1, count, at + count, at)
             self._rotate_all()
-            rope_1T2E = self._rope_L2E[None, start:stop]
-            self.fill(Fed(ids_1T, own_TD[None], rope_1T2E, at_1, (count,), shift_B=shift_1))
+            fed = Fed(ids_1T, own_TD[None], self._rope_L2E, at_1, (count,), shift_B=shift_1)
+            self.fill(self._turned((slot,), [start], fed))
 
     # -- a round --------------------------------------------------------------------------------
 
@@ -287,7 +269,7 @@ class FeatureState(StepState):
         counts, kept = self._lengths(view)
         kept_B = self._kept_B(view)
         self._growth, self._states = TreeLayout(view, self.kv, kept, kept_B), []
-        if self._records() and not self._waits:
+        if self._records(view.slots) and not self._waits:
             inputs = self._padded(view, counts, kept, kept_B)
             found = self._calls.run("newest", self.kv, self._root_call, *inputs)
             if found is not None:
@@ -296,15 +278,17 @@ class FeatureState(StepState):
 
     # -- recorded -------------------------------------------------------------------------------
 
-    def _records(self) -> bool:
+    def _records(self, slots: tuple[int, ...]) -> bool:
         is_on = self._calls.patience is not None
+        if self._axes is not None and self._axes.has_any(slots):
+            return False  # a recording counts positions by where rows lie
         return is_on and self.device.type == "cuda" and self.is_recordable
 
     @torch.no_grad()
     def whole_chain(
         self, view: RoundView, length: int, draws: ChainDraws | None = None
     ) -> WholeChain | None:
-        if not self._records():
+        if not self._records(view.slots):
             return None
         how = None if draws is None else RecordedDraws.of(draws, self._num_choices)
         if draws is not None and how is None:
@@ -439,18 +423,31 @@ class FeatureState(StepState):
         is_even = min(counts) == most
         start_B = kept_B - (most if is_even else torch.tensor(counts, device=self.device))
         self._aim(view, start_B, W, max(max(before) + W, max(kept) + num_nodes), uniform)
-        shift_B = self._shift_B(view)
-        if uniform is not None and shift_B is None:
-            rope = self._rope_L2E[None, uniform : uniform + W]
-        else:
-            first_B = start_B if shift_B is None else start_B + shift_B
-            rope = self._rope_L2E[first_B[:, None] + torch.arange(W, device=self.device)]
         if view.slots == tuple(range(B)):
             ids_BW, state_BWD = self.pending_token_ZW[:B, :W], self.pending_ZWD[:B, :W]
         else:
             ids_BW = self.pending_token_ZW[view.slot_B, :W]
             state_BWD = self.pending_ZWD[view.slot_B, :W]
-        return Fed(ids_BW, state_BWD, rope, start_B, tuple(counts), shift_B=shift_B)
+        have = [max(self.num_rows[slot], 1) for slot in view.slots]
+        firsts = [rows - count for rows, count in zip(have, counts, strict=True)]
+        shift_B, counted = self._shift_B(view), tuple(counts)
+        fed = Fed(ids_BW, state_BWD, self._rope_L2E, start_B, counted, shift_B=shift_B)
+        return self._turned(view.slots, firsts, fed)
+
+    def _turned(self, slots: tuple[int, ...], firsts: list[int], fed: Fed) -> Fed:
+        """These rows, from index `firsts` on, with their rotations; `fed.shift_B`: of an index."""
+        T, axes, rope, shift_B = fed.ids_BT.shape[1], self._axes, None, fed.shift_B
+        offset_B = None if axes is None else axes.offset_B(slots)
+        if axes is not None and offset_B is not None:
+            rope = axes.rope(self._rope_L2E, slots, firsts, T)
+            shift_B = offset_B if shift_B is None else shift_B + offset_B
+        elif min(firsts) == max(firsts):
+            return replace(fed, rope_BT2E=self._rope_L2E[None, firsts[0] : firsts[0] + T])
+        if rope is not None:
+            return replace(fed, rope_BT2E=rope, shift_B=shift_B, has_axes=True)
+        moved = replace(fed, shift_B=shift_B)
+        at_BT = moved.first_B[:, None] + torch.arange(T, device=self.device)
+        return replace(moved, rope_BT2E=self._rope_L2E[at_BT])
 
     def _aim(
         self, view: RoundView, start_B: Tensor, num_fed: int, span: int, uniform: int | None
@@ -463,8 +460,11 @@ class FeatureState(StepState):
         place = self._growth.place(parent_BM)
         if self._kept is not None:
             place = self._growth.within(place, self._kept)
+        slots = self._growth.view.slots
+        if self._axes is not None:
+            place = self._axes.moved(place, slots)
         self._rotate_all()
-        if place.is_next and self._records() and not self._waits:
+        if place.is_next and self._records(slots) and not self._waits:
             inputs = token_BM, self._states[-1]
             found = self._calls.run("node", self.kv, self._node_call, *inputs)
             if found is not None:

@@ -21,6 +21,7 @@ from specctl.export.imports.heads import (
 )
 from specctl.export.imports.layers import FULL, SLIDING, check_layers, check_positions
 from specctl.export.readers.layers import LLAMA3_FACTORS
+from specctl.models.axes import axes_of_section
 from specctl.runtime.target.target import Target
 
 TABLES, EMBEDDING = ("d2t", "t2d"), "embed_tokens.weight"
@@ -71,8 +72,27 @@ def _options(config: Any, taps: tuple[int, ...]) -> Eagle3Options:
         norm_before_residual=bool(config.norm_before_residual),
         rope_theta=float(config.rope_parameters["rope_theta"]),
         scaled_rope=config.rope_parameters.get("rope_type") == "llama3",
+        mrope=_axes(config, config.hidden_size // heads if whole else config.head_dim),
         **_window(config),
     )
+
+
+def _axes(config: Any, head_dim: int) -> tuple[int, ...] | None:
+    """The axes of M-RoPE, for heads of that width, which engines rotate by if they are named."""
+    rope = config.rope_parameters
+    section = rope.get("mrope_section")
+    if section is None:
+        return None
+    is_list = isinstance(section, list) and [type(count) for count in section] == [int] * 3
+    if not is_list or min(section) < 0 or sum(section) != head_dim // 2:
+        raise refused(
+            "config.json gives M-RoPE other frequencies than the head has",
+            f"mrope_section: {section}",
+            f"three numbers whose sum is {head_dim // 2}",
+            REPAIR,
+            "config.json:rope_scaling",
+        )
+    return axes_of_section(section, bool(rope.get("mrope_interleaved", False)))
 
 
 def _window(config: Any) -> dict[str, Any]:

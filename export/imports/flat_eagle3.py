@@ -86,10 +86,16 @@ def read(published: Published, target: Target) -> Imported:
 
 
 def _as_trained(published: Published, target: Target) -> tuple[Published, Mapping[str, Any] | None]:
-    """Without the YaRN that ModelOpt's exporter adds, and what was left out; any other scaling
-    stays, to be checked."""
+    """Without the YaRN that ModelOpt's exporter adds, and what was left out; the axes of M-RoPE as
+    SGLang reads them, whatever type is named; any other scaling stays, to be checked."""
     body = dict(published.config)
     scaling = body.get("rope_scaling") or body.get("rope_parameters") or {}
+    if isinstance(scaling, Mapping) and "mrope_section" in scaling:  # of no type of its own
+        plain = {key: value for key, value in scaling.items() if key != "type"}
+        body["rope_scaling"], body["rope_parameters"] = None, {**plain, "rope_type": "default"}
+        if "rope_theta" in body:
+            body["rope_parameters"].setdefault("rope_theta", body["rope_theta"])
+        return replace(published, config=body), None
     is_added = (
         isinstance(scaling, Mapping)
         and scaling.get("rope_type", scaling.get("type")) == "yarn"

@@ -21,8 +21,10 @@ from torch import Tensor
 from specctl.core.errors import GateError, IncompatibleError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.attention.seen import AttentionWindow
+from specctl.drafters.nets.axes import axes_of
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.export.formats import FOLDER, TARGET, ExportSource
+from specctl.models.axes import section_of
 from specctl.models.hf.hf_spec import head_scale
 
 LENGTH = 3  # tokens drafted a round where the package names no number
@@ -100,15 +102,31 @@ def check_vocab(tensors: Mapping[str, Tensor], rows: int, target_size: int) -> T
 
 
 def rope_fields(shape: LayerShape, source: ExportSource) -> dict[str, Any]:
-    """A drafter's own rope, plain or scaled as its target's, in the new and the old spelling."""
+    """A drafter's own rope, plain or scaled as its target's, in the new and the old spelling; with
+    the axes of M-RoPE where it has them, which SGLang and vLLM then rotate it by."""
     theta, scaling = shape.rope_theta, source.manifest.model_spec.rope_scaling
     if shape.inv_freq is None:
         scaling = None
+    if (axis := axes_of(source.drafter.options)) is not None:
+        scaling = {**(scaling or {"rope_type": "default"}), **_section_keys(axis)}
     return {
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
+
+
+def _section_keys(axis: Sequence[int]) -> dict[str, Any]:
+    found = section_of(axis)
+    if found is None:
+        raise IncompatibleError(
+            "no key of an engine says these axes of M-RoPE",
+            found=f"mrope: {list(axis)}",
+            expected="axes one behind another, or interleaved as in Qwen3-VL",
+            do="--to specctl, or train with the target's own axes (leave mrope out)",
+        )
+    section, is_interleaved = found
+    return {"mrope_section": section} | ({"mrope_interleaved": True} if is_interleaved else {})
 
 
 def dimensions(shape: LayerShape, source: ExportSource, num_layers: int) -> dict[str, Any]:
@@ -199,6 +217,18 @@ def refuse_window(source: ExportSource, engine: str) -> None:
             expected="window: null",
             do="--to speculators (vLLM reads windows without sinks), or train with "
             "--set drafter.options.window=null",
+        )
+
+
+def refuse_axes(source: ExportSource, engine: str) -> None:
+    """An engine that counts the drafter's positions by the index, images or not."""
+    if (axis := axes_of(source.drafter.options)) is not None:
+        raise IncompatibleError(
+            f"{engine} rotates such a drafter by the index, not by the axes of M-RoPE",
+            found=f"mrope: {list(axis)}",
+            expected="mrope: null or []",
+            do="--to specctl (of family eagle3 also sglang or speculators), or train with "
+            "--set 'drafter.options.mrope=[]'",
         )
 
 

@@ -146,12 +146,15 @@ class PolicyDrafter(RoundDrafter):
             each.rested(rest)
 
     def prefill(self, row: Row, taps: Mapping[int, Tensor], first: int, last: int) -> None:
+        if first == 0:
+            self.state.see(row.slot, row.request.images)
         self.state.prefill(row.slot, row.tokens, taps, first, last)
 
     def start(self, row: Row, taps: Mapping[int, Tensor]) -> None:
         self._started.add(row.slot)
         self.state.join(row.slot, row.request.conversation)
         self.state.belong(row.slot, row.request.tenant)
+        self.state.see(row.slot, row.request.images)
         self.state.start(row.slot, row.request.tokens, taps)
 
     def catch_up(self, missed: Outcome) -> None:

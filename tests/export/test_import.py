@@ -48,6 +48,8 @@ ROOT = Path(__file__).parents[2]
         ("sglang", {"kept": KEPT, "taps": (1, 3, 7), "rope_theta": 500.0}),
         ("sglang", {"fc_norm": True, "norm_output": True, "taps": (4, 6), "head_dim": 8}),
         ("sglang", {"kept": KEPT, "dtype": torch.bfloat16}),
+        ("sglang", {"head_dim": 8, "mrope": (0, 1, 1, 2)}),
+        ("speculators", {"head_dim": 8, "mrope": (0, 1, 2, 0)}),
     ],
     ids=str,
 )
@@ -65,6 +67,7 @@ def test_an_export_comes_back_with_the_same_weights_and_drafts(
     assert same_tensors(found, drafter.to(target.device, target.dtype))
     assert found.needs() == drafter.needs()
     assert getattr(found.options, "window", None) == options.get("window")
+    assert found.options.mrope == options.get("mrope")
     prompts = [[1, 5, 9, 5, 9, 5], [7, 7, 3]]
     checked = check_package(
         tmp_path / "package", target, reference=drafter, prompts=prompts, new_tokens=12
@@ -150,6 +153,12 @@ def no_theta(config: Config, tensors: Tensors) -> None:
         del config[key]
 
 
+def specforge_vl(config: Config, tensors: Tensors) -> None:
+    """As SpecForge's heads of Qwen2.5-VL name the axes of M-RoPE."""
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 2, 1]}
+    del config["rope_parameters"]
+
+
 def whole_tables(config: Config, tensors: Tensors) -> None:
     """Tables of a vocabulary that is not trimmed."""
     tensors["d2t"] = torch.zeros(48, dtype=torch.long)
@@ -166,6 +175,7 @@ def whole_tables(config: Config, tensors: Tensors) -> None:
         (old_norms, {"fc_norm": True}, "SGLang"),
         (no_theta, {"rope_theta": 10000.0}, "SGLang"),
         (whole_tables, {}, "SGLang"),
+        (specforge_vl, {"head_dim": 8, "rope_theta": 500.0, "mrope": (0, 1, 1, 2)}, "SGLang"),
     ],
 )
 def test_flat_folders_of_other_toolkits_are_read_as_their_engines_do(
@@ -185,6 +195,7 @@ def test_flat_folders_of_other_toolkits_are_read_as_their_engines_do(
     assert found.options.taps == options.get("taps", (2, 4, 5))
     assert any("plain positions" in note for note in report.notes) == (change is modelopt_yarn)
     assert found.module.shape.rope_theta == options.get("rope_theta", target.spec.rope_theta)
+    assert found.options.mrope == options.get("mrope")
 
 
 def test_the_yarn_of_an_exporter_is_a_second_reading(

@@ -220,3 +220,33 @@ def test_what_sglang_cannot_hold_is_refused_before_anything_is_written(
     with pytest.raises(IncompatibleError, match=said):
         exported(shaken(name, target, **options), target, tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "axis", "keys"),
+    [
+        ("sglang", (0, 1, 1, 2), {"mrope_section": [1, 2, 1]}),
+        ("sglang", (0, 1, 2, 0), {"mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+        ("speculators", (0, 1, 2, 0), {"mrope_section": [2, 1, 1], "mrope_interleaved": True}),
+        ("sglang", (2, 1, 0, 0), None),
+        ("gguf", (0, 1, 1, 2), None),
+    ],
+)
+def test_axes_are_said_where_engines_read_them(
+    to: str, axis: tuple[int, ...], keys: Any, target: Target, tmp_path: Path
+) -> None:
+    drafter = shaken("eagle3", target, head_dim=8, mrope=axis, norm_before_residual=to == "gguf")
+    if keys is None:
+        with pytest.raises(IncompatibleError, match="axes of M-RoPE"):
+            exported(drafter, target, tmp_path / "out", to)
+        return
+    exported(drafter, target, tmp_path / "out", to)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    layer = config.get("transformer_layer_config", config)
+    assert keys.items() <= layer["rope_parameters"].items()
+    assert ("mrope_interleaved" in layer["rope_parameters"]) == ("mrope_interleaved" in keys)
+    if to == "sglang":
+        assert layer["rope_scaling"] == {"rope_type": "default", **keys}
+        other = shaken("eagle", target, mrope=axis[: target.spec.head_dim // 2])
+        with pytest.raises(IncompatibleError, match="EAGLE layer rotates"):
+            exported(other, target, tmp_path / "other", to)

@@ -31,6 +31,7 @@ from specctl.train.data.records import sample_of, without_images
 from specctl.train.data.shown_images import ImageReader, image_digests
 from specctl.train.features.capture import training_needs
 from specctl.train.features.target_source import InProcess
+from specctl.train.init.initial import checkpoint_drafter
 from specctl.train.run import train_draft
 from specctl_testing.runtime.tiny_vision import make_folder, picture
 
@@ -138,7 +139,7 @@ def test_rows_hold_what_the_target_was_shown(
 
 @pytest.mark.parametrize("name", ["eagle3", "mllm-text-draft"])
 def test_a_run_learns_from_images_and_measures_with_them(
-    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, target: Target, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = recipe(folder, chats(tmp_path), name, data__images="read", data__drop="[]")
     shown: list[Any] = []
@@ -154,6 +155,9 @@ def test_a_run_learns_from_images_and_measures_with_them(
     assert any(images and any(images) for images in shown)
     answers = list((tmp_path / "run" / "data").glob("images-*.json"))
     assert len(answers) == 1
+    drafter = checkpoint_drafter(tmp_path / "run", target)
+    is_turned = name == "eagle3" and target.inside_of == "qwen2_vl"
+    assert getattr(drafter.options, "mrope", None) == ((0, 1, 2, 2) if is_turned else None)
 
 
 def test_text_that_spells_a_placeholder_takes_no_image(target: Target) -> None:

@@ -20,7 +20,7 @@ from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.not_finite import is_bad, not_numbers
 from specctl.runtime.target.target import Target
 from specctl.train.data.shown_images import ImageReader, placeholders
-from specctl.train.features.image_feed import with_seen
+from specctl.train.features.image_feed import Seen, images_of, positions_of, with_seen
 
 FEW = 1 / 4  # of the target's ids: a draft vocabulary for which only its own columns are made
 
@@ -86,11 +86,16 @@ def read(
     with a gradient where the target learns. Documents do not see each other, as in `TrainBatch`.
     `parts` are the layers that run (None: all), behind the embeddings or behind `residual_BSD`.
     `reader`: of the images in its texts, which a frozen target of all layers reads alone."""
-    batch = to_device(batch, target.device)
+    batch, seen = to_device(batch, target.device), Seen()
     if batch.images:
         assert reader is not None, "batches with images come with their reader"
         assert parts is None, "a target with images is read as a whole"
-        batch = replace(batch, image_BS=placeholders(batch, reader.vision.unsaid))
+        seen = images_of(reader, batch)
+        batch = replace(
+            batch,
+            image_BS=placeholders(batch, reader.vision.unsaid),
+            position_BS3=positions_of(batch.position_BS, seen),
+        )
     if not needs.taps and not needs.teacher:
         return batch
     last = target.spec.num_layers
@@ -100,7 +105,7 @@ def read(
     shows = needs.teacher and not by_rows
     if batch.images and reader is not None:
         feed = Feed(batch.ids_BS, batch.position_BS, masks, wanted, shows)
-        out = target.lm.run(with_seen(reader, batch, feed, target.dtype), None)
+        out = target.lm.run(with_seen(reader, batch, seen, feed, target.dtype), None)
     else:
         out = target.lm.dense(
             batch.ids_BS,
@@ -143,4 +148,5 @@ def to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
         document_BS=batch.document_BS.to(device),
         position_BS=batch.position_BS.to(device),
         image_BS=None if batch.image_BS is None else batch.image_BS.to(device),
+        position_BS3=None if batch.position_BS3 is None else batch.position_BS3.to(device),
     )

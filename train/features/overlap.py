@@ -79,6 +79,8 @@ def _tensors(batch: TrainBatch) -> Iterator[Tensor]:
     yield from batch.taps.values()
     if batch.image_BS is not None:
         yield batch.image_BS
+    if batch.position_BS3 is not None:
+        yield batch.position_BS3
     if batch.teacher_BSV is not None:
         yield batch.teacher_BSV
     if batch.teacher_rows is not None:

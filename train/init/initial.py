@@ -33,8 +33,10 @@ from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.mtp_checkpoint import first_module
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter, family_options, served_family
+from specctl.train.data.image_checks import shows_images
 from specctl.train.data.prepare import prepare
 from specctl.train.data.rows import TokenData
+from specctl.train.init.axes import with_axes
 from specctl.train.prune.cut import Wanted, check_cut, cut_like, groups_left, prunable
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.vocab.draft_vocab import draft_vocab
@@ -278,7 +280,8 @@ def checkpoint_drafter(run: Path, target: Target) -> Drafter:
         source = initial_of(recipe.drafter, target, None)
     elif recipe.drafter.init == TARGET:
         source = Initial(TARGET, SmallLm.from_lm(prunable(target), target.spec), "")
-    complete = completed(recipe.drafter, target.spec, source)
+    images = shows_images(*(recipe.data, recipe.train, recipe.drafter, recipe.target), target)
+    complete = with_axes(completed(recipe.drafter, target.spec, source), target, images)
     served_family(complete, recipe.train.joint, recipe.serve)
     vocab = None
     if recipe.vocab.size is not None:

@@ -17,7 +17,12 @@ from torch import Tensor
 from specctl.core.errors import IncompatibleError
 from specctl.drafters.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
-from specctl.export.layouts.engines import hidden_state_ids, refuse_scaled_embedding, refuse_window
+from specctl.export.layouts.engines import (
+    hidden_state_ids,
+    refuse_axes,
+    refuse_scaled_embedding,
+    refuse_window,
+)
 from specctl.export.layouts.llama_cpp import library
 from specctl.export.layouts.llama_cpp.model import (
     KINDS,
@@ -77,6 +82,7 @@ def refuse(source: ExportSource) -> None:
             "--set drafter.options.qk_norm=false --set drafter.options.norm_before_residual=true",
         )
     refuse_window(source, "llama.cpp")
+    refuse_axes(source, "llama.cpp")
     refuse_scaled_embedding(source, "llama.cpp")
 
 

@@ -21,6 +21,7 @@ from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     dump_json,
     layer_ids,
+    refuse_axes,
     refuse_scaled_embedding,
     refuse_window,
 )
@@ -48,6 +49,7 @@ def refuse(source: ExportSource) -> None:
             do="--to speculators (vLLM), or train with the recipe's own switches",
         )
     refuse_window(source, "OpenVINO GenAI")
+    refuse_axes(source, "OpenVINO GenAI")
     refuse_scaled_embedding(source, "OpenVINO GenAI")
 
 

@@ -25,6 +25,7 @@ from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     check_vocab,
     draft_length,
+    refuse_axes,
     refuse_scaled_head,
     sglang_command,
 )
@@ -56,6 +57,7 @@ def write(source: ExportSource) -> FlatFolder:
     assert isinstance(drafter, FeatureDrafter)
     _refuse_other_nets(drafter)
     refuse_scaled_head(source, "SGLang")
+    refuse_axes(source, "SGLang's EAGLE layer")
     net = drafter.module
     config = llama_config("LlamaForCausalLMEagle", source, net.shape, len(net.layers))
     return FlatFolder(config, written_tensors(source, (drafter.tap,)))
