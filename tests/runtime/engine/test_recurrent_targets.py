@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,17 @@ KNOWING = {
     "knowing tree": {"policy": "static-tree", "branch": (3, 2, 1)},
 }
 FAMILIES = (None, *KNOWING, "prompt-lookup", "token-recycling")
-NEW = 24
+NEW = 14
+
+
+def some_of(kinds: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Every kind and every name, each kind with one name; the other pairs are proofs."""
+    return [
+        (kind, name)
+        if names[i % len(names)] == name
+        else pytest.param(kind, name, marks=pytest.mark.proof)
+        for (i, kind), name in product(enumerate(kinds), names)
+    ]
 
 
 @cache
@@ -95,8 +106,15 @@ def check_identity(kind: str, name: str | None) -> None:
     assert name not in KNOWING or min(taken) >= 1.0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", FEW)
+# Every kind of state plainly and behind every shape of a draft; what looks texts up hangs on none.
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *product(FEW, (None, *KNOWING)),
+        ("qwen3_next", "prompt-lookup"),
+        ("lfm2", "token-recycling"),
+    ],
+)
 def test_greedy_text_is_that_of_transformers(kind: str, name: str | None) -> None:
     check_identity(kind, name)
 
@@ -210,8 +228,10 @@ class Nothing(LogitsProcessor):
         return scores if input_ids.shape[1] < self.length else scores - torch.inf
 
 
-@pytest.mark.parametrize("name", sorted(KNOWING))
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "falcon_h1", "jamba"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    some_of(("lfm2", "qwen3_next", "falcon_h1", "jamba"), sorted(KNOWING)),
+)
 def test_rows_that_fail_leave_the_states_of_the_others_and_an_empty_slot(
     kind: str, name: str
 ) -> None:
@@ -285,8 +305,7 @@ class TappedState(KnowingState):
             self.seen[slot].append({tap: outcome.taps[tap][b, kept] for tap in TAPS})
 
 
-@pytest.mark.parametrize("name", sorted(KNOWING))
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize(("kind", "name"), some_of(FEW, sorted(KNOWING)))
 def test_hidden_states_of_accepted_tokens_are_those_of_the_text(kind: str, name: str) -> None:
     """Of prompts, of what was read before in a conversation, and of every accepted token."""
     target, oracle = made(kind)
@@ -310,8 +329,7 @@ def test_hidden_states_of_accepted_tokens_are_those_of_the_text(kind: str, name:
             assert rows[i].reused_len == turn * (len(PROMPTS[i]) - 1)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "dflash"])
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize(("kind", "name"), some_of(FEW, ("eagle3", "medusa", "dflash")))
 def test_heads_on_hidden_states_change_nothing(kind: str, name: str) -> None:
     """Drafters as their families make them: in a batch, and over the turns of a conversation."""
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
