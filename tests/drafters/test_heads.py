@@ -97,7 +97,7 @@ def test_training_and_serving_logits_agree_for_the_same_prefix(
         F.linear(ready_BSE[0], weights[min(i, len(weights) - 1)])
         for i, ready_BSE in enumerate(drafter.unroll(batch))
     ]
-    for known in range(2, len(TEXT) - 2):  # tokens before the first drafted one
+    for known in range(2, len(TEXT) - 2, 3):  # tokens before the first drafted one
         served = drive(target, drafter).chain_logits(TEXT[: known + 2], known)
         for i in range(3):  # head i has read the root and i drafted tokens
             torch.testing.assert_close(served[i], trained[i][known - 2], rtol=1e-4, atol=1e-4)
