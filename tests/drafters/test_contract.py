@@ -69,8 +69,12 @@ SLOW = (
     "lilicorr", "moa", "mtp", "p-eagle", "pass", "ppd", "s3d", "shared-kv", "sorted", "superposed",
     "swift", "uno", "xpress",
 )  # fmt: skip
-# Whose states are those of eagle, hydra, medusa, kangaroo or skip-layers, and draw as these do.
-ALIKE = ("blockwise", "coral", "eesd", "hass", "layer-skip", "mlp-speculator", "recurrent")
+# From whose logits a policy draws as it does from eagle3's and small-lm's, with every policy of
+# theirs; or whose state is that of hydra, kangaroo, medusa or skip-layers.
+ALIKE = (
+    "blockwise", "calm", "coral", "del", "depth-decay", "eagle", "eesd", "flash", "hass",
+    "hidden-transfer", "layer-skip", "m2r2", "mlp-speculator", "msd", "recurrent", "stand",
+)  # fmt: skip
 SAMPLED = [
     pytest.param(*case, {}, marks=pytest.mark.proof) if case[0] in SLOW + ALIKE else (*case, {})
     for case in TYPICAL
