@@ -462,7 +462,7 @@ def test_quickstart_goes_from_nothing_to_a_table(
     from specctl.runtime.proof import prove
     from specctl.runtime.target.variants import inflate
 
-    monkeypatch.setitem(inflate.SIZES, "20m", inflate.Size(20_000_000, 512, 10))
+    monkeypatch.setitem(inflate.SIZES, "25m", inflate.Size(25_000_000, 512, 10))
     level = prove.LEVELS["lossless"]
     small = replace(level, prompts=2, tokens=8, samples=100)
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
@@ -477,14 +477,14 @@ def test_quickstart_goes_from_nothing_to_a_table(
         "--out",
         tmp_path / "q",
         "--inflate",
-        "20m",
+        "25m",
         *sets(*SMALL),
     )
     ran = run(*words)
     assert ran.code == 0, ran.err[-2000:]
     for heading in ("1/5", "2/5", "3/5", "4/5", "5/5"):
         assert f"== {heading}" in ran.err
-    for part in ("tokens per pass", "speed-up", "tiny at the cost of 20M", "Verdict:"):
+    for part in ("tokens per pass", "speed-up", "tiny at the cost of 25M", "Verdict:"):
         assert part in ran.out
     assert "passed: greedy text is that of plain decoding (" in ran.err
     for bookkeeping in ("rows to train on", "embed_tokens", "Chain block", "q: z"):
@@ -494,7 +494,7 @@ def test_quickstart_goes_from_nothing_to_a_table(
     again = run(*words, "--json")
     assert again.code == 0
     assert again.json["result"]["lossless"] is True
-    assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 20m"
+    assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 25m"
     assert "trimmed by an earlier run" in again.err
     assert "proved by an earlier run" in again.err
     assert "one is used" in ran.err

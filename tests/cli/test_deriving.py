@@ -101,7 +101,7 @@ def test_a_run_in_a_given_time_goes_on_and_a_longer_time_adds_answers_and_steps(
     assert before["seconds"] == 50.0
     recorded = yaml.safe_load(Path("run/run.yaml").read_text())
     assert recorded["origin"]["train.steps"] == "derived"
-    assert recorded["recipe"]["train"]["steps"] == amounts(before)[1] == 45
+    assert recorded["recipe"]["train"]["steps"] == amounts(before)[1] >= 40
     assert Path("run/package/manifest.json").is_file()
     again = run(*words, "--time", "50s")
     assert again.code == 0, again.err

@@ -59,7 +59,7 @@ def answers(hybrid: Callable[[str], Path], run: Run, kept: Path) -> Callable[[st
         lines = [{"text": f"def name_{i}(value):\n    return {i}"} for i in range(24)]
         text.write_text("\n".join(map(json.dumps, lines)))
         words = ("--target", hybrid(kind), "--data", text, "--prompts", 24, "--out", out)
-        made = run("regenerate", *words, "--max-new-tokens", 12)
+        made = run("regenerate", *words, "--max-new-tokens", 16)
         assert made.code == 0, made.err
         return out / "answers.jsonl"
 
