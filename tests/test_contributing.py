@@ -188,7 +188,13 @@ def unlink_into(own: Path, folder: Path) -> None:
     own.unlink()
     own.mkdir()
     for entry in there.iterdir():
-        if entry.name != "__pycache__":
+        if (
+            entry.name == "__pycache__"
+        ):  # what is compiled is not compiled again; new files stay here
+            (own / entry.name).mkdir()
+            for file in entry.iterdir():
+                (own / entry.name / file.name).symlink_to(file)
+        else:
             (own / entry.name).symlink_to(folder / entry.name if entry.is_symlink() else entry)
 
 

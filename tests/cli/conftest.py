@@ -36,8 +36,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.fixture(scope="module", autouse=True)
 def little_beside_a_run() -> Iterator[None]:
     """A draft vocabulary is counted on 20,000 tokens of text, where a million take seconds; nobody
-    looks at the curve of a run here, as tests/train/test_run.py does."""
+    looks at the curve of a run here, as tests/train/test_run.py does, nor but in test_costs.py at
+    the costs that a benchmark measures before it begins."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specctl.api.drafting.COST_ROUNDS", 2)
         patch.setattr("specctl.train.vocab.selectors.fr_spec.MOST_TOKENS", 20_000)
         patch.setattr("specctl.train.run.save_learning_curve", lambda log, path: None)
         yield

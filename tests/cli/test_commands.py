@@ -176,7 +176,9 @@ def test_bench_answers_as_promised(run: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b" / "bench.json").read_text()) == answer["result"]
 
 
-def test_that_the_cores_were_busy_is_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_that_the_cores_were_busy_is_said(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import torch
 
     from specctl.models.native.threads import Threads, threads_of
@@ -186,9 +188,10 @@ def test_that_the_cores_were_busy_is_said(run: Any, monkeypatch: pytest.MonkeyPa
     words = ("bench", "--num-prompts", "1", "--max-new-tokens", "4", "--repeats", "1")
     for at, used in ((0, 6), (2, 4)):
         monkeypatch.setattr(threads_of(6), "at", at)
-        report = run(*words, "-d", "prompt-lookup", "--temperature", "0", "--json").json["result"]
+        kept = tmp_path / f"{used}.json"
+        shown = run(*words, "-d", "prompt-lookup", "--temperature", "0", "--out", kept)
+        report = json.loads(kept.read_text())
         assert (report["threads"], report["threads_used"]) == (6, used)
-        shown = run(*words, "-d", "prompt-lookup", "--temperature", "0")
         said = run(*GENERATE, "def main(", "--stats")
         for found in (shown.out + shown.err, said.out + said.err):
             assert ("the cores were busy" in found) == (used < 6)
@@ -457,11 +460,12 @@ def test_quickstart_goes_from_nothing_to_a_table(
 ) -> None:
     from specctl.cli.commands import quickstart_text as quickstart
     from specctl.runtime.proof import prove
+    from specctl.runtime.target.variants import inflate
 
+    monkeypatch.setitem(inflate.SIZES, "25m", inflate.Size(25_000_000, 512, 10))
     level = prove.LEVELS["lossless"]
     small = replace(level, prompts=2, tokens=8, samples=100)
     monkeypatch.setitem(prove.LEVELS, "lossless", small)
-    monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 2)  # times are not looked at here
     monkeypatch.setattr(quickstart, "TURNS", 1)
     for step in ("TRIM", "COMPARE"):
         monkeypatch.setattr(quickstart, f"{step}_PROMPTS", 3)
@@ -473,14 +477,14 @@ def test_quickstart_goes_from_nothing_to_a_table(
         "--out",
         tmp_path / "q",
         "--inflate",
-        "100m",
+        "25m",
         *sets(*SMALL),
     )
     ran = run(*words)
     assert ran.code == 0, ran.err[-2000:]
     for heading in ("1/5", "2/5", "3/5", "4/5", "5/5"):
         assert f"== {heading}" in ran.err
-    for part in ("tokens per pass", "speed-up", "tiny at the cost of 100M", "Verdict:"):
+    for part in ("tokens per pass", "speed-up", "tiny at the cost of 25M", "Verdict:"):
         assert part in ran.out
     assert "passed: greedy text is that of plain decoding (" in ran.err
     for bookkeeping in ("rows to train on", "embed_tokens", "Chain block", "q: z"):
@@ -490,7 +494,7 @@ def test_quickstart_goes_from_nothing_to_a_table(
     again = run(*words, "--json")
     assert again.code == 0
     assert again.json["result"]["lossless"] is True
-    assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 100m"
+    assert [c["target"] for c in again.json["result"]["comparisons"]][-1] == "tiny as 25m"
     assert "trimmed by an earlier run" in again.err
     assert "proved by an earlier run" in again.err
     assert "one is used" in ran.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ WORDS = (
 PROMPT = "import os\nimport sys\nimport os\nimport "
 TABLE = CostTable({0: 0.0, 2: 0.1}, {0: 1.0, 2: 1.1}, "cpu x", "float32", 1)
 ABOUT = {"device": "cpu x", "dtype": "float32", "batch": 1, "target": "abc"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_costs(little_beside_a_run: None) -> Iterator[None]:
+    """As many rounds of each draft length as the commands time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specctl.api.drafting.COST_ROUNDS", 16)
+        yield
 
 
 def kept(cache: Path) -> list[Path]:

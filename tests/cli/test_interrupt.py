@@ -103,6 +103,7 @@ def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(training: lis
         assert terminal.cursor_is_shown
 
 
+@pytest.mark.proof  # what a hang-up does is in test_loop.py, and in test_launch.py for processes
 def test_a_terminal_that_is_closed_ends_training_as_sigterm_does(
     tmp_path: Path, training: list[str]
 ) -> None:
@@ -113,11 +114,11 @@ def test_a_terminal_that_is_closed_ends_training_as_sigterm_does(
 
 
 def test_answers_written_before_ctrl_c_are_kept_and_the_run_goes_on_from_them(
-    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, training: list[str]
 ) -> None:
     monkeypatch.setattr("specctl.train.data.written.regenerate.slots_for", lambda *words: 2)
     settings = {**dict(s.split("=") for s in TRAINING), "train.steps": 2, "train.tau_every": 2}
-    words = ["distill", "--out", str(tmp_path / "run"), "--set", "train.tau_tokens=4"]
+    words = [*training[:5], "--set", "train.tau_tokens=4"]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", stopping(Engine.step, after=40))
@@ -131,6 +132,7 @@ def test_answers_written_before_ctrl_c_are_kept_and_the_run_goes_on_from_them(
     assert all(path.read_bytes().startswith(body) for path, body in kept.items())
 
 
+@pytest.mark.proof  # the next test raises it within a command, test_launch.py sends it to processes
 def test_sigterm_ends_with_143(start: Any) -> None:
     process = start(*LONG)
     assert process.stdout is not None

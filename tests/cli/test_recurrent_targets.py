@@ -47,7 +47,7 @@ def target() -> Target:
 
 # -- by name -----------------------------------------------------------------------------------
 
-GREEDY = Sampling(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+GREEDY = Sampling(temperature=0.0, max_new_tokens=5, ignore_eos=True)
 REQUESTS = [Request(prompt, GREEDY) for prompt in ((7, 8, 9, 7, 8), (1, 2, 3, 1))]
 
 

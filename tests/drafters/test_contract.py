@@ -49,6 +49,8 @@ SMALL["domino"]["base_weight"] = 0.5  # at the first step the correction learns 
 SMALL["dflash2"] = {"layers": 2, "taps": (0, 2), "candidates": SIZE}
 SMALL["lilicorr"] = {**SMALL["dflash2"], "width": 32, "factor": 32, "num_heads": 3}
 NAMES = sorted(families())
+# Learn too little over the whole vocabulary in so few steps.
+SLOWLY = ("k-forcing", "rasd", "small-lm", "sorted", "staged", "superposed")
 TRAINED = [name for name in NAMES if families()[name].trainable]
 # States that show logits behind each token; what proposes whole trees has tests of its own.
 STEPWISE = [name for name in TRAINED if families()[name].policies[0] != "direct"]
@@ -67,9 +69,15 @@ SLOW = (
     "lilicorr", "moa", "mtp", "p-eagle", "pass", "ppd", "s3d", "shared-kv", "sorted", "superposed",
     "swift", "uno", "xpress",
 )  # fmt: skip
+# From whose logits a policy draws as it does from eagle3's and small-lm's, with every policy of
+# theirs; or whose state is that of hydra, kangaroo, medusa or skip-layers.
+ALIKE = (
+    "blockwise", "calm", "coral", "del", "depth-decay", "eagle", "eesd", "flash", "hass",
+    "hidden-transfer", "layer-skip", "m2r2", "mlp-speculator", "msd", "recurrent", "stand",
+)  # fmt: skip
 SAMPLED = [
-    pytest.param(name, policy, {}, marks=pytest.mark.proof) if name in SLOW else (name, policy, {})
-    for name, policy in TYPICAL
+    pytest.param(*case, {}, marks=pytest.mark.proof) if case[0] in SLOW + ALIKE else (*case, {})
+    for case in TYPICAL
 ]
 # Heads that draw from two of the six tokens, with every policy of theirs.
 SAMPLED += [
@@ -96,6 +104,7 @@ def spared(pairs: list[tuple[str, str]], *more: Any, typical: Any = ()) -> list[
 GREEDILY = spared(GROWN, False, typical=pytest.mark.fast)
 GREEDILY += [(name, families()[name].policies[0], True) for name in TRAINED]
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4], [7], [11, 12, 11, 12, 11], [20, 2, 20], [8, 8])
+ENDS = (PROMPTS[0], PROMPTS[-1])
 KEPT = [0, 1, 2, 3, 5, 8, 11, 12, 13, 20, 21]
 
 
@@ -128,7 +137,8 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(target: Target, train_a_little: Any) -> Callable[..., Trained]:
-    """trained(name, trimmed): each made once."""
+    """trained(name, trimmed): each made once. Over a trimmed vocabulary a few steps show that it
+    learns; what drafts over one is trained over the whole."""
 
     @cache
     def make(name: str, trimmed: bool) -> Trained:
@@ -136,7 +146,8 @@ def trained(target: Target, train_a_little: Any) -> Callable[..., Trained]:
         if not drafter.trainable():
             return Trained(drafter)
         before = {n: t.clone() for n, t in drafter.tensors().items()}
-        losses = train_a_little(target, drafter, STEPS)
+        steps = 3 if trimmed and name not in SLOWLY else STEPS
+        losses = train_a_little(target, drafter, steps)
         moved = {n for n, t in drafter.tensors().items() if not torch.equal(t, before[n])}
         return Trained(drafter, tuple(losses), frozenset(moved))
 
@@ -146,16 +157,24 @@ def trained(target: Target, train_a_little: Any) -> Callable[..., Trained]:
 @pytest.fixture(scope="module")
 def make_drafter(trained: Callable[..., Trained]) -> Callable[..., Drafter]:
     """make_drafter(name, trimmed=False): each made once."""
-    return lambda name, trimmed=False: trained(name, trimmed).drafter
+
+    @cache
+    def make(name: str, trimmed: bool = False) -> Drafter:
+        whole = trained(name, False).drafter
+        return whole.trimmed(VocabMap(torch.tensor(KEPT), SIZE)) if trimmed else whole
+
+    return make
 
 
 @pytest.fixture(scope="module")
 def greedy_run(target: Target, make_drafter: Any) -> Callable[..., Drafted]:
-    """greedy_run(name, policy, trimmed, num_slots): what several tests look at, each run once."""
+    """greedy_run(name, policy, trimmed, num_slots): what several tests look at, each run once. Two
+    prompts after each other in one slot, all five in three."""
 
     @cache
     def found(name: str, policy: str, trimmed: bool, num_slots: int) -> Drafted:
-        return run(target, make_drafter(name, trimmed), policy, PROMPTS, num_slots, GREEDY)
+        prompts = PROMPTS if num_slots > 1 else ENDS
+        return run(target, make_drafter(name, trimmed), policy, prompts, num_slots, GREEDY)
 
     return found
 
@@ -218,6 +237,7 @@ def run(
 
 
 GREEDY = Sampling(max_new_tokens=14, ignore_eos=True)
+SHORT = replace(GREEDY, max_new_tokens=6)  # where every round shows what is looked for
 
 
 @pytest.fixture(scope="module")
@@ -231,10 +251,14 @@ def test_greedy_output_is_the_targets_whatever_the_batch(
     plain: list[Completion], greedy_run: Any, name: str, policy: str, trimmed: bool
 ) -> None:
     wanted = {p.request.tokens: p.tokens for p in plain}
-    for num_slots in (1, 3):  # five prompts in three slots: rows leave and others take their slot
+    num_accepted = 0
+    # Five prompts in three slots: rows leave and others take their slot. What is cut from the
+    # vocabulary changes nothing about slots.
+    for num_slots in (3,) if trimmed else (1, 3):
         drafted, outcomes = greedy_run(name, policy, trimmed, num_slots)
         assert [d.tokens for d in drafted] == [wanted[d.request.tokens] for d in drafted]
-        assert sum(sum(o.num_accepted) for o in outcomes) > 0
+        num_accepted += sum(sum(o.num_accepted) for o in outcomes)
+    assert num_accepted > 0
 
 
 def exact_pairs(target: Target, prompt: Sequence[int], temperature: float) -> Tensor:
@@ -272,7 +296,7 @@ def test_sampled_pairs_follow_the_targets_distribution(
         small,
         drafter,
         make_policy({"policy": policy, **fields}),
-        num_slots=250,
+        num_slots=750,
         chooser=recorder,
     )
     requests = [
@@ -299,7 +323,7 @@ def test_sampled_pairs_follow_the_targets_distribution(
 def test_a_proposal_respects_its_budget(target: Target, make_drafter: Any, name: str) -> None:
     for nodes, depth in ((1, 1), (3, 2), (7, 3), (20, 5)):
         _, outcomes = run(
-            target, make_drafter(name), "direct", PROMPTS, 3, GREEDY, nodes=nodes, length=depth
+            target, make_drafter(name), "direct", PROMPTS[:3], 3, SHORT, nodes=nodes, length=depth
         )
         for outcome in outcomes:
             check_tree(outcome.tree, Budget(nodes, depth), SIZE)
@@ -331,10 +355,14 @@ def check_tree(tree: DraftTree, budget: Budget, size: int) -> None:
 def test_loss_falls_and_only_trainable_tensors_move(
     target: Target, frozen: dict[str, Tensor], trained: Callable[..., Trained], name: str
 ) -> None:
-    """Over a trimmed vocabulary; over a whole one drafters are trained for the other tests."""
-    found = trained(name, True)
-    assert found.losses[-1] < 0.8 * found.losses[0]
-    assert found.moved == set(found.drafter.trainable())
+    """By a fifth over the whole vocabulary, and from the first steps on over a trimmed one; or the
+    reverse."""
+    whole, trimmed = trained(name, False), trained(name, True)
+    longer, other = (trimmed, whole) if name in SLOWLY else (whole, trimmed)
+    assert longer.losses[-1] < 0.8 * longer.losses[0]
+    assert other.losses[-1] < other.losses[0]
+    for found in (whole, trimmed):
+        assert found.moved == set(found.drafter.trainable())
     for n, t in target.lm.module.state_dict().items():
         assert torch.equal(t, frozen[n]), f"{n} of the target moved"
         assert not t.requires_grad
@@ -376,20 +404,17 @@ def test_borrowed_pieces_are_not_among_the_stored_tensors(target: Target, name: 
     ("name", "trimmed"), [(n, False) for n in NAMES] + [(n, True) for n in TRAINED]
 )
 def test_saved_and_loaded_it_drafts_the_same(
-    target: Target, make_drafter: Any, greedy_run: Any, name: str, trimmed: bool
+    target: Target, make_drafter: Any, name: str, trimmed: bool
 ) -> None:
     drafter = make_drafter(name, trimmed)
     torch.manual_seed(99)
     twin = families()[name].build(drafter.options, target.spec, drafter.vocab)
     twin.load_tensors(drafter.tensors())
     policy = families()[name].policies[0]
-    sampling = GREEDY if trimmed else replace(GREEDY, temperature=1.0)
-    if trimmed:
-        _, ours = greedy_run(name, policy, True, 3)
-    else:
-        _, ours = run(target, drafter, policy, PROMPTS, 3, sampling)
-    _, theirs = run(target, twin, policy, PROMPTS, 3, sampling)
-    assert len(ours) == len(theirs)
+    sampling = SHORT if trimmed else replace(SHORT, temperature=1.0)
+    _, ours = run(target, drafter, policy, PROMPTS[:3], 3, sampling)
+    _, theirs = run(target, twin, policy, PROMPTS[:3], 3, sampling)
+    assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.tree.token_BN, b.tree.token_BN)
         assert a.num_accepted == b.num_accepted
@@ -455,7 +480,7 @@ def test_a_used_slot_drafts_as_a_fresh_one(
         torch.manual_seed(0)
         best = torch.stack([torch.randperm(SIZE)[:8] for _ in range(SIZE)])
         drafter.load_tensors({"matrix": best})
-        _, after = run(target, drafter, policy, PROMPTS, 1, GREEDY)
+        _, after = run(target, drafter, policy, ENDS, 1, GREEDY)
     else:
         _, after = greedy_run(name, policy, False, 1)
     _, alone = run(target, drafter, policy, PROMPTS[-1:], 1, GREEDY)
@@ -483,9 +508,9 @@ def test_a_drafter_that_slept_drafts_as_one_that_followed_every_round(
 ) -> None:
     """Two rounds of five are drafted in; rows join and leave in all of them. A sampled row at its
     last token has no room for a draft: it sleeps, or stands in the tree without a node."""
-    sampling = Sampling(temperature, max_new_tokens=14, ignore_eos=True)
+    sampling = Sampling(temperature, max_new_tokens=10, ignore_eos=True)
     requests = [
-        Request(tuple(prompt), replace(sampling, seed=i)) for i, prompt in enumerate(PROMPTS)
+        Request(tuple(prompt), replace(sampling, seed=i)) for i, prompt in enumerate(PROMPTS[:4])
     ]
     found = []
     for sleeps in (True, False):
@@ -505,9 +530,9 @@ def test_a_drafter_that_slept_drafts_as_one_that_followed_every_round(
 def test_a_trimmed_drafter_speaks_only_kept_ids(
     target: Target, make_drafter: Any, name: str, policy: str
 ) -> None:
-    small = make_drafter(name).trimmed(VocabMap(torch.tensor(KEPT), SIZE))
+    small = make_drafter(name, True)
     assert small.vocab is not None
-    _, outcomes = run(target, small, policy, PROMPTS, 3, GREEDY)
+    _, outcomes = run(target, small, policy, PROMPTS[:3], 3, SHORT)
     for outcome in outcomes:
         drafted = outcome.tree.token_BN[outcome.tree.valid_BN]
         assert set(drafted.tolist()) <= set(KEPT)

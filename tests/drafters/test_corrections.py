@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_forced_scores_are_those_walked_token_by_token(
     """Over a text as while training, and along the same text as while drafting."""
     drafter: CorrectedBlocks = made(name, how)
     batch = capture_batch(target, drafter, one_text(TEXT))
-    for known in range(2, len(TEXT) - HEADS + 2):
+    for known in range(2, len(TEXT) - HEADS + 2, 2):
         block = drafter.blocks(batch, torch.tensor([[known - 2]]))
         block = replace(block, base_XPK=F.linear(block.states_XPD, drafter.base_head()))
         ids_1P = torch.tensor([TEXT[known - 1 : known - 1 + HEADS]])
@@ -137,15 +138,27 @@ def test_what_is_of_first_order_and_no_other_forgets_the_token_before_the_last(
     assert torch.equal(a_K, b_K) == drafter.correction.first_order
 
 
+@pytest.fixture(scope="module")
+def uncorrected(target: Any, make_batch: Any) -> Any:
+    """A DFlash, or the same block whose root speaks, trained a little, once."""
+
+    @cache
+    def make(first_slot: int) -> CorrectedBlocks:
+        plain, options = ("dflash", {}) if first_slot else ("dspark", {"rank": 0})
+        drafter = make_heads(target, plain, num_heads=HEADS, layers=2, anchors=64, **options)
+        train(target, drafter, make_batch, steps=4)
+        return drafter
+
+    return make
+
+
 @pytest.mark.parametrize(("name", "how"), BEGINS_AS_DFLASH, ids=IDS[: len(BEGINS_AS_DFLASH)])
 def test_a_fresh_correction_leaves_the_block_as_it_was(
-    target: Any, make_batch: Any, drive: Any, name: str, how: dict[str, Any]
+    target: Any, uncorrected: Any, drive: Any, name: str, how: dict[str, Any]
 ) -> None:
     """With the weights of a trained DFlash, or of the same block whose root speaks."""
     drafter = make_heads(target, name, num_heads=HEADS, layers=2, **how)
-    plain, options = ("dflash", {}) if drafter.first_slot else ("dspark", {"rank": 0})
-    trained = make_heads(target, plain, num_heads=HEADS, layers=2, anchors=64, **options)
-    train(target, trained, make_batch, steps=4)
+    trained = uncorrected(drafter.first_slot)
     head = ("before.", "bias.", "confidence.")
     block = {n: t for n, t in trained.tensors().items() if not n.startswith(head)}
     drafter.load_tensors({**drafter.tensors(), **block})
@@ -182,33 +195,52 @@ def softened(logits_NK: Tensor) -> list[np.ndarray]:
     return list((logits_NK.double() / TEMPERATURE).softmax(-1).numpy())
 
 
-@torch.no_grad()
-def tables(target: Any, drafter: Any, drive: Any) -> tuple[Distributions, Distributions]:
-    """p and q behind every path of up to two drafted tokens."""
-    prompt, p, q = [1, 2, 3, 1], dict[Any, Any](), dict[Any, Any]()
-    for depth in range(3):
-        for path in product(range(SMALL), repeat=depth):
-            ids = torch.tensor([[*prompt, *path]])
-            batch = one_text(ids[0].tolist())
-            mask = target.lm.document_masks(batch.document_BS)
-            logits_BTV = target.lm.dense(ids, batch.position_BS, mask).logits_BTV
-            (p[path],) = softened(logits_BTV[0, -1:])
-            walked_NK = drive(target, drafter).chain_logits([*prompt, *path], len(prompt))
-            (q[path],) = softened(walked_NK[-1:])
-    return p, q
+PROMPT = [1, 2, 3, 1]
+PATHS = [path for depth in range(3) for path in product(range(SMALL), repeat=depth)]
+
+
+@pytest.fixture(scope="module")
+def p_of_paths(small_target: Any) -> Distributions:
+    """p behind every path of up to two drafted tokens."""
+    p = dict[Any, Any]()
+    with torch.no_grad():
+        for path in PATHS:
+            batch = one_text([*PROMPT, *path])
+            mask = small_target.lm.document_masks(batch.document_BS)
+            out = small_target.lm.dense(batch.ids_BS, batch.position_BS, mask)
+            (p[path],) = softened(out.logits_BTV[0, -1:])
+    return p
+
+
+@pytest.fixture(scope="module")
+def q_of_paths(small_target: Any, make_batch: Any, drive: Any) -> Any:
+    """q behind the same paths, of each case trained a little, once."""
+    kept: dict[str, Distributions] = {}
+
+    def made(name: str, how: dict[str, Any]) -> Distributions:
+        q = kept.setdefault(f"{name} {how}", {})
+        if not q:
+            drafter = make_heads(small_target, name, num_heads=HEADS, layers=1, anchors=64, **how)
+            train(small_target, drafter, make_batch, steps=6)
+            with torch.no_grad():
+                for path in PATHS:
+                    drawn = drive(small_target, drafter)
+                    walked_NK = drawn.chain_logits([*PROMPT, *path], len(PROMPT))
+                    (q[path],) = softened(walked_NK[-1:])
+        return q
+
+    return made
 
 
 @pytest.mark.parametrize(("rule", "kind", "shape"), SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize(("name", "how"), ENUMERATED, ids=[case[0] for case in ENUMERATED])
 def test_what_is_drawn_from_its_scores_leaves_the_targets_distribution(
-    small_target: Any, make_batch: Any, drive: Any,
+    p_of_paths: Distributions, q_of_paths: Any,
     name: str, how: dict[str, Any], rule: str, kind: NodeKind, shape: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Every draft and every coin, enumerated; a candidate head draws from two of five tokens."""
-    drafter = make_heads(small_target, name, num_heads=HEADS, layers=1, anchors=64, **how)
-    train(small_target, drafter, make_batch, steps=6)
-    p, q = tables(small_target, drafter, drive)
-    case = Case(name, rule, kind, shape, p, q, SMALL)
+    q = q_of_paths(name, how)
+    case = Case(name, rule, kind, shape, p_of_paths, q, SMALL)
     assert enumerate_case(case).error < 1e-12
     if how.get("candidates") or how.get("cascade"):
         assert all((row > 0).sum() == COUNT for row in q.values())

@@ -40,6 +40,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("moa", {"target_layers": 1}),
     ("chimera", {}),
 ]
+FIRST = [case for i, case in enumerate(FAMILIES) if case[0] not in dict(FAMILIES[:i])]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in FAMILIES]
 FROM_SCRATCH = (
     "mlp-speculator", "dflash", "p-eagle", "dspark", "domino", "xpress", "glide", "moa", "chimera",
@@ -78,8 +79,19 @@ def learned(target: Any, make_batch: Any) -> Any:
     return make
 
 
-@pytest.mark.parametrize("trimmed", [False, True], ids=["full", "trimmed"])
-@pytest.mark.parametrize(("name", "options"), FAMILIES, ids=IDS)
+@pytest.mark.parametrize(
+    ("name", "options", "trimmed"),
+    [  # over a trimmed vocabulary each family once; its other options there are proofs
+        pytest.param(
+            *case,
+            trimmed,
+            marks=[pytest.mark.proof] if trimmed and case not in FIRST else [],
+            id=f"{name}-{'trimmed' if trimmed else 'full'}",
+        )
+        for case, name in zip(FAMILIES, IDS, strict=True)
+        for trimmed in (False, True)
+    ],
+)
 @torch.no_grad()
 def test_training_and_serving_logits_agree_for_the_same_prefix(
     target: Any,
@@ -97,7 +109,7 @@ def test_training_and_serving_logits_agree_for_the_same_prefix(
         F.linear(ready_BSE[0], weights[min(i, len(weights) - 1)])
         for i, ready_BSE in enumerate(drafter.unroll(batch))
     ]
-    for known in range(2, len(TEXT) - 2):  # tokens before the first drafted one
+    for known in range(2, len(TEXT) - 2, 3):  # tokens before the first drafted one
         served = drive(target, drafter).chain_logits(TEXT[: known + 2], known)
         for i in range(3):  # head i has read the root and i drafted tokens
             torch.testing.assert_close(served[i], trained[i][known - 2], rtol=1e-4, atol=1e-4)

@@ -85,7 +85,7 @@ def chances(target: Target, drafter: Any, drive: Any, path: tuple[int, ...]) -> 
     return found.log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", pytest.param("dspark", marks=pytest.mark.proof)])
 def test_the_nodes_are_the_likeliest_prefixes_of_all(
     target: Target, make: Any, drive: Any, round_view: Any, name: str
 ) -> None:

@@ -138,9 +138,20 @@ def logits_of(
     return found
 
 
-@pytest.mark.parametrize("options", [{"window": 4}, {"window": 7, "sink": 3}], ids=str)
+CHAIN = {"policy": "chain", "length": 3}
+TREE = {"policy": "dynamic-tree", "nodes": 6, "beam": 3}
+NARROW, SUNK = {"window": 4}, {"window": 7, "sink": 3}
+
+
 @pytest.mark.parametrize(
-    "policy", [{"policy": "chain", "length": 3}, {"policy": "dynamic-tree", "nodes": 6, "beam": 3}]
+    ("policy", "options"),
+    [
+        (CHAIN, NARROW),
+        (TREE, SUNK),
+        pytest.param(CHAIN, SUNK, marks=pytest.mark.proof),
+        pytest.param(TREE, NARROW, marks=pytest.mark.proof),
+    ],
+    ids=str,
 )
 def test_what_has_left_the_window_is_not_missed(
     target: Target, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], policy: dict[str, Any]

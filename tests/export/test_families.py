@@ -32,7 +32,9 @@ def test_a_package_gives_back_the_family(
     assert type(loaded) is type(drafter)
     assert loaded.options == drafter.options
     assert loaded.needs() == drafter.needs()
-    report = check_package(folder, plain_target, reference=drafter, prompts=PROMPTS, new_tokens=12)
+    report = check_package(
+        folder, plain_target, reference=drafter, prompts=PROMPTS[:2], new_tokens=6
+    )
     assert report.loaded == report.before
     assert report.tensors == len(drafter.tensors())
     assert (WEIGHTS in check_files(folder).files) == bool(drafter.tensors())
@@ -49,7 +51,7 @@ def test_a_trimmed_family_comes_back_with_its_map(
     if small.needs().borrow:
         small.bind(plain_target.borrowed())
     folder = save(small, serve={"policy": families()[name].policies[0], "length": 3})
-    report = check_package(folder, plain_target, reference=small, prompts=PROMPTS, new_tokens=12)
+    report = check_package(folder, plain_target, reference=small, prompts=PROMPTS, new_tokens=6)
     assert report.loaded == report.before
     loaded = load_drafter(folder, plain_target)
     assert loaded.vocab is not None

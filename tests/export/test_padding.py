@@ -64,7 +64,7 @@ def packaged(name: str, base: Any, save: Any) -> Any:
 
 
 def texts(target: Target, drafter: Any = None, policy: Any = None, heat: float = 0.0) -> Any:
-    sampling = Sampling(max_new_tokens=10, temperature=heat, seed=1)
+    sampling = Sampling(max_new_tokens=6, temperature=heat, seed=1)
     prompts = [[1, 5, 9, 5, 9, 5], [7, 7, 3]]
     more = {} if drafter is None else {"drafter": drafter, "policy": policy}
     return [done.token_ids for done in generate(target, prompts, sampling=sampling, **more).outputs]

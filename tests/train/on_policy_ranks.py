@@ -1,4 +1,4 @@
-"""Run by torchrun in test_on_policy.py: two processes read what the first one's drafter wrote."""
+"""Run in two processes by test_on_policy.py: both read what the first one's drafter wrote."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Run by torchrun in test_sharding.py: the toy job, its weights spread over two CPU processes, and
-a whole run on a target that is spread as well; and a target of tensor parallelism."""
+"""Run in two processes by test_sharding.py: the toy job, its weights spread over both, and a whole
+run on a target that is spread as well; and a target of tensor parallelism."""
 
 from __future__ import annotations
 

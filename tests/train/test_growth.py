@@ -211,7 +211,9 @@ def test_rows_of_another_length_or_target_are_not_added(tmp_path: Path, target: 
     assert journals(out) == before
 
 
-@pytest.mark.parametrize("selector", ["vocab-trim", "fr-spec"])
+@pytest.mark.parametrize(
+    "selector", ["vocab-trim", pytest.param("fr-spec", marks=pytest.mark.proof)]
+)
 def test_the_draft_vocabulary_stays_however_it_was_counted(
     tmp_path: Path, target: Target, selector: str
 ) -> None:

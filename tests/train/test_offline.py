@@ -172,7 +172,13 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("eagle3", "null"), ("eagle3", 40), ("distill", "null"), ("distill", 40)]
+    ("family", "size"),
+    [
+        ("eagle3", 40),
+        ("distill", "null"),
+        pytest.param("eagle3", "null", marks=pytest.mark.proof),
+        pytest.param("distill", 40, marks=pytest.mark.proof),
+    ],
 )
 def test_a_run_on_kept_features_has_the_very_losses_of_one_with_the_target(
     chat_target: Target, text: Path, tmp_path: Path, family: str, size: Any

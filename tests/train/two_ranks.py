@@ -1,4 +1,4 @@
-"""Run by torchrun in test_run.py: the toy job on two CPU processes, then failures of one."""
+"""Run in two processes by test_run.py: the toy job on two CPU processes, then failures of one."""
 
 from __future__ import annotations
 

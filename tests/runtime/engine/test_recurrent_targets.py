@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,17 @@ KNOWING = {
     "knowing tree": {"policy": "static-tree", "branch": (3, 2, 1)},
 }
 FAMILIES = (None, *KNOWING, "prompt-lookup", "token-recycling")
-NEW = 24
+NEW = 16
+
+
+def some_of(kinds: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Every kind and every name, each kind with one name; the other pairs are proofs."""
+    return [
+        (kind, name)
+        if names[i % len(names)] == name
+        else pytest.param(kind, name, marks=pytest.mark.proof)
+        for (i, kind), name in product(enumerate(kinds), names)
+    ]
 
 
 @cache
@@ -95,8 +106,15 @@ def check_identity(kind: str, name: str | None) -> None:
     assert name not in KNOWING or min(taken) >= 1.0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", FEW)
+# Every kind of state plainly and behind every shape of a draft; what looks texts up hangs on none.
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *product(FEW, (None, *KNOWING)),
+        ("qwen3_next", "prompt-lookup"),
+        ("lfm2", "token-recycling"),
+    ],
+)
 def test_greedy_text_is_that_of_transformers(kind: str, name: str | None) -> None:
     check_identity(kind, name)
 
@@ -136,7 +154,7 @@ def test_a_conversation_goes_on_behind_its_last_prompt_or_its_end(kind: str) -> 
 
 def test_an_end_of_text_in_mid_path_is_not_gone_on_from() -> None:
     kind, prompt, beyond = "qwen3_next", PROMPTS[0], 0
-    for token in sorted({*said(kind, prompt)})[::4]:  # the end is at any place of a path
+    for token in sorted({*said(kind, prompt)})[::3]:  # the end is at any place of a path
         engine = engine_of(kind, "knowing chain", 1)
         engine.open(120)
         ended = Request(prompt, replace(GREEDY, stop_token_ids=(token,)), "ours")
@@ -154,7 +172,7 @@ def test_a_row_that_is_given_up_leaves_an_empty_slot() -> None:
     kind, request = "falcon_h1", Request(PROMPTS[2], GREEDY)
     engine = engine_of(kind, "knowing tree", 1)
     engine.open(120)
-    for rounds in (1, 3, 7):
+    for rounds in (1, 3, 5):
         engine.submit(0, request)
         for _ in range(rounds):
             engine.step()
@@ -210,8 +228,10 @@ class Nothing(LogitsProcessor):
         return scores if input_ids.shape[1] < self.length else scores - torch.inf
 
 
-@pytest.mark.parametrize("name", sorted(KNOWING))
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "falcon_h1", "jamba"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    some_of(("lfm2", "qwen3_next", "falcon_h1", "jamba"), sorted(KNOWING)),
+)
 def test_rows_that_fail_leave_the_states_of_the_others_and_an_empty_slot(
     kind: str, name: str
 ) -> None:
@@ -285,8 +305,7 @@ class TappedState(KnowingState):
             self.seen[slot].append({tap: outcome.taps[tap][b, kept] for tap in TAPS})
 
 
-@pytest.mark.parametrize("name", sorted(KNOWING))
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize(("kind", "name"), some_of(FEW, sorted(KNOWING)))
 def test_hidden_states_of_accepted_tokens_are_those_of_the_text(kind: str, name: str) -> None:
     """Of prompts, of what was read before in a conversation, and of every accepted token."""
     target, oracle = made(kind)
@@ -310,8 +329,7 @@ def test_hidden_states_of_accepted_tokens_are_those_of_the_text(kind: str, name:
             assert rows[i].reused_len == turn * (len(PROMPTS[i]) - 1)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "dflash"])
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize(("kind", "name"), some_of(FEW, ("eagle3", "medusa", "dflash")))
 def test_heads_on_hidden_states_change_nothing(kind: str, name: str) -> None:
     """Drafters as their families make them: in a batch, and over the turns of a conversation."""
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]

@@ -21,6 +21,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("load")
 
 
+@pytest.mark.proof  # of answers in batches of any kind, tests/runtime/engine/test_any_batch.py
 def test_every_way_gives_the_answers_of_plain_decoding(load: ModuleType, tmp_path: Path) -> None:
     kept: list[dict[str, Any]] = []
     args = load.options([*SLICE.split(), "--only", ",".join(WAYS)])

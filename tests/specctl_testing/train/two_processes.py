@@ -1,11 +1,15 @@
-"""A script of the tests in two processes that torchrun starts."""
+"""A script of the tests in two processes, as torchrun would start them."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import specctl
 
@@ -13,22 +17,41 @@ TESTS = Path(__file__).parents[2]
 
 
 def run_twice(script: Path, *words: str, timeout: float) -> None:
-    """Run to the end. A process that fails or is killed says where it stood; all of it is shown,
-    because torchrun's own report comes last and is longer than what it reports."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    """Run to the end; where one fails, so does the other. A process that fails or is killed says
+    where it stood, and what both have said is shown. torchrun itself, which takes as long to start
+    as they, is started by the commands (tests/cli)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     environment = os.environ | {
         "PYTHONPATH": f"{Path(specctl.__path__[0]).parent}{os.pathsep}{TESTS}",
         "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
     }
-    done = subprocess.run(
-        [*launch, str(script), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, f"{script.name} ended with {done.returncode}\n{done.stderr}"
+    with ExitStack() as stack:
+        told = stack.enter_context(TemporaryFile())
+        ranks = []
+        for rank in ("0", "1"):
+            process = subprocess.Popen(
+                [sys.executable, str(script), *words],
+                env=environment | {"RANK": rank, "LOCAL_RANK": rank},
+                stdout=told,
+                stderr=told,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            ranks.append(process)
+        deadline = time.monotonic() + timeout
+        while any(rank.poll() is None for rank in ranks) and not any(r.returncode for r in ranks):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        codes = [rank.returncode for rank in ranks]
+        told.seek(0)
+        shown = told.read().decode(errors="replace")
+        assert codes == [0, 0], f"{script.name} ended with {codes}\n{shown}"

@@ -101,7 +101,7 @@ def test_writing_is_the_fullest_moment_where_the_copy_is_large(
     assert held.host_bytes > 10**10
 
 
-@pytest.mark.parametrize("given", ["auto", "float32"])
+@pytest.mark.parametrize("given", ["auto", pytest.param("float32", marks=pytest.mark.proof)])
 def test_a_plan_says_that_nothing_is_added_to_a_packed_file(
     packed: Target, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
