@@ -214,6 +214,8 @@ def test_images_stand_where_records_say() -> None:
     front = sample_of({"prompt": "a", "image": {"bytes": b"x", "path": None}}, "x:3")
     assert front.images == ("data:image/png;base64,eA==",)
     assert front.messages[0]["content"][0] == {"type": "image"}
+    again = {"prompt": "a", "images": ["1.png", "2.png"], "image": "1.png"}
+    assert sample_of(again, "x:3").images == ("1.png", "2.png")
     nowhere = sample_of({"messages": [{"role": "user", "content": [{"type": "image"}, "a"]}]}, "x")
     with pytest.raises(FileError, match=r"place for an image, and no image.*x:9"):
         image_digests(nowhere.images, "x:9")
@@ -221,6 +223,7 @@ def test_images_stand_where_records_say() -> None:
         ({"prompt": "<image> <image>", "images": ["1.png"]}, "1 images and 2 places"),
         ({"prompt": "a", "images": [7]}, "neither a path nor a data URI"),
         ({"text": "a b", "images": ["1.png"]}, "they stand in conversations"),
+        ({"prompt": "a", "images": ["1.png"], "Image": "2.png"}, "others in 'image'"),
     ):
         with pytest.raises(ValueError, match=why):
             sample_of(record, "x:4")
