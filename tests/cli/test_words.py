@@ -268,7 +268,9 @@ def test_the_shell_completes_names(tmp_path: Path) -> None:
         ("specctl export x --to llama", "llama.cpp"),
         ("specctl bench prompt-l", "prompt-lookup"),
         ("specctl serve --set no.such=1 --set limits.dr", "limits.drain="),
-        ("specctl chat --set serve.policy=dyn", "serve.policy=dynamic-tree"),
+        ("specctl chat --set serve.policy = dyn", "dynamic-tree"),  # as bash splits it
+        ("specctl serve --name a : b --set serve.parallel =", "true"),
+        ("specctl bench --set drafter.tr", "drafter.translate=slem"),
     ):
         asked = {"_SPECCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
         asked["COMP_CWORD"] = str(len(words.split()) - 1)
