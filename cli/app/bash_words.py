@@ -35,7 +35,7 @@ def _join(environ: MutableMapping[str, str]) -> str:
     words = text.split("\n") if "\n" in text else text.split()
     joined, kept = list[str](), ""
     for word in words[: int(environ["COMP_CWORD"]) + 1]:
-        is_sign = {*word} <= SIGNS
+        is_sign = bool(word) and {*word} <= SIGNS
         if joined and (is_sign or (kept and kept == joined[-1])):
             joined[-1] += word
             kept = joined[-1] if is_sign else kept
