@@ -130,9 +130,9 @@ class ServerJob:
         stats = RowStats() if self.row is None else self.row.stats
         ended = time.monotonic() if self.seated is None else self.seated
         first = None if self.first is None else self.first - self.asked
-        asked, gaps = self.ticket.ask, tuple(self.gaps)
+        given, gaps = self.ticket.ask, tuple(self.gaps)
         waited = ended - self.asked
-        return Finished(outcome, stats, len(asked.tokens), waited, first, gaps, asked.adapter)
+        return Finished(outcome, stats, len(given.tokens), waited, first, gaps, given.adapter)
 
 
 def _add(total: list[int], now: list[int], before: list[int]) -> None:

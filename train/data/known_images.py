@@ -44,7 +44,7 @@ class KnownImages:
         return found
 
     def save(self) -> None:
-        """Keep what was asked for since the start, where that is not there already."""
+        """Keep the digests of this run, where that is not there already."""
         if self._now != self._before:
             write_json(self.file, self._now)
 
