@@ -74,7 +74,7 @@ class Settings:
         return bool(self._all)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._listed)
 
     @property
     def shown(self) -> list[tuple[str, str]]:
