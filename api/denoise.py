@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from specctl.api.arguments import check_settings
 from specctl.api.failures import raises_user_errors
-from specctl.core.errors import IncompatibleError, RecipeError, did_you_mean
+from specctl.core.errors import IncompatibleError
 from specctl.core.messages.table import Table, Tabled
 from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 from specctl.diffusion import engine
@@ -89,15 +90,7 @@ def denoise(
     denoised: `block`, `steps`, `unmask`, `reuse`, `ahead` (see DenoiseSettings).
     """
     known = (*TAKEN, *SETTINGS)
-    for name in settings:
-        if name not in known:
-            raise RecipeError(
-                f"unknown setting {name!r}",
-                where="specctl.denoise",
-                found=name,
-                expected=", ".join(known),
-                do=did_you_mean(name, known, "help(specctl.denoise)"),
-            )
+    check_settings(settings, known, "specctl.denoise", ", ".join(known), "help(specctl.denoise)")
     how = DenoiseSettings(**{k: v for k, v in settings.items() if k in SETTINGS})
     sampling = Sampling(**{k: v for k, v in settings.items() if k in TAKEN})
     model = target if isinstance(target, DiffusionTarget) else load_named(str(target))

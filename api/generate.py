@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specctl.api.arguments import MOST_ROWS, check_count
+from specctl.api.arguments import MOST_ROWS, check_count, check_settings
 from specctl.api.attention_only import attention_only
 from specctl.api.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
@@ -15,7 +15,7 @@ from specctl.api.images import ImageLike, encode_with_images
 from specctl.api.progress import Progress, as_reporter, warnings_of
 from specctl.api.prompts import EncodedPrompt, Prompt, are_chats, empty_answers, encode_prompts
 from specctl.api.targets import TargetLike, load_target, target_or_own
-from specctl.core.errors import IncompatibleError, RecipeError, did_you_mean, one_of_two
+from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.core.messages.table import Table, Tabled
 from specctl.runtime import generate as runtime
 from specctl.runtime.generate import OnRound, OnTokens, Output
@@ -208,15 +208,8 @@ def _split(
 ) -> tuple[Sampling | Sequence[Sampling], dict[str, Any]]:
     """Settings of sampling, and those of drafting."""
     known = (*SAMPLING, *DRAFTING)
-    for name in settings:
-        if name not in known:
-            raise RecipeError(
-                f"unknown setting {name!r}",
-                where="specctl.generate",
-                found=name,
-                expected="a field of specctl.Sampling, or one of " + ", ".join(DRAFTING),
-                do=did_you_mean(name, known, "help(specctl.generate)"),
-            )
+    expected = "a field of specctl.Sampling, or one of " + ", ".join(DRAFTING)
+    check_settings(settings, known, "specctl.generate", expected, "help(specctl.generate)")
     own = {name: value for name, value in settings.items() if name in SAMPLING}
     if isinstance(stop := own.get("stop"), str):
         own["stop"] = (stop,)

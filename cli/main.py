@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from specctl import __version__
+from specctl.cli.app.bash_words import words_of_bash
 from specctl.cli.app.command import Command, Group, command, configure, console_of, unwrap
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import handle, leave, listen
@@ -168,7 +169,7 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> i
     try:
         # A library that prints must not spoil the one object on stdout.
         guard = contextlib.redirect_stdout(console.stderr) if console.json else _nothing()
-        with guard:
+        with guard, words_of_bash(os.environ):
             code = root.main(arguments, prog_name="specctl", standalone_mode=False, obj=console)
         console.stdout.flush()
     except BaseException as error:

@@ -89,7 +89,7 @@ def load_diffusion(
     IntegrityError for tensors of another shape or name."""
     refuse_stand_ins(folder)
     config = read_object(folder / CONFIG)
-    model = read_model(folder).to(device=device, dtype=dtype).eval().requires_grad_(False)
+    model = read_model(folder, device, dtype).eval().requires_grad_(False)
     ends = [config.get("eos_token_id")]
     if (folder / GENERATION).is_file():
         ends.append(read_object(folder / GENERATION).get("eos_token_id"))
@@ -98,21 +98,24 @@ def load_diffusion(
     return DiffusionTarget(str(folder), model, read_tokenizer(folder), eos_ids, folder)
 
 
-def read_model(folder: Path) -> MaskedLM:
-    """The weights of a folder in float32, to decode with or to train on."""
+def read_model(
+    folder: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> MaskedLM:
+    """The weights of a folder, to decode with or to train on; each goes into that dtype on its own,
+    so that no second copy of the model is held."""
     shape = shape_from(read_object(folder / CONFIG), str(folder / CONFIG))
     with torch.device("meta"):
         model = MaskedLM(shape)
-    stored = _stored(folder)
+    stored = _sizes(folder)
     wanted = {shape.stored_name(name): (name, p.shape) for name, p in model.named_parameters()}
     wrong = next(
-        (n for n, (_, size) in wanted.items() if n not in stored or stored[n].shape != size), None
+        (n for n, (_, size) in wanted.items() if n not in stored or stored[n] != [*size]), None
     )
     if wrong is not None:
         raise IntegrityError(
             "the weights are not those that config.json describes",
             where=str(folder),
-            found=f"{wrong}: {list(stored[wrong].shape) if wrong in stored else 'missing'}",
+            found=f"{wrong}: {stored.get(wrong, 'missing')}",
             expected=str(list(wanted[wrong][1])),
             do="fetch the folder again",
         )
@@ -125,17 +128,23 @@ def read_model(folder: Path) -> MaskedLM:
             expected=f"the parts of a {shape.layout} model, by its config.json",
             do="take a checkpoint in the layout of LLaDA-8B or Dream-7B",
         )
-    own = {name: stored[there].float() for there, (name, _) in wanted.items()}
-    model.load_state_dict(own, assign=True)
-    return model
-
-
-def _stored(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+    own = dict[str, Tensor]()
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors
+            for there in wanted.keys() & file.keys():
+                tensor = file.get_tensor(there)
+                own[wanted[there][0]] = tensor.to(device=device, dtype=dtype, copy=True)
+    model.load_state_dict(own, assign=True)
+    return model.to(device=device, dtype=dtype)  # what is no weight
+
+
+def _sizes(folder: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a folder, by its stored name; none is read."""
+    sizes: dict[str, list[int]] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            sizes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    return sizes
 
 
 def read_tokenizer(folder: Path) -> Any:

@@ -41,10 +41,10 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, Outcome, Space
-from specctl.core.errors import RecipeError
 from specctl.drafters.attention.recompute import is_large, run
 from specctl.drafters.attention.seen import Seen
-from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
+from specctl.drafters.frames.feature_drafter import FeatureDrafter, Unrolled
+from specctl.drafters.frames.strided_options import StridedOptions
 from specctl.drafters.losses.align import ahead_mask, shifted
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.options import ADDED
@@ -59,34 +59,17 @@ AT_ONCE = 256  # rows of logits alive while the first pass is judged
 
 
 @dataclass(frozen=True, slots=True)
-class FalconOptions(FeatureOptions):
+class FalconOptions(StridedOptions):
     """`stride` tokens per pass, an LSTM of `lstm_layers`, between which `dropout` of
     what is handed on is dropped while training. `glance` times as many blocks as tokens
     were wrong are shown a part of the answer, falling to `glance_last` at the end (0: none)."""
 
     temperature: float = 0.95
-    noise: float = 0.1
     stride: Annotated[int, Within(2)] = 2
     lstm_layers: Count = 2
     glance: float = 0.45
     glance_last: float = 0.1
     dropout: Annotated[float, Within(0, 0.99)] = field(default=0.1, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        FeatureOptions.__post_init__(self)
-        if self.ttt_steps != 1:
-            raise RecipeError(
-                "Falcon is not unrolled in training",
-                where="drafter.options.ttt_steps",
-                found=str(self.ttt_steps),
-                expected="1",
-                do="set how many tokens a pass drafts with drafter.options.stride",
-            )
-
-    @property
-    def num_heads(self) -> int:
-        """Distributions that a row is trained on."""
-        return self.stride
 
 
 class Falcon(FeatureDrafter):

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Family, RoundView, Space, StepState
-from specctl.core.errors import RecipeError
-from specctl.drafters.frames.feature_drafter import FeatureOptions
+from specctl.drafters.frames.strided_options import StridedOptions
 from specctl.drafters.frames.text_alone import begins, without
 from specctl.drafters.frames.visual_drafter import VISUAL, VisualDrafter, VisualState
 from specctl.drafters.nets.blocks import LayerShape
@@ -37,29 +36,12 @@ from specctl.drafters.states.tree_layout import TreeLayout
 
 
 @dataclass(frozen=True, slots=True)
-class FlashOptions(FeatureOptions):
+class FlashOptions(StridedOptions):
     """`stride` tokens a forward; 1 drafts one by one, as EAGLE (an ablation). `latents` stand for
     an image; None: its states, uncompressed (another)."""
 
-    noise: float = 0.1
     stride: Annotated[int, Within(1, 64)] = 5
     latents: Count | None = 64
-
-    def __post_init__(self) -> None:
-        FeatureOptions.__post_init__(self)
-        if self.ttt_steps != 1:
-            raise RecipeError(
-                "FLASH is not unrolled in training",
-                where="drafter.options.ttt_steps",
-                found=str(self.ttt_steps),
-                expected="1",
-                do="set how many tokens a pass drafts with drafter.options.stride",
-            )
-
-    @property
-    def num_heads(self) -> int:
-        """Distributions that a row is trained on."""
-        return self.stride
 
 
 class FlashNet(TrunkNet):

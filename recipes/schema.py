@@ -6,14 +6,13 @@ this room may not import the families (nor torch).
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from specctl.core.storage.files import digest_of
 from specctl.recipes.low_rank import JointPart, LoraPart
 from specctl.recipes.section import Fraction, NameOf, Positive, Section, SeedNumber, Tokens, flatten
 from specctl.recipes.serve import ServePart
@@ -472,8 +471,7 @@ class Recipe(Section):
         """sha256 of the canonical JSON of all that decides the result (not the prose)."""
         fields = {k: v for k, v in self.to_json().items() if k not in ("summary", "paper")}
         fields["stages"] = list(fields["stages"].items())  # their order decides, too
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return digest_of(fields)
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

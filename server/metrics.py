@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from specctl.server.adapter_metrics import AdapterMetrics
 from specctl.server.engine_thread.contract import Finished, Serving
 from specctl.server.feature_keeper import FeatureKeeper
 from specctl.server.record import Recorder
@@ -41,6 +42,11 @@ class Metrics:
             registry=self._registry,
         )
         service.on_finish.append(self._finished)
+        adapters = service.target.row_adapters
+        if adapters is not None:
+            by_adapter = AdapterMetrics(adapters.factors)
+            self._registry.register(by_adapter)
+            service.on_finish.append(by_adapter.finished)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' format."""

@@ -36,11 +36,12 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from specctl.api.arguments import check_settings
 from specctl.api.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
 from specctl.api.generate import generate
 from specctl.api.targets import tokenizer_of
-from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError, did_you_mean
+from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.runtime.measure.stats import Stats
 from specctl.runtime.sampling.sampling import DRAWN_SEEDS, Sampling
 from specctl.runtime.target.target import Target
@@ -89,15 +90,8 @@ def custom_generate(
     Strings to `stop` at and a `streamer` are given here, since transformers does not pass its
     own on to callables; `tokenizer` where the model's cannot be found where it was loaded from.
     """
-    for name in settings:
-        if name not in DRAFTING:
-            raise RecipeError(
-                f"unknown setting {name!r}",
-                where="specctl.custom_generate",
-                found=name,
-                expected="one of " + ", ".join(DRAFTING),
-                do=did_you_mean(name, DRAFTING, "give it to model.generate() instead"),
-            )
+    expected, remedy = "one of " + ", ".join(DRAFTING), "give it to model.generate() instead"
+    check_settings(settings, DRAFTING, "specctl.custom_generate", expected, remedy)
     return CustomGenerate(drafter, settings, stop=stop, streamer=streamer, tokenizer=tokenizer)
 
 

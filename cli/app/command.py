@@ -74,14 +74,15 @@ def command(
     own = [option for option in every if setting_of(option.annotation) is None]
     has_recipe = any(option.name == SETS for option in own)
     set_ones = [option for option in every if setting_of(option.annotation) is not None]
-    settings = Settings(set_ones, is_beside_recipe=has_recipe)
+    called = name or body.__name__.strip("_").replace("_", "-")
+    settings = Settings(set_ones, is_beside_recipe=has_recipe, command=called)
     if settings and not has_recipe:
         own.append(_set_option(settings))
 
     @functools.wraps(body)
     def run(ctx: typer.Context, **given: Any) -> None:
         console = console_of(ctx)
-        console.command = name or body.__name__.strip("_").replace("_", "-")
+        console.command = called
         configure(ctx, {flag: bool(given.pop(flag)) for flag in GLOBAL_FLAGS})
         del given["help_all"], given["config_file"]  # their callbacks have done their work
         for option in own:

@@ -26,7 +26,8 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", Path:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What is set by that key. `was`: the flag that it had, which is refused with the key; a key
-    that ends in `.` takes any name behind it (drafter.options.window=512)."""
+    that ends in `.` takes any name behind it (drafter.options.window=512). `only`: commands
+    that can do it (none: all that have it); others do not list it, and say why if it is set."""
 
     key: str
     help: str
@@ -35,6 +36,7 @@ class Setting:
     max: float | None = None
     metavar: str = ""
     complete: Callable[[str], list[str]] | None = None  # what the shell completes a value to
+    only: tuple[str, ...] = ()
 
 
 def setting_of(annotation: Any) -> Setting | None:
@@ -52,12 +54,16 @@ def words_of(setting: Setting, value: Any) -> list[str]:
 
 
 class Settings:
-    """The settings of one command. `is_beside_recipe`: its --set also changes a recipe."""
+    """The settings of one command. `is_beside_recipe`: its --set also changes a recipe; `command`:
+    its name."""
 
     def __init__(
-        self, parameters: Iterable[inspect.Parameter], is_beside_recipe: bool = False
+        self,
+        parameters: Iterable[inspect.Parameter],
+        is_beside_recipe: bool = False,
+        command: str = "",
     ) -> None:
-        self.is_beside_recipe = is_beside_recipe
+        self.is_beside_recipe, self.command = is_beside_recipe, command
         self._all: dict[str, tuple[Setting, inspect.Parameter]] = {}
         for parameter in parameters:
             setting = setting_of(parameter.annotation)
@@ -68,13 +74,14 @@ class Settings:
         return bool(self._all)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._listed)
 
     @property
     def shown(self) -> list[tuple[str, str]]:
         """For help: each key and what it sets, by section."""
-        sections = list(dict.fromkeys(map(_section, self._all)))
-        by_section = sorted(self._all.values(), key=lambda e: sections.index(_section(e[0].key)))
+        listed = [self._all[key] for key in self._listed]
+        sections = list(dict.fromkeys(map(_section, self._listed)))
+        by_section = sorted(listed, key=lambda e: sections.index(_section(e[0].key)))
         return [_help(setting, parameter) for setting, parameter in by_section]
 
     def defaults(self) -> dict[str, Any]:
@@ -138,12 +145,23 @@ class Settings:
         return ""
 
     def complete(self, incomplete: str) -> list[str]:
-        """What the shell completes: keys, then values."""
+        """What the shell completes: keys, then values, which are there with the last key that is
+        left, so that no shell ends the word behind its equals sign."""
         key, equals, text = incomplete.partition("=")
-        entry = self._entry(key) if equals else None
-        if entry is not None and entry[0].complete is not None:
-            return [f"{key}={value}" for value in entry[0].complete(text)]
-        return [f"{known}=" for known in self._all if known.startswith(incomplete)]
+        keys = [known for known in self._listed if known.startswith(key)]
+        if not equals and len(keys) != 1:
+            return [known if known.endswith(".") else f"{known}=" for known in keys]
+        key = key if equals else keys[0]
+        entry = self._entry(key)
+        found = [] if entry is None else _complete(entry[0], _kind(entry[1]), text)
+        whole = [f"{key}={value}" for value in found]
+        return whole or ([] if equals else [key if key.endswith(".") else f"{key}="])
+
+    @property
+    def _listed(self) -> list[str]:
+        """The keys that the command can do."""
+        every = [(key, setting.only) for key, (setting, _) in self._all.items()]
+        return [key for key, only in every if not only or self.command in only]
 
     def _entry(self, key: str) -> tuple[Setting, inspect.Parameter] | None:
         if key in self._all and not key.endswith("."):
@@ -154,7 +172,7 @@ class Settings:
     def _unknown(self, key: str, text: str, path: str, flags: Mapping[str, str]) -> RecipeError:
         name = key.rpartition(".")[2]
         flag = flags.get(name.replace("_", "-"), "").replace("VALUE", shlex.quote(text))
-        known = [f"{k}NAME" if k.endswith(".") else k for k in self._all]
+        known = [f"{k}NAME" if k.endswith(".") else k for k in self._listed]
         named = [k for k in known if k.rpartition(".")[2] == name] or alike(key, known)
         near = f"write {named[0]} instead of {key}" if named else f"{path} --help-all"
         return RecipeError(
@@ -191,6 +209,14 @@ def _help(setting: Setting, parameter: inspect.Parameter) -> tuple[str, str]:
         shown = f"{default:g}" if isinstance(default, float) else str(default).lower()
         about.append(f"default {shown}")
     return key, f"{setting.help} [{', '.join(about)}]".replace("[", r"\[")
+
+
+def _complete(setting: Setting, kind: Any, text: str) -> list[str]:
+    """Values of a setting that begin so, where only some are possible."""
+    if setting.complete is not None:
+        return setting.complete(text)
+    known = ["true", "false"] if kind is bool else setting.metavar.split("|")
+    return [name for name in known if name.islower() and name.startswith(text)]
 
 
 def _section(key: str) -> str:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
+from specctl.cli.commands.decoded_alone import changed_sampling, refuse_given, tell_made
 from specctl.cli.options.denoising import DenoisingFlags
 from specctl.cli.options.prompts import PromptText
 from specctl.cli.options.sampling import NONE, SamplingFlags, tell_drawn
 from specctl.cli.options.target_choice import TargetChoice
-from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.errors import RecipeError
 from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 from specctl.recipes.targets import resolve
 
@@ -49,7 +50,12 @@ def generate_denoised(
 ) -> None:
     """Write the continuations. `others`: what was given of flags that such a target does not
     have."""
-    _refuse(target, sampling, others)
+    refuse_given(
+        "a masked diffusion model is decoded without drafter, and by its own settings alone",
+        left_out(target, sampling, others, ALWAYS, TAKEN),
+        "temperature, seed, number of tokens, and settings diffusion.*",
+        "; to see the settings: specctl generate --help-all",
+    )
     used = sampling.sampling()  # checked, and the seed drawn where it is -1
     from specctl.api.denoise import denoise, load_named
     from specctl.diffusion.settings import DenoiseSettings
@@ -75,11 +81,7 @@ def generate_denoised(
         ignore_eos=sampling.ignore_eos,
         **denoising.given(),
     )
-    if made.verification.startswith("approximate"):
-        console.warn(f"the text is {made.verification}: not what the plain schedule writes")
-    if stats:
-        for line in made.lines():
-            console.out(line)
+    tell_made(console, made, "text is", "the plain schedule", stats)
     name = str(Path(target.name))
     nexts = [with_text("generate", "--target", name, "--set", "diffusion.ahead=4", "--stats")]
     console.done({**made.to_json(), "target": {"name": name}}, next=nexts)
@@ -96,26 +98,10 @@ def left_out(
     plain = SamplingFlags(generation_config=NONE)  # it has no part in this
     if sampling.generation_config is None:
         sampling = replace(sampling, generation_config=NONE)
-    given = list(others)
-    given += [
-        f"sample.{field.name}"
-        for field in fields(plain)
-        if field.name not in taken and getattr(sampling, field.name) != getattr(plain, field.name)
-    ]
+    given = [*others, *changed_sampling(sampling, plain, taken)]
     given += [
         f"target.{field.name}"
         for field in fields(target)
         if field.name not in always and getattr(target, field.name) != field.default
     ]
     return given
-
-
-def _refuse(target: TargetChoice, sampling: SamplingFlags, others: Sequence[str]) -> None:
-    if given := left_out(target, sampling, others, ALWAYS, TAKEN):
-        raise IncompatibleError(
-            "a masked diffusion model is decoded without drafter, and by its own settings alone",
-            where="the command line",
-            found=", ".join(given),
-            expected="temperature, seed, number of tokens, and settings diffusion.*",
-            do=f"leave out {given[0]}; to see the settings: specctl generate --help-all",
-        )

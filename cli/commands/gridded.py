@@ -8,12 +8,13 @@ from pathlib import Path
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
+from specctl.cli.commands.decoded_alone import end_pictures, refuse_given
 from specctl.cli.commands.denoised import left_out
 from specctl.cli.options.picturing import ImageFlags
 from specctl.cli.options.prompts import PromptText
 from specctl.cli.options.sampling import SamplingFlags, tell_drawn
 from specctl.cli.options.target_choice import TargetChoice
-from specctl.core.errors import IncompatibleError, RecipeError
+from specctl.core.errors import RecipeError
 from specctl.core.storage.grid_kinds import is_grid_folder
 from specctl.recipes.targets import resolve
 
@@ -50,14 +51,12 @@ def generate_gridded(
     not have."""
     more = ["picture.window"] if images.window is not None else []
     more += ["--chat"] if any(prompt.messages for prompt in prompts) else []
-    if given := left_out(target, sampling, [*others, *more], ALWAYS, TAKEN):
-        raise IncompatibleError(
-            "a model of pictures is decoded whole, without drafter",
-            where="the command line",
-            found=", ".join(given),
-            expected="temperature, seed, picture.out, and picture.passes for any order",
-            do=f"leave out {given[0]}: docs/images-out.md",
-        )
+    refuse_given(
+        "a model of pictures is decoded whole, without drafter",
+        left_out(target, sampling, [*others, *more], ALWAYS, TAKEN),
+        "temperature, seed, picture.out, and picture.passes for any order",
+        ": docs/images-out.md",
+    )
     used = sampling.sampling()  # checked, and the seed drawn where it is -1
     images.check_file()
     from specctl.api.grid_images import grid_images
@@ -69,17 +68,9 @@ def generate_gridded(
     made = grid_images(
         model, texts, passes=images.passes, temperature=used.temperature, seed=used.seed
     )
-    for output in made.outputs:
-        console.write(output.text + "\n")
-    if made.verification.startswith("approximate"):
-        console.warn(f"the pictures are {made.verification}: not what one patch a pass writes")
-    if stats:
-        for line in made.lines():
-            console.out(line)
     name = str(Path(target.name))
-    console.result = result = {**made.to_json(), "target": {"name": name}}
-    images.write(console, model.codebook, made.outputs)
     follow = command_line(
         "generate", "--target", name, "--temperature", 1, "--set", "picture.out=seven.png", "7"
     )
-    console.done(result, next=[follow])
+    plain, about = "one patch a pass", {"name": name}
+    end_pictures(console, made, plain, stats, about, images, model.codebook, follow)

@@ -20,6 +20,7 @@ from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import Compile
 from specctl.cli.options.keeping import begin_traffic, check_features, recorder_for
 from specctl.cli.options.loading import NO_DRAFTER, DraftChoice
+from specctl.cli.options.names import one_of
 from specctl.cli.options.positional import Word
 from specctl.cli.options.sampling import GenerationConfig, check_choice, followed, tell
 from specctl.cli.options.serving import AccessFlags, LimitFlags, adapter_folders
@@ -104,6 +105,7 @@ def serve(
             + ".",
             was="--tool-parser",
             metavar="NAME",
+            complete=one_of("auto", "none", *TOOL_PARSERS),
         ),
     ] = "auto",
     reasoning: Annotated[

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from specctl.api.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
+from specctl.cli.commands.decoded_alone import changed_sampling, end_pictures, refuse_given
 from specctl.cli.options.picturing import ImageFlags
 from specctl.cli.options.prompts import PromptText
-from specctl.core.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from specctl.images.codebook import Codebook
@@ -42,35 +41,19 @@ def generate_zipped(
         temperature=sampling.temperature,
         seed=sampling.seed,
     )
-    for output in made.outputs:
-        console.write(output.text + "\n")
-    if made.verification.startswith("approximate"):
-        console.warn(f"the pictures are {made.verification}: not what plain decoding writes")
-    if stats:
-        for line in made.lines():
-            console.out(line)
-    console.result = result = {**made.to_json(), "target": target_json(target)}
-    images.write(console, codebook, made.outputs)
     plain = ["--set", f"picture.window={codebook.grid}", "--stats"]
     follow = with_text("generate", "--target", target.name, *plain)
-    console.done(result, next=[follow])
+    about = target_json(target)
+    end_pictures(console, made, "plain decoding", stats, about, images, codebook, follow)
 
 
 def check_zipped(sampling: Sampling, others: Sequence[str]) -> None:
     """Refuse what rows that are decoded at once do not have, whoever set it; `others`: what was
     given beside the sampling."""
-    plain = type(sampling)()
-    given = [
-        f"sample.{field.name}"
-        for field in fields(plain)
-        if field.name not in TAKEN and getattr(sampling, field.name) != getattr(plain, field.name)
-    ]
-    if found := [*others, *given]:
-        raise IncompatibleError(
-            "ZipAR decodes whole pictures, without drafter, with temperature and seed alone",
-            where="picture.window",
-            found=", ".join(found),
-            expected="a target, prompts, temperature and seed",
-            do=f"leave out {found[0]} (sample.generation_config=none: what the target suggests), "
-            "or picture.window",
-        )
+    refuse_given(
+        "ZipAR decodes whole pictures, without drafter, with temperature and seed alone",
+        [*others, *changed_sampling(sampling, type(sampling)(), TAKEN)],
+        "a target, prompts, temperature and seed",
+        " (sample.generation_config=none: what the target suggests), or picture.window",
+        where="picture.window",
+    )

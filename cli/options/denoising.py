@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from specctl.cli.app.settings import Setting
+from specctl.cli.options.names import one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class DenoisingFlags:
             "Tokens that a pass keeps: static, threshold:T, entropy:T, explore:T:N, learn2pd:T "
             "(approximate but for static).",
             metavar="WAY",
+            complete=one_of("static", "threshold:", "entropy:", "explore:", "learn2pd:"),
         ),
     ] = None
     reuse: Annotated[
@@ -36,6 +38,7 @@ class DenoisingFlags:
             "What a pass takes from earlier ones: none, dkv:REFRESH, window:ACTIVE:BUFFER:REFRESH "
             "(approximate).",
             metavar="WAY",
+            complete=one_of("none", "dkv:", "window:"),
         ),
     ] = None
     ahead: Annotated[

@@ -11,7 +11,13 @@ import typer
 
 from specctl.cli.app.config_file import apply
 from specctl.cli.app.settings import Setting
-from specctl.cli.options.names import complete_draft, complete_policy
+from specctl.cli.options.names import (
+    complete_controller,
+    complete_draft,
+    complete_policy,
+    complete_stop,
+    one_of,
+)
 from specctl.core.plugins import declared
 
 DRAFTING = "Drafting"
@@ -104,6 +110,7 @@ TranslateSetting = Annotated[
         "(strings by probability, small vocabularies), auto, or none to refuse it.",
         was="--translate",
         metavar="NAME",
+        complete=one_of("auto", "tli", "slem", "slrs", "none"),
     ),
 ]
 DraftOptionSetting = Annotated[
@@ -122,6 +129,7 @@ StopRuleSetting = Annotated[
         "End chains early: svip, confidence, heuristic, ..., or a file from train-stop.",
         was="--stop-rule",
         metavar="NAME|FILE",
+        complete=complete_stop,
     ),
 ]
 ControllerSetting = Annotated[
@@ -133,6 +141,7 @@ ControllerSetting = Annotated[
         + ".",
         was="--controller",
         metavar="NAME",
+        complete=complete_controller,
     ),
 ]
 ParallelSetting = Annotated[

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -63,10 +64,16 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
     given = {**drafter_fields(source), **VERIFIED}
     if run.target is None:
         given |= target_fields(source)
+    flags = {item.name: getattr(run, item.name) for item in fields(run)}
+    flags |= {"recipe": RECIPE, "init": None}
+    if run.dry_run and not (out.exists() and _beside(out).is_file()):
+        with TemporaryDirectory() as scratch:  # a plan reads no features, and leaves nothing here
+            flags["data"] = [str(_newest(folder, Path(scratch) / out.name))]
+            run_training(console, _Following(**flags, given=given))
+        return
     is_new = not out.exists() and not is_launched()
     kept = _newest(folder, out)
-    flags = {item.name: getattr(run, item.name) for item in fields(run)}
-    flags |= {"recipe": RECIPE, "data": [str(kept)], "init": None}
+    flags["data"] = [str(kept)]
 
     def about(result: TrainResult) -> dict[str, Any]:
         before, after = tau_at_start(result.out), result.tau
@@ -98,7 +105,7 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
             given["data.kept_features"] = str(features_beside(out))
         run_training(console, _Following(**flags, given=given), about)
     finally:
-        if not out.exists() and not is_launched():  # a plan, or a run that was refused
+        if not out.exists() and not is_launched():  # the run was refused
             kept.unlink(missing_ok=True)
             drop_features(out)
 
@@ -166,10 +173,15 @@ def _check_writer(run: TrainingFlags, folder: Path, source: Path) -> None:
         )
 
 
+def _beside(out: Path) -> Path:
+    """Where a run has the texts that it reads."""
+    return out.with_name(f"{out.name}.traffic.jsonl")
+
+
 def _newest(folder: Path, out: Path) -> Path:
     """A copy of the newest records beside the run, since the server goes on evicting them; the one
     that is there where a run goes on."""
-    kept = out.with_name(f"{out.name}.traffic.jsonl")
+    kept = _beside(out)
     if kept.is_file() and (out.exists() or is_launched()):
         return kept
     lines = newest_lines(folder, NEWEST)

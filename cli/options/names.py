@@ -4,7 +4,7 @@ shell. All of them are read from sources and YAML; neither torch nor transformer
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from specctl.core.errors import FileError, did_you_mean, unknown
@@ -140,6 +140,19 @@ def complete_family(incomplete: str) -> list[str]:
     from specctl.api.families import family_infos
 
     return _starting(incomplete, family_infos())
+
+
+def complete_stop(incomplete: str) -> list[str]:
+    return _starting(incomplete, [NONE, *declared("specctl.runtime.stops", "STOP")])
+
+
+def complete_controller(incomplete: str) -> list[str]:
+    return _starting(incomplete, declared("specctl.runtime.controllers", "CONTROLLER"))
+
+
+def one_of(*names: str) -> Callable[[str], list[str]]:
+    """Completes to one of these names."""
+    return lambda incomplete: _starting(incomplete, names)
 
 
 def complete_policy(incomplete: str) -> list[str]:

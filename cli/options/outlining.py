@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.settings import Setting
+from specctl.cli.options.names import one_of
 from specctl.core.errors import RecipeError
 from specctl.core.messages.printable import counted
 
@@ -28,6 +29,7 @@ class OutlineFlags:
             "Answer chats from an outline, all points at once: skeleton; or each behind those that "
             "it needs: skeleton-graph (approximate; docs/outlines.md).",
             metavar="KIND",
+            complete=one_of("skeleton", "skeleton-graph"),
         ),
     ] = None
     points: Annotated[

@@ -10,7 +10,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import given_flags
 from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import Offline, target_option
-from specctl.cli.options.names import complete_target
+from specctl.cli.options.names import complete_target, one_of
 from specctl.core.errors import SpecctlError
 from specctl.core.storage.hub_access import go_offline
 from specctl.recipes.drafter_names import drafter_names
@@ -69,6 +69,7 @@ class TargetChoice:
             "cpu-offload, or a map of modules to places.",
             was="--device-map",
             metavar="MODE|JSON|FILE",
+            complete=one_of("auto", "balanced", "cpu-offload"),
         ),
     ] = None
     tensor_parallel: Annotated[
@@ -77,6 +78,7 @@ class TargetChoice:
             "target.tensor_parallel",
             "Tensor parallel over the processes of torchrun.",
             was="--tp",
+            only=("generate",),
         ),
     ] = False
 

@@ -120,8 +120,13 @@ def run_converted(
     target = job.scratch / f"target-{engine}"
     if not target.exists():
         convert(job.place, target, job.python, job.scratch)
+    return run_pair(engine, job, drafts, str(target))
+
+
+def run_pair(engine: str, job: EngineJob, drafts: bool, target: str) -> Answers:
+    """Answers of an engine that reads two folders, the target's and the drafter's."""
     body = {
-        "target": str(target),
+        "target": target,
         "draft": str(job.folder) if drafts else None,
         "prompts": [list(prompt) for prompt in job.prompts],
         "new_tokens": job.new_tokens,

@@ -192,7 +192,8 @@ class Counters:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """An ask that has left, for metrics. `inter_token_seconds` has one entry per token after the
-    first piece: the time since the piece before, shared by the tokens that came together."""
+    first piece: the time since the piece before, shared by the tokens that came together.
+    `adapter`: the one that answered, None for the target itself."""
 
     outcome: str
     stats: RowStats
@@ -200,6 +201,7 @@ class Finished:
     queue_seconds: float
     first_token_seconds: float | None
     inter_token_seconds: tuple[float, ...]
+    adapter: str | None = None
 
 
 class Serving(Protocol):

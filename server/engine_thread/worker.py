@@ -130,8 +130,9 @@ class ServerJob:
         stats = RowStats() if self.row is None else self.row.stats
         ended = time.monotonic() if self.seated is None else self.seated
         first = None if self.first is None else self.first - self.asked
-        prompt_tokens, gaps = len(self.ticket.ask.tokens), tuple(self.gaps)
-        return Finished(outcome, stats, prompt_tokens, ended - self.asked, first, gaps)
+        given, gaps = self.ticket.ask, tuple(self.gaps)
+        waited = ended - self.asked
+        return Finished(outcome, stats, len(given.tokens), waited, first, gaps, given.adapter)
 
 
 def _add(total: list[int], now: list[int], before: list[int]) -> None:

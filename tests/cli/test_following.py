@@ -236,6 +236,9 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     assert ran.code == 0, ran.err
     assert "too little traffic" in ran.err
     assert (ran.json["result"]["is_better"], ran.json["result"]["swapped"]) == (False, False)
+    (tmp_path / "third.traffic.jsonl").write_text("of another run")
+    monkeypatch.setattr("specctl.core.storage.kept_features.linked", None)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for more, said in (
         ((), ""),
         (("data.features=offline",), ""),
@@ -246,8 +249,7 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
                       tmp_path / "third", "--dry-run", *small, *words)  # fmt: skip
         assert (planned.code == 0) == (not said), planned.err
         assert said in planned.err
-        assert not (tmp_path / "third.traffic.jsonl").exists()
-        assert not (tmp_path / "third.features").exists()
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     assert (tmp_path / "second.features").stat().st_mode & 0o077 == 0
     assert (out / "package" / "manifest.json").is_file()
     records = [json.loads(x) for x in (tmp_path / "second.traffic.jsonl").open()]

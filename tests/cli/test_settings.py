@@ -165,6 +165,43 @@ def test_a_flag_in_a_file_that_is_a_setting_now_is_refused_with_it(
         assert ran.json["error"]["do"].startswith(f"write set: {do}")
 
 
+def test_the_shell_completes_what_can_be_set() -> None:
+    from specctl.diffusion.settings import REUSE, UNMASK
+    from specctl.runtime.cross_vocab.translate import METHODS
+    from specctl.runtime.outline.answer import GRAPH, SKELETON
+    from specctl.runtime.target.placement import MODES
+
+    found: Settings = load_command("generate").callback.settings
+    for key, names in (
+        ("drafter.translate", {*METHODS, "none"}),
+        ("target.device_map", {*MODES}),
+        ("outline.kind", {SKELETON, GRAPH}),
+        ("diffusion.unmask", {*UNMASK}),
+        ("diffusion.reuse", {*REUSE}),
+        ("sample.generation_config", {"model", "none"}),
+        ("sample.ignore_eos", {"true", "false"}),
+    ):
+        values = [word.removeprefix(f"{key}=") for word in found.complete(f"{key}=")]
+        assert {value.rstrip(":") for value in values} == names
+    assert found.complete("drafter.options.") == ["drafter.options."]
+    assert found.complete("sample.top_k=") == []
+    assert {"sample.top_k=", "sample.top_p="} <= {*found.complete("sample.")}
+
+
+@pytest.mark.parametrize("name", ["serve", "bench"])
+def test_what_a_command_cannot_do_is_not_listed_and_still_refused_by_reason(
+    name: str, run: Any
+) -> None:
+    key = "target.tensor_parallel"
+    found: Settings = load_command(name).callback.settings
+    assert found.complete("target.te") == []
+    assert key not in dict(found.shown)
+    assert key in dict(load_command("generate").callback.settings.shown)
+    ran = run(name, "--set", f"{key}=true")
+    assert ran.code != 0
+    assert "does not keep several processes in step" in ran.err
+
+
 def test_a_recipe_and_a_target_are_set_by_one_flag() -> None:
     words = ["--set", "train.rows=4", "--set", "target.revision=abc"]
     found = _context("bench-families", *words)

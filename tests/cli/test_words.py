@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from specctl.cli.app.bash_words import words_of_bash
 from specctl.cli.app.console import Console
 from specctl.cli.commands.generate import told_apart
 from specctl.cli.main import load_command, main
@@ -268,7 +269,9 @@ def test_the_shell_completes_names(tmp_path: Path) -> None:
         ("specctl export x --to llama", "llama.cpp"),
         ("specctl bench prompt-l", "prompt-lookup"),
         ("specctl serve --set no.such=1 --set limits.dr", "limits.drain="),
-        ("specctl chat --set serve.policy=dyn", "serve.policy=dynamic-tree"),
+        ("specctl chat --set serve.policy = dyn", "dynamic-tree"),  # as bash splits it
+        ("specctl serve --name a : b --set serve.parallel =", "true"),
+        ("specctl bench --set drafter.tr", "drafter.translate=slem"),
     ):
         asked = {"_SPECCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
         asked["COMP_CWORD"] = str(len(words.split()) - 1)
@@ -277,6 +280,30 @@ def test_the_shell_completes_names(tmp_path: Path) -> None:
             [sys.executable, "-c", script], env=os.environ | asked, capture_output=True, text=True
         )
         assert wanted in ran.stdout.split(), (words, ran.stdout, ran.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "joined", "answers"),
+    [
+        ("generate\n--set\na.b\n=\nx", "generate\n--set\na.b=x", "a.b=xy -> xy"),
+        ("generate\n--set\na.b\n=", "generate\n--set\na.b=", "a.b=x -> x"),
+        ("generate\n--set\na.b\n=\nx\n=\ny", "generate\n--set\na.b=x=y", "a.b=x=yz -> yz"),
+        ("bench\nh\n:\n1\nx", "bench\nh:1\nx", "h:1 -> h:1"),
+        ("generate\n", "generate\n", "generate -> generate"),
+    ],
+)
+def test_words_that_bash_splits_are_joined(
+    words: str, joined: str, answers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"specctl\n{words}"
+    environ = {"_SPECCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    environ["COMP_CWORD"] = str(words.count("\n"))
+    inside, outside = answers.split(" -> ")
+    with words_of_bash(environ):
+        print(inside)
+    assert capsys.readouterr().out == f"{outside}\n"
+    assert environ["COMP_WORDS"] == f"specctl\n{joined}"
+    assert environ["COMP_CWORD"] == str(environ["COMP_WORDS"].count("\n"))
 
 
 def test_counts_agree_with_their_words() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import specctl
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
@@ -74,6 +75,28 @@ def test_what_is_written_is_read_back(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, stored[model.diffusion.stored_name(name)].float())
+
+
+def test_each_tensor_goes_into_its_dtype_on_its_own(
+    folder: Path,
+) -> None:
+    """Read in the stored dtype, a model is never held in float32, nor twice."""
+    made: list[torch.dtype] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            is_held = isinstance(out, torch.Tensor) and not out.is_meta and out.numel() > 999
+            made.extend([out.dtype] if is_held else [])
+            return out
+
+    with Noted():
+        model = load_diffusion(folder, dtype=torch.bfloat16).model
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.bfloat16 in made
+    assert torch.float32 not in made
 
 
 def test_a_llama_without_causal_mask_says_the_same(folder: Path) -> None:

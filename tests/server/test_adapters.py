@@ -96,6 +96,18 @@ def test_the_model_of_a_request_is_the_adapter_that_writes_it(
     assert {chunk["model"] for chunk in chunks} == {"b"}
     logged = [one.__dict__["fields"] for one in caplog.records if one.message == "request"]
     assert [line.get("adapter") for line in logged] == ["a", None, "b", None, "b"]
+    page = request_all(served.app, [("GET", "/metrics", {})])[0].text.splitlines()
+    counted = dict(line.rsplit(" ", 1) for line in page if line.startswith("specctl:adapter_"))
+    for adapter, requests in (("", 2), ("a", 1), ("b", 2)):
+        label = f'{{adapter="{adapter}"}}'
+        found = {
+            name: float(counted[f"specctl:adapter_{name}{label}"])
+            for name in ("requests_total", "generation_tokens_total", "prompt_tokens_total", "tau")
+        }
+        assert found == {
+            "requests_total": requests, "generation_tokens_total": requests * COUNT,
+            "prompt_tokens_total": requests * len(ids), "tau": 1.0,
+        }  # fmt: skip
     served.keeper.close()
     kept = [json.loads(line)["text"] for line in newest_lines(served.folder, 100)]
     assert kept == [PROMPT + texts["tiny"]] * 2, "what an adapter writes is not the target's"

@@ -136,6 +136,14 @@ def test_a_prompt_alone_is_answered_by_the_target(tiny_target: Any) -> None:
     assert list(cut.ids) == asked
 
 
+def test_prompts_follow_from_the_text_and_not_from_its_place(tiny_target: Any) -> None:
+    text = "".join(f"line {i}\n" for i in range(200))
+    plan, samples = AnswerPlan(8, 8, 8, 0.8, 0.5, 0), [Sample(f"/{at}/t", "", text) for at in "ab"]
+    one, other = (cut_prompts(tiny_target, [sample], plan, Defects()) for sample in samples)
+    assert [cut.ids for cut in one] == [cut.ids for cut in other]
+    assert len(one) == 8
+
+
 def test_the_longest_answer_that_is_offered_leaves_room_for_a_prompt(tiny_target: Any) -> None:
     spec = tiny_target.spec
     with pytest.raises(RecipeError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -24,11 +25,14 @@ from specctl.runtime.target.image_files import read_image
 from specctl.runtime.target.target import Target, load_target
 from specctl.train import assemble
 from specctl.train.assemble import build_drafter
-from specctl.train.data.image_checks import check_parts
+from specctl.train.data import shown_images
+from specctl.train.data.image_checks import check_parts, planned_images, shows_images
+from specctl.train.data.known_images import KnownImages
 from specctl.train.data.prepare import encode_documents, prepare
 from specctl.train.data.record_images import resolved
 from specctl.train.data.records import sample_of, without_images
 from specctl.train.data.shown_images import ImageReader, image_digests
+from specctl.train.data.shown_images import bytes_of as plain_bytes
 from specctl.train.features.capture import training_needs
 from specctl.train.features.target_source import InProcess
 from specctl.train.init.initial import checkpoint_drafter
@@ -84,6 +88,16 @@ def chats(place: Path, more: Any = ()) -> Path:
     return file
 
 
+def noting(read: list[str]) -> Any:
+    """Reads an image, and notes that it did."""
+
+    def bytes_of(source: str) -> bytes:
+        read.append(source)
+        return plain_bytes(source) if source.startswith("data:") else Path(source).read_bytes()
+
+    return bytes_of
+
+
 def recipe(folder: Path, file: Path, name: str = "eagle3", **more: Any) -> Any:
     named = {key.replace("__", "."): value for key, value in more.items()}
     fields = {**SMALL, "target.name": str(folder), "data.source": str(file), **named}
@@ -124,8 +138,14 @@ def test_rows_hold_what_the_target_was_shown(
         patch.setattr(assemble.ImageReader, "seen", lambda self, ids, images: seen.append(images))
         assert len(assemble.measuring_images(made.data, 2, target, data) or ()) == 2
     assert len(seen) <= 2
-    again = prepare(made, target, tmp_path / "run")
+    read_again: list[str] = []
+    with monkeypatch.context() as patch:  # a run that goes on reads no image to know it
+        patch.setattr("specctl.train.data.known_images.SETTLED", -1.0)
+        assert prepare(made, target, tmp_path / "run").digest == data.digest
+        patch.setattr(shown_images, "bytes_of", noting(read_again))
+        again = prepare(made, target, tmp_path / "run")
     assert again.digest == data.digest
+    assert [name[:5] for name in read_again] == ["data:"]
     (moved := tmp_path / "moved").mkdir()  # data that were moved are the same
     there = recipe(folder, chats(moved), data__train_on_prompt=True)
     same = prepare(there, target, tmp_path / "run")
@@ -135,6 +155,35 @@ def test_rows_hold_what_the_target_was_shown(
     assert not any(source == str(tmp_path / "0.png") for source in sources)
     picture(9).save(tmp_path / "0.png")  # another image: other rows
     assert prepare(made, target, tmp_path / "run").digest != data.digest
+
+
+def test_only_an_image_that_lay_there_unchanged_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, read = tmp_path / "a.png", list[str]()
+
+    def digest() -> str:
+        known = KnownImages(tmp_path)
+        found = known.digest(str(image), noting(read))
+        known.save()
+        return found
+
+    image.write_bytes(b"1234")
+    os.utime(image, (1, 1))
+    first = digest()
+    assert digest() == first
+    assert len(read) == 2, "its entry was written just now"
+    monkeypatch.setattr("specctl.train.data.known_images.SETTLED", -1.0)
+    assert {digest(), digest()} == {first}
+    assert len(read) == 3
+    image.write_bytes(b"5678")
+    os.utime(image, (1, 1))  # as long, and of the same time
+    assert digest() == hashlib.sha256(b"5678").hexdigest()
+    (tmp_path / "image-digests.json").write_text('{"a": [[1], 2, 3]}')
+    assert digest() == hashlib.sha256(b"5678").hexdigest()
+    image.unlink()
+    with pytest.raises(FileNotFoundError):
+        digest()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mllm-text-draft"])
@@ -158,6 +207,25 @@ def test_a_run_learns_from_images_and_measures_with_them(
     drafter = checkpoint_drafter(tmp_path / "run", target)
     is_turned = name == "eagle3" and target.inside_of == "qwen2_vl"
     assert getattr(drafter.options, "mrope", None) == ((0, 1, 2, 2) if is_turned else None)
+
+
+def test_a_data_set_of_the_hub_is_read_with_its_images(
+    folder: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = recipe(folder, Path("owner/shapes"))
+    parts = made.data, made.train, made.drafter, made.target
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    assert planned_images(*parts) == 0, "a plan downloads nothing"
+    images = [{"bytes": base64.b64decode(uri(i).partition(",")[2]), "path": None} for i in range(3)]
+    rows = {"prompt": ["hello world"] * 3, "image": images}
+    kinds = {"prompt": datasets.Value("string"), "image": datasets.Image()}
+    there = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: there)
+    assert shows_images(*parts)
+    data = prepare(made, target, tmp_path / "run")
+    found = {image.source for images in data.images.values() for image in images}
+    assert found == {uri(i) for i in range(3)}
 
 
 def test_text_that_spells_a_placeholder_takes_no_image(target: Target) -> None:
@@ -218,6 +286,8 @@ def test_images_stand_where_records_say() -> None:
     front = sample_of({"prompt": "a", "image": {"bytes": b"x", "path": None}}, "x:3")
     assert front.images == ("data:image/png;base64,eA==",)
     assert front.messages[0]["content"][0] == {"type": "image"}
+    again = {"prompt": "a", "images": ["1.png", "2.png"], "image": "1.png"}
+    assert sample_of(again, "x:3").images == ("1.png", "2.png")
     nowhere = sample_of({"messages": [{"role": "user", "content": [{"type": "image"}, "a"]}]}, "x")
     with pytest.raises(FileError, match=r"place for an image, and no image.*x:9"):
         image_digests(nowhere.images, "x:9")
@@ -225,6 +295,7 @@ def test_images_stand_where_records_say() -> None:
         ({"prompt": "<image> <image>", "images": ["1.png"]}, "1 images and 2 places"),
         ({"prompt": "a", "images": [7]}, "neither a path nor a data URI"),
         ({"text": "a b", "images": ["1.png"]}, "they stand in conversations"),
+        ({"prompt": "a", "images": ["1.png"], "Image": "2.png"}, "others in 'image'"),
     ):
         with pytest.raises(ValueError, match=why):
             sample_of(record, "x:4")

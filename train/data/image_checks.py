@@ -26,10 +26,11 @@ from specctl.train.planning.target_shape import is_multimodal_target
 WITHOUT = "leave it out, or learn the texts alone: --set data.images=drop"
 
 
-def count_images(data: DataPart, most: int | None = None) -> int:
+def count_images(data: DataPart, most: int | None = None, is_run: bool = False) -> int:
     """The images of the data that are to be read, up to `most` (None: all). Data sets of the hub
-    are not looked at: their records come with the run."""
-    names = [name for name in names_of(data.source) if _is_here(name, data)]
+    are looked at by a run alone, which downloads them."""
+    others = (CORPUS, SELF) if is_run else (CORPUS, HUB, SELF)
+    names = [name for name in names_of(data.source) if _kind(name, data) not in others]
     if data.images == "drop" or not names:
         return 0
     count, choices = 0, field_choices(data)
@@ -40,8 +41,8 @@ def count_images(data: DataPart, most: int | None = None) -> int:
     return count
 
 
-def _is_here(name: str, data: DataPart) -> bool:
-    return find_source(name, data.format, data.split).kind not in (CORPUS, HUB, SELF)
+def _kind(name: str, data: DataPart) -> str:
+    return find_source(name, data.format, data.split).kind
 
 
 def check_parts(data: DataPart, train: TrainPart, name: str, processes: int = 1) -> None:
@@ -80,13 +81,15 @@ def shows_images(
     part: TargetPart,
     target: Target | None = None,
     processes: int = 1,
+    is_run: bool = True,
 ) -> bool:
     """Whether a run reads images: its data hold some, and its target (None: that of the `part`,
-    which is yet to be loaded) may see them. Raises IncompatibleError as `check_parts`."""
+    which is yet to be loaded) may see them. Raises IncompatibleError as `check_parts`. Without
+    `is_run` nothing is downloaded."""
     if data.images == "drop":
         return False
     may_see = _may_see(part) if target is None else bool(target.vision)
-    if not may_see or not count_images(data, 1):
+    if not may_see or not count_images(data, 1, is_run):
         return False
     check_parts(data, train, drafter.family, processes)
     return True
@@ -105,6 +108,7 @@ def planned_images(data: DataPart, train: TrainPart, drafter: DrafterPart, part:
     """How many images the run will show its target, of data that are here; IncompatibleError where
     it cannot learn from them."""
     try:
-        return count_images(data) if shows_images(data, train, drafter, part) else 0
+        found = shows_images(data, train, drafter, part, is_run=False)
+        return count_images(data) if found else 0
     except FileError:  # data that are not here yet
         return 0

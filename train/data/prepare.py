@@ -32,6 +32,7 @@ from specctl.train.data.answers import WrittenAnswer
 from specctl.train.data.chat import Encoded, Variables, encode_sample, thinking_switch
 from specctl.train.data.context import check_context, check_ids
 from specctl.train.data.growth import LearnedRows, unknown_documents
+from specctl.train.data.known_images import KnownImages
 from specctl.train.data.layouts import FieldChoices
 from specctl.train.data.pack import Document, without_image_loss
 from specctl.train.data.preparation import Preparation
@@ -102,7 +103,8 @@ def prepare(
         _keep_day(day, folder)
     made = Preparation(data, recipe.train.seq_len, target, recipe.target, day)
     data = with_questions(made, folder, console, ranks)
-    samples, source_digest = _select(data, target, defects)
+    known_images = KnownImages(folder)
+    samples, source_digest = _select(data, target, defects, known_images)
     check_own_answers(name, data, origin, samples)
     warn_of_suite(recipe.train.tau_suite, samples, console)
     defects.tell_reading(console)
@@ -113,6 +115,8 @@ def prepare(
         learned.begins()
     if manifest is not None and manifest.digest == digest:
         console.say(f"data: reusing {counted(manifest.rows, 'row')} ({digest[:12]})")
+        if ranks.is_main:
+            known_images.save()
         return TokenData(folder, manifest, image_sources(samples))
     before = None
     has_images = any(sample.images for sample in samples)
@@ -138,6 +142,7 @@ def prepare(
             texts = WrittenTexts(answers, there, own)
             place = (folder, digest, settings)
             write_documents(made, texts, place, before, defects, console)
+            known_images.save()
     manifest = read_manifest(folder)
     assert manifest is not None, "the first rank has written it"
     return TokenData(folder, manifest)
@@ -200,7 +205,8 @@ def with_questions(made: Preparation, folder: Path, console: Reporter, ranks: Ra
         return data
     others = others_of(data)
     if others is not None:
-        num_others = min(data.prompts, len(_select(others, made.target, Defects())[0]))
+        known = KnownImages(folder)
+        num_others = min(data.prompts, len(_select(others, made.target, Defects(), known)[0]))
     with ranks.together():
         if ranks.is_main:
             plan, writer = made.plan(), made.writer()
@@ -211,13 +217,15 @@ def with_questions(made: Preparation, folder: Path, console: Reporter, ranks: Ra
 def rows_digest(made: Preparation, out: Path) -> str:
     """The digest of the rows that `prepare` would return; nothing is written."""
     data = with_file(made.data, out / "data")
-    _, source_digest = _select(data, made.target, Defects())
+    _, source_digest = _select(data, made.target, Defects(), KnownImages(out / "data"))
     settings = _settings(_dated(made, out), source_digest)
     digest, there = digest_of(settings), read_manifest(out / "data")
     return there.identity if there is not None and there.digest == digest else digest
 
 
-def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Sample], str]:
+def _select(
+    data: DataPart, target: Target, defects: Defects, known: KnownImages
+) -> tuple[list[Sample], str]:
     """The samples to use and a digest of them. For regeneration: all that are the target's own
     answers, and as many others as lack to `prompts`, chosen by a seeded hash of their number, so
     that the choice needs no second reading; else all of them."""
@@ -228,7 +236,7 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
     for number, sample in enumerate(
         read_samples(data.source, data.format, data.split, data.seed, defects, choices)
     ):
-        sample = _seen(without(sample, data.drop), target, data)
+        sample = _seen(without(sample, data.drop), target, data, known)
         whole.update(sample.digest())
         key = hashlib.sha256(f"{data.seed}:{number}".encode()).digest()
         entry = (-int.from_bytes(key[:8], "big"), number, sample)
@@ -256,7 +264,7 @@ def _select(data: DataPart, target: Target, defects: Defects) -> tuple[list[Samp
     return samples, whole.hexdigest()
 
 
-def _seen(sample: Sample, target: Target, data: DataPart) -> Sample:
+def _seen(sample: Sample, target: Target, data: DataPart, known: KnownImages) -> Sample:
     """The sample with its images named by their contents, or where the recipe leaves them out, as
     text alone. Raises FileError for an image that is not there, IncompatibleError where the target
     reads none."""
@@ -265,8 +273,7 @@ def _seen(sample: Sample, target: Target, data: DataPart) -> Sample:
     if data.images == "drop":
         return without_images(sample)
     check_vision(target, sample.where)
-    digests = image_digests(sample.images, sample.where)
-    return replace(sample, image_digests=digests)
+    return replace(sample, image_digests=image_digests(sample.images, sample.where, known))
 
 
 def reader_of(samples: Sequence[Sample], target: Target) -> ImageReader | None:
@@ -328,7 +335,7 @@ def write_answers_alone(made: Preparation, out: Path, console: Reporter) -> list
     made = _dated(made, out)
     _keep_day(made.day, folder)
     data = with_questions(made, folder, console, Ranks())
-    samples, _ = _select(data, target, defects)
+    samples, _ = _select(data, target, defects, KnownImages(folder))
     if any(sample.images for sample in samples):
         raise no_images_here(
             "a file of answers, which holds token ids alone,",

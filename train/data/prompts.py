@@ -37,13 +37,14 @@ def cut_prompts(
     room = longest_prompt(target, plan)
     cuts: list[PromptCut] = []
     seen: set[bytes] = set()
+    names = [sample.digest().hex() if sample.text else "" for sample in samples]  # moved: the same
     passes = -(-(plan.prompts + plan.first) // max(len(samples), 1)) + EXTRA_PASSES
     for turn in range(passes):
-        for sample in samples:
+        for sample, name in zip(samples, names, strict=True):
             if len(cuts) == plan.prompts:
                 return cuts
             try:
-                cut = _cut_prompt(target, sample, turn, plan, room, reader)
+                cut = _cut_prompt(target, sample, name, turn, plan, room, reader)
             except ValueError as error:
                 if turn == 0:
                     defects.note(str(error), sample.where)
@@ -81,6 +82,7 @@ def prompt_key(cut: PromptCut) -> bytes:
 def _cut_prompt(
     target: Target,
     sample: Sample,
+    name: str,
     turn: int,
     plan: AnswerPlan,
     room: int,
@@ -106,7 +108,7 @@ def _cut_prompt(
         return PromptCut(array("i", ids), sample.domain, dialogue, is_own, images)
     if not sample.text:
         raise ValueError("record has token ids alone, and neither messages nor text to answer")
-    start = _line_start(sample.text, Random(f"{plan.seed}:{sample.where}:{turn}"))
+    start = _line_start(sample.text, Random(f"{plan.seed}:{name}:{turn}"))
     text = sample.text[start : start + CHARS_PER_TOKEN * plan.prompt_tokens]
     ids = target.encode(text)[: min(plan.prompt_tokens, room)]
     if len(ids) < LEAST_PROMPT:

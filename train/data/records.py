@@ -166,7 +166,7 @@ def _samples(
         raise ValueError("record is marked as not to be learned")
     content = _content(reader, is_needed=not encoded)
     left_out = tuple(name for name in SOUNDS if reader.has(name))
-    images = given_images(reader.get(*IMAGES))
+    images = _listed_images(reader)
     reader.skip(*IMAGES, *SOUNDS)
     if images and encoded:
         raise ValueError("record has token ids and images: ids say nothing of what these show")
@@ -181,6 +181,17 @@ def _samples(
     found = [replace(one, left_out=(*left_out, *one.left_out), **encoded) for one in bare]
     reader.check([text for one in found for text in _words_of(one)])
     return found
+
+
+def _listed_images(reader: FieldReader) -> tuple[str, ...]:
+    """The images that a record lists. ValueError where two fields list others: nothing says in
+    which order they stand."""
+    images, *others = [given_images(reader.get(name)) for name in IMAGES]
+    for other in others:
+        if images and not {*other} <= {*images}:
+            raise ValueError("record has images in 'images' and others in 'image'")
+        images = images or other
+    return images
 
 
 def _content(reader: FieldReader, is_needed: bool) -> RecordContent:

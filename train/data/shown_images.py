@@ -28,6 +28,7 @@ from specctl.runtime.target.image_files import DATA, decoded, file_bytes, of_dat
 from specctl.runtime.target.image_prompts import vision_of
 from specctl.runtime.target.target import Target
 from specctl.train.data.chat import Encoded
+from specctl.train.data.known_images import KnownImages
 from specctl.train.data.record_images import NOWHERE, count_parts, spelled_out
 from specctl.train.data.records import Sample
 
@@ -63,8 +64,11 @@ def _uri_bytes(source: str) -> bytes:
     raise AssertionError("a data URI without bytes is refused")
 
 
-def image_digests(sources: Sequence[str], where: str) -> tuple[str, ...]:
-    """sha256 of each image; FileError with the place of the record where one is missing."""
+def image_digests(
+    sources: Sequence[str], where: str, known: KnownImages | None = None
+) -> tuple[str, ...]:
+    """sha256 of each image, of one that is `known` without a reading; FileError with the place of
+    the record where one is missing."""
     if len(sources) > MOST_SEEN:
         raise FileError(
             "a record has too many images",
@@ -82,6 +86,8 @@ def image_digests(sources: Sequence[str], where: str) -> tuple[str, ...]:
             do="correct that record, or take it out of the data",
         )
     with at_record(where):
+        if known is not None:
+            return tuple(known.digest(source, bytes_of) for source in sources)
         return tuple(hashlib.sha256(bytes_of(source)).hexdigest() for source in sources)
 
 
@@ -279,9 +285,7 @@ def check_vision(target: Target, where: str) -> None:
         + (
             "choose a target such as LLaVA or Qwen2-VL"
             if inside is None
-            else "download the data set and name its folder: one of the hub is read after the "
-            "target is loaded, without its vision; from Python "
-            "specctl.load_target(NAME, images=True)"
+            else "load it with its vision: specctl.load_target(NAME, images=True)"
         ),
     )
 
