@@ -112,7 +112,7 @@ class Sequoia(PointTree):
                 where="serve.acceptance",
                 found=str(list(found)),
                 expected="positive numbers that sum to at most 1, for example [0.6, 0.2, 0.1]",
-                do="measure them in a clone: python benchmarks/trees.py --calibrate --draft PACKAGE",
+                do="measure it in a clone: python benchmarks/trees.py --calibrate --draft PACKAGE",
             )
 
     @property
