@@ -174,8 +174,8 @@ def generate(
         made = write_outlined(model, chats, outline, **writing)
     else:
         writing["images"] = [prompt.images for prompt in encoded]
-        how_many = {"batch": batch, "parallel": draft.parallel, "drafts": drafts}
-        made = runtime.generate(model, ids, **how_many, **writing)
+        writing |= {"batch": batch, "parallel": draft.parallel, "drafts": drafts}
+        made = runtime.generate(model, ids, **writing)
     for warning in empty_answers(model, encoded, made.outputs):
         reporter.warn(warning)
     pairs = zip(made.outputs, encoded, strict=True)

@@ -99,7 +99,7 @@ class TeamDrafter(PolicyDrafter):
         self._has_chosen, self._idle = any(view.chosen), frozenset()
         own, free = view, [b for b, name in enumerate(view.chosen) if name is None]
         if self._has_chosen:
-            own = view_of_rows(view, free, torch.tensor(free, device=view.slot_B.device))
+            own = view_of_rows(view, free, torch.tensor(free, dtype=torch.long, device=view.slot_B.device))
             own = replace(own, missed=view.missed)
         is_idle = bool(own.slots) and super().rests(own)
         if not self._has_chosen:
@@ -196,8 +196,9 @@ class TeamDrafter(PolicyDrafter):
             super().learn(outcome, seconds)
             return
         free = [b for b, name in enumerate(outcome.view.chosen) if name is None]
+        policy: object = self.policy
         for learner in self.learners:
-            if learner is not self.policy:
+            if learner is not policy:
                 learner.observe(outcome, seconds)
             elif free:  # what such a round takes is no price of theirs
                 learner.observe(outcome_of_rows(outcome, free), replace(seconds, is_free=True))
