@@ -100,6 +100,7 @@ def generate(
     on_round: OnRound | None = None,
     outline: str | Outlining | None = None,
     images: Sequence[ImageLike] | Sequence[Sequence[ImageLike]] | None = None,
+    drafts: bool | str | Sequence[bool | str] = True,
     progress: Progress = None,
     **settings: Any,
 ) -> GenerateResult:
@@ -114,7 +115,9 @@ def generate(
     `on_round(index, new_ids, accepted)` as well says how many of them were drafted. `outline`:
     "skeleton" or "skeleton-graph": chats are answered from an outline, all of whose points are
     written at once, which is approximate (docs/outlines.md). `images`: files, bytes or images of
-    PIL, of the prompt or of each prompt, for a target that reads them (docs/images.md).
+    PIL, of the prompt or of each prompt, for a target that reads them (docs/images.md). `drafts`:
+    of a team ("prompt-lookup+token-recycling") the member that drafts, by name, for all prompts or
+    for each; False: nobody does.
     Lossless for every drafter of a lossless family, and independent of `batch`.
     """
     reporter = as_reporter(progress)
@@ -127,6 +130,12 @@ def generate(
     if shows and isinstance(target, (str, Path)):
         target = load_target(target, images=True)
     model = target_or_own(target, drafter, wanted=wanted)
+    if drafts is not True and outline is not None:
+        raise one_of_two(
+            "the points of an outline are drafted for alike",
+            "drafts and outline.kind",
+            "leave out drafts",
+        )
     if shows and outline is not None:
         raise one_of_two(
             "answers from an outline read no images",
@@ -165,7 +174,8 @@ def generate(
         made = write_outlined(model, chats, outline, **writing)
     else:
         writing["images"] = [prompt.images for prompt in encoded]
-        made = runtime.generate(model, ids, batch=batch, parallel=draft.parallel, **writing)
+        writing |= {"batch": batch, "parallel": draft.parallel, "drafts": drafts}
+        made = runtime.generate(model, ids, **writing)
     for warning in empty_answers(model, encoded, made.outputs):
         reporter.warn(warning)
     pairs = zip(made.outputs, encoded, strict=True)

@@ -103,7 +103,8 @@ class RoundView:
     emitted text begins (empty where nobody asks for it). `watch` is shown a drafter's logits.
     `shared`: what the verifier will draw with, where a rule is exact whatever drafts saw.
     `missed`: positions that the drafter has not read of rows that it may draft for, where a policy
-    is asked whether it drafts at all."""
+    is asked whether it drafts at all. `chosen`: which member of a team is to draft for each row, by
+    name; None: whichever does (empty: of all rows)."""
 
     slots: tuple[int, ...]
     slot_B: Tensor
@@ -114,6 +115,7 @@ class RoundView:
     watch: Callable[[Tensor], None] | None = None
     shared: SharedNoise | None = None
     missed: int = 0
+    chosen: tuple[str | None, ...] = ()
 
     def shown(self, logits: Tensor) -> Tensor:
         """These logits [B, ...]. All that become tokens pass here, on the device, before they do:
@@ -181,6 +183,10 @@ class DraftState(ABC):
         """Called before a prompt's first `prefill`, and before `start`: what stands at the
         placeholders among its tokens, and its positions where these have axes; None: text alone."""
         del slot, images
+
+    def choose(self, slot: int, member: str | None) -> None:
+        """Called before `join`: of a team that member alone drafts for the row; None: any."""
+        del slot, member
 
     def finish(self, slot: int, answer: Sequence[int]) -> None:
         """Called before `end` of a row that came to its own end (not of a cancelled one), with all

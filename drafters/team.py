@@ -1,9 +1,10 @@
 """Team: several drafters over the same rows, one of which drafts in each round.
 
-Every member sees every prompt and every outcome, so that any of them can draft at any time; who
-does is for the policy to say (`switch`, runtime/controllers). Alone, the team is a cascade: of each
-row the first member that has a draft proposes it. Members whose only input is the target's
-top-k may sleep: they then cost nothing and learn nothing.
+Every member sees every prompt and every outcome, so that any of them can draft at any time, but for
+rows that have chosen one of them: those that one alone sees. Who drafts for the others is for the
+policy to say (`switch`, runtime/controllers). Alone, the team is a cascade: of each row the first
+member that has a draft proposes it. Members whose only input is the target's top-k may sleep: they
+then cost nothing and learn nothing.
 Letters: B rows, C candidates, N nodes, T fed tokens.
 """
 
@@ -31,8 +32,9 @@ from specctl.core.drafter import (
 from specctl.core.errors import RecipeError
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.language_model import Borrowed, LanguageModel
+from specctl.core.round_rows import outcome_of_rows
 from specctl.core.spec import ModelSpec
-from specctl.core.tree import DraftTree, NodeKind
+from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.drafters.option_checks import Options
@@ -128,7 +130,8 @@ class Team(Drafter):
 
 class TeamState(DraftState):
     """The members' memories side by side. While `is_listening` is False, members that live on the
-    target's top-k alone sleep."""
+    target's top-k alone sleep. `chosen`: the member of each slot that has chosen one. `busy`: those
+    that draft for rows that chose them in this round, and for no others."""
 
     def __init__(self, team: Team, space: Space) -> None:
         self.names, self.vocabs = team.names, [m.vocab for m in team.members]
@@ -137,34 +140,47 @@ class TeamState(DraftState):
         spaces = [space if each.copied else unshared for each in needs]
         self.members = [m.open(own) for m, own in zip(team.members, spaces, strict=True)]
         self.is_listening = True
+        self.chosen: dict[int, int] = {}
+        self.busy: frozenset[int] = frozenset()
         self._topk = [n.topk for n in needs]
         self.may_sleep = [n.topk > 0 and not n.taps for n in needs]
         self.reads_text_alone = [not (n.topk or n.taps or n.borrow) for n in needs]
 
     def join(self, slot: int, conversation: str | None) -> None:
-        for member in self.members:
+        for member in self._of(slot):
             member.join(slot, conversation)
 
     def belong(self, slot: int, tenant: str | None) -> None:
-        for member in self.members:
+        for member in self._of(slot):
             member.belong(slot, tenant)
 
     def see(self, slot: int, images: PromptImages | None) -> None:
         for member in self.members:
             member.see(slot, images)
 
+    def choose(self, slot: int, member: str | None) -> None:
+        self.chosen.pop(slot, None)
+        if member is not None:
+            self.chosen[slot] = self.names.index(member)
+
+    def _of(self, slot: int) -> Sequence[DraftState]:
+        """The members that follow the row of that slot."""
+        chosen = self.chosen.get(slot)
+        return self.members if chosen is None else (self.members[chosen],)
+
     def finish(self, slot: int, answer: Sequence[int]) -> None:
-        for member in self.members:
+        for member in self._of(slot):
             member.finish(slot, answer)
 
     def start(self, slot: int, tokens: Sequence[int], taps: Mapping[int, Tensor]) -> None:
-        for member in self.members:
+        for member in self._of(slot):
             member.start(slot, tokens, taps)
 
     def propose(self, view: RoundView, budget: Budget) -> DraftTree:
-        trees = [m.propose(view, budget) for m in self.members if not isinstance(m, StepState)]
-        assert trees, "a team of stepwise drafters is grown by the policy switch"
-        return first_of(trees)
+        direct = [(i, m) for i, m in enumerate(self.members) if not isinstance(m, StepState)]
+        assert direct, "a team of stepwise drafters is grown by the policy switch"
+        trees = [m.propose(view, budget) for i, m in direct if i not in self.busy]
+        return first_of(trees or [empty_tree(len(view.slots), view.slot_B.device)])
 
     @property
     def ignores_text(self) -> bool:
@@ -172,13 +188,21 @@ class TeamState(DraftState):
         return all(sleeps or member.ignores_text for member, sleeps in pairs)
 
     def observe(self, outcome: Outcome) -> None:
-        for member, sleeps, topk in zip(self.members, self.may_sleep, self._topk, strict=True):
-            if outcome.topk_BTC is not None or not sleeps:
-                member.observe(_narrowed(outcome, topk))
+        slots = outcome.view.slots
+        for index in range(len(self.members)):
+            at = [b for b, slot in enumerate(slots) if self.chosen.get(slot, index) == index]
+            if at:
+                self.show(index, outcome_of_rows(outcome, at))
+
+    def show(self, index: int, outcome: Outcome) -> None:
+        """That member sees what became of rows that it follows."""
+        if outcome.topk_BTC is not None or not self.may_sleep[index]:
+            self.members[index].observe(_narrowed(outcome, self._topk[index]))
 
     def end(self, slot: int) -> None:
-        for member in self.members:
+        for member in self._of(slot):
             member.end(slot)
+        self.chosen.pop(slot, None)
 
 
 def _copied(all_needs: Sequence[Needs]) -> set[int]:

@@ -101,6 +101,7 @@ def generate(
     on_round: OnRound | None = None,
     parallel: bool = False,
     images: Sequence[PromptImages | None] | None = None,
+    drafts: bool | str | Sequence[bool | str] = True,
 ) -> Generated:
     """Continue every prompt (text or token ids). Prompt i uses seed `sampling.seed + i`; settings
     that are given for each prompt differ in seeds and processors alone.
@@ -110,19 +111,27 @@ def generate(
     target verifies (PEARL), one prompt at a time, as models that write in turns do. Where a model
     beside the target chooses what is kept of prompts, this holds behind what is kept. `images`:
     those of each prompt, which then holds their placeholders (`Vision.see`); what stands for an
-    image alone is not drawn behind it. Raises SpecctlError for an empty or too long prompt and for
-    a rule that is illegal with the policy.
+    image alone is not drawn behind it. `drafts`: of a team the member that drafts for all prompts
+    or for each, by name; False: nothing is drafted. Raises SpecctlError for an empty or too long
+    prompt, an unknown drafter and a rule that is illegal with the policy.
     """
     sampling, each = by_prompt(sampling, len(prompts))
     check_greedy(rule, sampling)
     policy = policy if policy is not None else default_policy(drafter)
     shown = [None] * len(prompts) if images is None else images
+    who = drafts_by_prompt(drafts, len(prompts))
     requests = [
-        with_images(target, Request(_tokens(target, prompt, i), own), seen)
-        for i, (prompt, own, seen) in enumerate(zip(prompts, each, shown, strict=True))
+        with_images(target, Request(_tokens(target, prompt, i), own, drafts=name), seen)
+        for i, (prompt, own, seen, name) in enumerate(zip(prompts, each, shown, who, strict=True))
     ]
     if any(seen is not None for seen in shown):
         check_image_rows(target, parallel)
+    if drafts is not True and (parallel or (target.mixture is not None and target.beside)):
+        raise one_of_two(
+            "one drafter drafts for all where models run beside the target",
+            "drafts and serve.parallel, or --mix",
+            "leave drafts out",
+        )
     slots = max(1, min(batch, len(requests)))
     engine: Writer
     if target.mixture is not None and target.beside:
@@ -180,6 +189,20 @@ def by_prompt(
             do="give one Sampling, or generate prompt by prompt",
         )
     return first, sampling
+
+
+def drafts_by_prompt(drafts: bool | str | Sequence[bool | str], count: int) -> list[bool | str]:
+    """Who drafts for each of so many prompts."""
+    found = [drafts] * count if isinstance(drafts, bool | str) else list(drafts)
+    if len(found) != count:
+        raise SpecctlError(
+            "who drafts is said for all prompts, or for each of them",
+            where="drafts",
+            found=f"{len(found):,} for {counted(count, 'prompt')}",
+            expected="one name, True or False, or as many as prompts",
+            do="give one, or as many as prompts",
+        )
+    return found
 
 
 def mark_of(

@@ -95,6 +95,8 @@ class Front:
         planned = self.desk.plan(asked, request.state.owner, is_cut, adapter)
         plan = await unless_gone(planned, request.receive)
         request.state.ignored += plan.ignored
+        if isinstance(body.draft, str):
+            request.state.log["draft"] = body.draft
         answer = await self._submit(body, asked, plan)
         try:
             if not body.stream:

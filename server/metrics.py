@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from specctl.runtime.measure.stats import RowStats
 from specctl.server.adapter_metrics import AdapterMetrics
 from specctl.server.engine_thread.contract import Finished, Serving
 from specctl.server.feature_keeper import FeatureKeeper
@@ -109,8 +110,22 @@ class Scrape:
         yield _count("drafter_exchanges", "Drafters put in another's place", found.exchanges)
         yield _count("rounds", "Target forwards of rows", found.rounds)
         yield _count("steps", "Target forwards of batches", found.steps)
+        yield from self._chosen(dict(found.chosen))
         tau = found.tokens / found.rounds if found.rounds else 0.0
         yield _gauge("tau", "Tokens per round since the start, the bonus token included", tau)
+
+    def _chosen(self, chosen: dict[str, RowStats]) -> Iterator[Metric]:
+        """Of the rows that have chosen a drafter, by its name; counted when they have ended."""
+        for name, key, help in (
+            ("rounds", "rounds", "Target forwards of rows that chose a drafter"),
+            ("tokens", "tokens", "Tokens of rows that chose a drafter"),
+            ("draft_tokens", "drafted", "Tokens drafted by the one that was chosen"),
+            ("accepted_tokens", "accepted", "Of these accepted"),
+        ):
+            family = CounterMetricFamily(f"specctl:chosen_{name}", help, labels=["drafter"])
+            for drafter, stats in chosen.items():
+                family.add_metric([drafter], getattr(stats, key))
+            yield family
 
     def _requests(self) -> Iterator[Metric]:
         found = self.service.counters

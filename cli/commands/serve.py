@@ -152,6 +152,7 @@ def serve(
     Examples:
 
       specctl serve prompt-lookup
+      specctl serve prompt-lookup+token-recycling (a request may choose: "draft": "prompt-lookup")
       specctl serve runs/eagle3 --target qwen3-8b --max-batch 16 --port 0
       specctl serve --host 0.0.0.0 --api-key-file keys.txt --record traffic.jsonl
     """
@@ -383,7 +384,8 @@ def _shelf(
 def _serving_json(service: Service) -> dict[str, Any]:
     now = service.status()
     room = {"slots": now.slots, "context": now.context, "cache_bytes": _reserved(service)}
-    return {"draft": now.drafter or "plain", **room, "speculation": now.speculation}
+    choice = {"drafters": list(now.drafters)} if len(now.drafters) > 1 else {}
+    return {"draft": now.drafter or "plain", **choice, **room, "speculation": now.speculation}
 
 
 def _reserved(service: Service) -> int:
@@ -395,6 +397,8 @@ def _serving_line(service: Service) -> str:
     drafts = "plain decoding, nothing is drafted (--draft auto drafts without training)"
     if now.drafter is not None:
         drafts = f"{now.drafter} drafts up to {service.policy.depth} tokens ahead"
+        if len(now.drafters) > 1:
+            drafts += f" (requests may choose {', '.join(now.drafters)})"
     size = f"{_reserved(service) / (1 << 20):,.0f} MiB of caches"
     if (shared := service.room.shared_bytes) > 0:
         size += f" (and up to {shared / (1 << 20):,.0f} MiB for what the drafter remembers)"

@@ -19,6 +19,7 @@ from torch import Tensor
 from specctl.core.drafter import Drafter, Needs, Outcome, RoundSeconds, Space
 from specctl.core.errors import NumbersError, RowsError
 from specctl.core.tree import DraftTree
+from specctl.drafters.team import Team
 from specctl.models.not_finite import adapter_numbers, not_numbers
 from specctl.models.torch_threads import around_steps
 from specctl.runtime.batching.base import Batching, Choosing
@@ -33,6 +34,7 @@ from specctl.runtime.engine.round_drafter import PolicyDrafter, RoundDrafter
 from specctl.runtime.engine.row_features import add_features
 from specctl.runtime.engine.scheduler import RoundPlanner, Scheduler
 from specctl.runtime.engine.target_reader import TargetReader, shares_kv
+from specctl.runtime.engine.team_drafter import TeamDrafter, with_drafts_of
 from specctl.runtime.policies.base import Learner, Policy, fresh
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.length import LengthChooser
@@ -99,7 +101,8 @@ class Engine:
         self.drafting = RoundDrafter()
         if drafter is not None:
             learners = [each for each in (chooser, self.policy) if isinstance(each, Learner)]
-            inner: RoundDrafter = PolicyDrafter(drafter, self.policy, learners, native(rule))
+            kind = TeamDrafter if isinstance(drafter, Team) else PolicyDrafter
+            inner: RoundDrafter = kind(drafter, self.policy, learners, native(rule))
             inner = wrap_drafter(inner) if wrap_drafter is not None else inner
             self.drafting = LazyDrafter(inner, self.policy.nodes + 1, self.needs)
         who = (self.policy, chooser, batching, self.drafting)
@@ -149,7 +152,7 @@ class Engine:
 
     def submit(self, index: int, request: Request) -> None:
         """Put a request in the queue; `index` names it for as long as it lives."""
-        self.scheduler.submit(index, request)
+        self.scheduler.submit(index, with_drafts_of(self.drafter, request))
 
     @torch.inference_mode()
     def cancel(self, index: int) -> bool:

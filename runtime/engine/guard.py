@@ -60,6 +60,9 @@ class Guard(RoundDrafter):
     def speculates(self, slot: int) -> bool:
         return self.why_off is None and slot not in self._lost and self.inner.speculates(slot)
 
+    def drafts_for(self, slot: int) -> bool:
+        return self.inner.drafts_for(slot)
+
     def rests(self, view: RoundView) -> bool:
         if any(map(self.speculates, view.slots)):
             with self._surviving(view.slots, "while it chose"):

@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specctl.core.drafter import DraftState, Needs, Outcome, RoundSeconds, RoundView, Space
+from specctl.core.round_rows import outcome_of_rows
 from specctl.core.tree import DraftTree, NodeKind, chain_tree, empty_tree
 from specctl.runtime.engine.device_clock import settle
 from specctl.runtime.engine.request import Row
-from specctl.runtime.engine.round import Round, outcome_of_rows, scatter_rows
+from specctl.runtime.engine.round import Round, scatter_rows
 from specctl.runtime.engine.round_drafter import RoundDrafter
 from specctl.runtime.policies.base import RestSpan
 
@@ -195,7 +196,7 @@ class LazyDrafter(RoundDrafter):
             return empty_tree(len(round.rows), round.view.slot_B.device)
         began = time.perf_counter()
         at = self._speculating(round.view.slots)
-        drafting = [b for b in at if round.plan.drafts(b)]
+        drafting = [b for b in at if round.plan.drafts(b) and self._drafts_for(round, b)]
         at = drafting if self.is_lazy or not drafting else at
         self._catch_up([self._of(round.rows[b]) for b in at])
         settle(round.view.slot_B.device)
@@ -205,6 +206,9 @@ class LazyDrafter(RoundDrafter):
             return empty_tree(len(round.rows), round.view.slot_B.device)
         tree = self.inner.draft(round.of_rows(self._at))
         return scatter_rows(tree, self._at, len(round.rows))
+
+    def _drafts_for(self, round: Round, b: int) -> bool:
+        return self.inner.drafts_for(round.view.slots[b])
 
     def observe(self, outcome: Outcome, logits_BTV: Tensor | None = None) -> None:
         """The drafter sees the rows that drafted, or nothing."""

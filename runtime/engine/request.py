@@ -20,7 +20,8 @@ class Request:
     """A prompt as token ids, and how to continue it. Requests of one `conversation` (a name that
     nobody else can guess) may share what a drafter remembers of them, and what a slot has cached of
     their common beginning; None shares nothing. `logprobs`: None for none, k for the drawn token
-    and the k best. `drafts`: False decodes it plainly, whoever drafts for others. `tenant`: whose
+    and the k best. `drafts`: False decodes it plainly, whoever drafts for others; of
+    a team the name of the member that is to draft for it. `tenant`: whose
     it is, where drafters remember answers (a name that nobody else can guess); None: its answer is
     not remembered. `written`: so many of the last tokens were generated before: the text goes on
     from there, with its own limits, penalties, stops, grammar and random numbers. `keeps_features`:
@@ -32,7 +33,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     conversation: str | None = None
     logprobs: int | None = None
-    drafts: bool = True
+    drafts: bool | str = True
     tenant: str | None = None
     written: int = 0
     keeps_features: bool = False

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from specctl.core.drafter import Budget, Outcome, RoundView
+from specctl.core.drafter import Budget, RoundView
 from specctl.core.language_model import LmOut
+from specctl.core.round_rows import view_of_rows
 from specctl.core.tree import DraftTree, empty_tree
 from specctl.runtime.engine.request import Row
 from specctl.runtime.sampling.noise import RoundNoise
@@ -87,9 +87,10 @@ def view_of(rows: Sequence[Row], device: torch.device) -> RoundView:
     slots, texts = tuple(row.slot for row in rows), tuple(row.tokens for row in rows)
     host = [slots, [text[-1] for text in texts], [row.kept_len for row in rows]]
     slot_B, root_B, kept_len_B = torch.tensor(host, device=device).unbind()
-    return RoundView(
-        slots, slot_B, root_B, kept_len_B, texts, tuple(row.prompt_len for row in rows)
-    )
+    lens, wanted = tuple(row.prompt_len for row in rows), [row.request.drafts for row in rows]
+    chosen = tuple(name if isinstance(name, str) else None for name in wanted)
+    chosen = chosen if any(chosen) else ()
+    return RoundView(slots, slot_B, root_B, kept_len_B, texts, lens, chosen=chosen)
 
 
 def noise_of(rows: Sequence[Row], device: torch.device) -> RoundNoise:
@@ -99,41 +100,6 @@ def noise_of(rows: Sequence[Row], device: torch.device) -> RoundNoise:
         [row.num_rounds for row in rows],
         [row.kept_len for row in rows],
         device,
-    )
-
-
-def view_of_rows(view: RoundView, at: Sequence[int], at_B: Tensor) -> RoundView:
-    """The view of some rows only."""
-    return RoundView(
-        tuple(view.slots[b] for b in at),
-        view.slot_B[at_B],
-        view.root_B[at_B],
-        view.kept_len_B[at_B],
-        tuple(view.tokens[b] for b in at),
-        tuple(view.prompt_lens[b] for b in at) if view.prompt_lens else (),
-        view.watch,
-    )
-
-
-def outcome_of_rows(outcome: Outcome, at: Sequence[int]) -> Outcome:
-    """The outcome of some rows only."""
-    if len(at) == len(outcome.emitted):
-        return outcome
-    at_B = torch.tensor(at, device=outcome.path_BP.device)
-    topk, logp = outcome.topk_BTC, outcome.topk_logp_BTC
-    return replace(
-        outcome,
-        view=view_of_rows(outcome.view, at, at_B),
-        tree=outcome.tree.of_rows(at_B),
-        path_BP=outcome.path_BP[at_B],
-        num_accepted=tuple(outcome.num_accepted[b] for b in at),
-        next_token_B=outcome.next_token_B[at_B],
-        emitted=tuple(outcome.emitted[b] for b in at),
-        finished=tuple(outcome.finished[b] for b in at),
-        taps={tap: value[at_B] for tap, value in outcome.taps.items()},
-        probe_taps={tap: value[at_B] for tap, value in outcome.probe_taps.items()},
-        topk_BTC=None if topk is None else topk[at_B],
-        topk_logp_BTC=None if logp is None else logp[at_B],
     )
 
 

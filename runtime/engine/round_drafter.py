@@ -25,6 +25,7 @@ from specctl.core.drafter import (
     StepState,
 )
 from specctl.core.tree import DraftTree, empty_tree, fitted
+from specctl.core.vocab import VocabMap
 from specctl.runtime.engine.request import Row
 from specctl.runtime.engine.round import Round
 from specctl.runtime.policies.base import GrowRequest, Learner, Policy, Resting, RestSpan, Sleeper
@@ -59,6 +60,11 @@ class RoundDrafter:
     def rests(self, view: RoundView) -> bool:
         """Called before a round: whether nothing is to be drafted in it."""
         return False
+
+    def drafts_for(self, slot: int) -> bool:
+        """Once a round is planned: whether that row is one of those that are to draft in it."""
+        del slot
+        return True
 
     def rest(self) -> RestSpan | None:
         """After a round without a draft: those that need no decision and are not observed."""
@@ -135,8 +141,8 @@ class PolicyDrafter(RoundDrafter):
         return self._resting is not None and self._resting.rests(self.state, view)
 
     def rest(self) -> RestSpan | None:
-        rests = [rest for each in self._sleepers if (rest := each.rest()) is not None]
-        return max(rests, key=lambda rest: rest.left, default=None)
+        spans = [span for each in self._sleepers if (span := each.rest()) is not None]
+        return max(spans, key=lambda rest: rest.left, default=None)
 
     def wakes(self, view: RoundView) -> bool:
         return any(each.wakes(view) for each in self._sleepers)
@@ -152,6 +158,8 @@ class PolicyDrafter(RoundDrafter):
 
     def start(self, row: Row, taps: Mapping[int, Tensor]) -> None:
         self._started.add(row.slot)
+        drafts = row.request.drafts
+        self.state.choose(row.slot, drafts if isinstance(drafts, str) else None)
         self.state.join(row.slot, row.request.conversation)
         self.state.belong(row.slot, row.request.tenant)
         self.state.see(row.slot, row.request.images)
@@ -161,26 +169,37 @@ class PolicyDrafter(RoundDrafter):
         self.state.observe(missed)
 
     def draft(self, round: Round) -> DraftTree:
+        return self.grown(round, self.state, self.policy, self.drafter.vocab, self.is_coupled)
+
+    def grown(
+        self,
+        round: Round,
+        state: DraftState,
+        policy: Policy,
+        vocab: VocabMap | None,
+        is_coupled: bool,
+    ) -> DraftTree:
+        """The tree that a policy grows from that state, for all rows of the round."""
         view, plan, sampling = round.view, round.plan, round.sampling
         if self.is_shown and not sampling.all_greedy:  # such a round has no noise of its own
-            view = replace(view, shared=self._shared(round))
-        vocab, guide = self.drafter.vocab, sampling.guide(view)
-        given = (view, plan.budget, sampling, round.noise, vocab, self.is_coupled, guide)
-        tree = self.policy.grow(GrowRequest(self.state, *given, estimates=plan.estimates))
+            view = replace(view, shared=self._shared(round, vocab))
+        guide = sampling.guide(view)
+        given = (view, plan.budget, sampling, round.noise, vocab, is_coupled, guide)
+        tree = policy.grow(GrowRequest(state, *given, estimates=plan.estimates))
         tree = fitted(plan.cut(tree))
-        if isinstance(self.state, StepState) and tree.num_nodes:
-            forced_BN = self.state.unverified(tree)
+        if isinstance(state, StepState) and tree.num_nodes:
+            forced_BN = state.unverified(tree)
             tree = tree if forced_BN is None else replace(tree, forced_BN=forced_BN)
         assert tree.forced_BN is None or not self.drafter.lossless, "only approximate ones force"
-        if tree.is_chain and tree.num_nodes and isinstance(self.state, StepState):
-            exits = self.state.exit_states()
+        if tree.is_chain and tree.num_nodes and isinstance(state, StepState):
+            exits = state.exit_states()
             tree = tree if exits is None else replace(tree, exits=exits)
         return tree
 
-    def _shared(self, round: Round) -> SharedNoise:
+    def _shared(self, round: Round, vocab: VocabMap | None) -> SharedNoise:
         device, rows = round.view.slot_B.device, len(round.rows)
         heats = [row.request.sampling.temperature for row in round.rows]
-        ids_K = None if self.drafter.vocab is None else self.drafter.vocab.ids_K
+        ids_K = None if vocab is None else vocab.ids_K
         return SharedNoise(
             lambda count: round.noise.position_BT(
                 torch.arange(count, device=device).expand(rows, count)

@@ -30,6 +30,15 @@ class RowStats:
     accepted_at: list[int] = field(default_factory=list)
     tested_at: list[int] = field(default_factory=list)
 
+    def add(self, other: RowStats) -> None:
+        """What another row did."""
+        self.rounds += other.rounds
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.tokens += other.tokens
+        self.accepted_at = list(add_counts([self.accepted_at, other.accepted_at]))
+        self.tested_at = list(add_counts([self.tested_at, other.tested_at]))
+
     def count(self, drafted: int, accepted: int, emitted: int, is_rejected: bool) -> None:
         """One round: nodes drafted, tokens accepted and emitted, and whether drafts that stood
         behind the last accepted token were all rejected."""

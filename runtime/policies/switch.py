@@ -120,16 +120,23 @@ class Switch:
         if self.contexts and len(self.contexts) > len(growth.view.slots):  # some draft nothing
             self.contexts = self.matches.contexts(growth.view.slots, growth.view.tokens)
         for index in order:
+            if self.arms[index].member in state.busy:
+                continue
             self.played, began = index, time.perf_counter()
             tree = self._draft(self.arms[index], growth, state)
             if tree.num_nodes or self.arms[index].is_off:
                 break
             self.idle += time.perf_counter() - began
-        if self.looks:
+        if self.looks and not state.busy:
             began = time.perf_counter()
             self._look(growth, state)
             self.idle += time.perf_counter() - began
         return tree
+
+    @property
+    def preferred(self) -> int | None:
+        """The member that the controller would have draft in this round, before it is grown."""
+        return self.arms[self.order[0]].member if self.order else None
 
     def _draft(self, arm: Arm, growth: GrowRequest, state: TeamState) -> DraftTree:
         if arm.member is None or arm.policy is None:

@@ -27,7 +27,8 @@ from specctl.server.requests.limits import Limits
 class GenerateRequest:
     """One continuation. Asks of one `conversation` (a name that nobody else can guess) may reuse
     what was read of them before. `logprobs`: None for none, k for the drawn token and the k best.
-    `shown`: control tokens that are spelled in the text. `drafts`: False decodes it plainly.
+    `shown`: control tokens that are spelled in the text. `drafts`: False decodes it plainly; of a
+    team the name of the member that drafts for it.
     `keeps_stop`: the text ends with what ended it, a stop string or a token, not in front of it.
     `tenant`: who may be drafted for from this answer (`Request.tenant`). `keeps_features`: the
     target's states may be kept for training. `num_begun`: how many of the last tokens are of a text
@@ -42,7 +43,7 @@ class GenerateRequest:
     conversation: str | None = None
     logprobs: int | None = None
     shown: frozenset[int] = frozenset()
-    drafts: bool = True
+    drafts: bool | str = True
     keeps_stop: bool = False
     tenant: str | None = None
     keeps_features: bool = False
@@ -150,7 +151,8 @@ class Ticket:
 class Status:
     """`state` is "loading", "ready", "draining", "stopped" or "failed"; `context` the most tokens
     of prompt and answer together; `why_off` says why nothing is drafted, None while it is;
-    `drafter` names what drafts, None where nothing does."""
+    `drafter` names what drafts, None where nothing does; `drafters` those that a request may
+    choose."""
 
     state: str
     running: int
@@ -160,6 +162,7 @@ class Status:
     speculation: str
     why_off: str | None = None
     drafter: str | None = None
+    drafters: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -169,7 +172,8 @@ class Counters:
     `rounds` counts target forwards of rows (tau = tokens / rounds), `steps` those of the whole
     batch, `drafts` the rounds that drafted, `spec_off` those that did not, `spec_disabled` the rows
     that lost a failing drafter. `requests` counts by outcome: a finish reason, "cancelled",
-    "timeout" or "refused"; `exchanges` drafters that came in another's place.
+    "timeout" or "refused"; `exchanges` drafters that came in another's place; `chosen` what rows
+    did that chose a drafter, by its name.
     """
 
     rounds: int = 0
@@ -187,6 +191,7 @@ class Counters:
     requests: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     exchanges: int = 0
+    chosen: dict[str, RowStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from specctl.core.drafter import Drafter
 from specctl.runtime.batching.base import Batching
+from specctl.runtime.engine.team_drafter import drafter_names
 from specctl.runtime.policies.base import Policy
 
 
@@ -28,6 +29,12 @@ class Drafting:
     batching: Batching | None
     name: str | None
     since: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that a request may choose: of a team its members, else what drafts."""
+        names = drafter_names(self.drafter)
+        return names if len(names) != 1 or self.name is None else (self.name,)
 
 
 class Exchange:

@@ -419,6 +419,7 @@ class Service:
             "on" if why_off is None and self.drafting.drafter is not None else "off",
             why_off,
             self.drafting.name,
+            self.drafting.names,
         )
 
     @property

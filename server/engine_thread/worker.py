@@ -8,7 +8,7 @@ import logging
 import time
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from specctl.core.errors import ResourceError, RowsError, SpecctlError
@@ -302,7 +302,10 @@ class Worker:
         job = ServerJob(next(self._numbers), ticket, stream, ticket.since)  # an exchange held it
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:
-            own = with_images(self.engine.target, job.request, request.images)
+            wanted = job.request
+            if self.engine.drafter is None:  # it could not be opened: whatever was chosen
+                wanted = replace(wanted, drafts=False)
+            own = with_images(self.engine.target, wanted, request.images)
             self.engine.submit(job.index, own)
         except SpecctlError as error:
             self._leave(job, "error", error)
@@ -324,6 +327,8 @@ class Worker:
         del self.jobs[job.index], self._index_of[job.ticket]
         if job.row is not None:
             job.ticket.stats, job.ticket.features = job.row.stats, job.row.features
+            if isinstance(name := job.request.drafts, str):
+                self.counters.chosen.setdefault(name, RowStats()).add(job.row.stats)
         self._post(job.ticket, last)
         self.counters.requests[outcome] = self.counters.requests.get(outcome, 0) + 1
         finished = job.finished(outcome)

@@ -28,6 +28,13 @@ CAPS = Limits()  # the widest that any server allows
 TEXT = 1 << 20
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=TEXT)]
+Draft = Annotated[
+    bool | Word | None,
+    Field(
+        description="false: decode plainly, without the drafter. A name: of the drafters that this "
+        "server holds that one alone drafts."
+    ),
+]
 Stop = Annotated[str, Field(max_length=CAPS.max_stop_chars)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]

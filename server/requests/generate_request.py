@@ -44,6 +44,7 @@ T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI's API has it
 LEAST_TEMPERATURE = 1e-3  # below: greedy; logits divided by less would leave float32
 SEEDS = 1 << 63
+PLAIN = "none"  # the drafter of a request that wants none
 DEFAULTS = Sampling(temperature=1.0)  # as OpenAI's API has it
 
 
@@ -133,7 +134,7 @@ class RequestReader:
         conversation = None if name is None else hashlib.sha256(f"{owner}:{name}".encode())
         tenant = hashlib.sha256(f"tenant of {owner}:{body.tenant or ''}".encode()).hexdigest()
         asks: list[GenerateRequest] = []
-        shown = self._shown(body)
+        shown, drafts = self._shown(body), self._drafts(body)
         for tokens in prompts.tokens:
             room = self._room(body, len(tokens), is_cut)
             for _ in range(body.n or 1):
@@ -150,7 +151,7 @@ class RequestReader:
                         None if conversation is None else conversation.hexdigest(),
                         _num_logprobs(body),
                         shown,
-                        body.draft is not False,
+                        drafts,
                         bool(body.include_stop_str_in_output),
                         tenant,
                         may_be_kept(body) and adapter is None,
@@ -164,6 +165,22 @@ class RequestReader:
         length, parser = sum(map(len, prompts.tokens)), self._parser(body, prompts.is_thinking)
         outlined = self._outlined(body, prompts, asks[0].sampling)
         return GeneratePlan(tuple(asks), length, parser, tuple(ignored), outlined)
+
+    def _drafts(self, body: Common) -> bool | str:
+        """Whether anything drafts, and which of the server's drafters if the request says it."""
+        wanted, now = body.draft, self.service.status()
+        if not isinstance(wanted, str):
+            return wanted is not False
+        if wanted == PLAIN:
+            return False
+        if wanted == now.drafter:
+            return True
+        if wanted in now.drafters:
+            return wanted
+        known = ", ".join(map(ascii, now.drafters)) or "no drafter"
+        message = f"draft: there is no drafter {wanted[:100]!a} here, but {known}; {PLAIN!a} or "
+        message += "false decodes plainly"
+        raise ApiError(400, message, param="draft", code="drafter_not_found")
 
     def _outlined(
         self, body: ChatRequest | CompletionRequest, prompts: Prompts, sampling: Sampling

@@ -16,6 +16,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from specctl.server.requests.fields import (
     CAPS,
+    Draft,
     Few,
     Ignored,
     Stop,
@@ -271,7 +272,7 @@ class MessagesRequest(CountRequest):
     seed: int | None = Field(
         None, ge=-(1 << 63), lt=1 << 63, description="Left out, null or -1: a random one."
     )
-    draft: bool | None = Field(None, description="false: decode plainly, without the drafter.")
+    draft: Draft = None
     prompt_cache_key: Word | None = Field(
         None, description="Names a conversation: its requests reuse what was read before."
     )

@@ -19,6 +19,7 @@ from specctl.runtime.target.chat_turns import THOUGHTS
 from specctl.server.requests.fields import (
     CAPS,
     Bias,
+    Draft,
     Few,
     Ignored,
     Nothing,
@@ -124,7 +125,7 @@ class Common(FormFields):
     specctl: bool | None = Field(
         None, description="Say with every piece of text which tokens were drafted and accepted."
     )
-    draft: bool | None = Field(None, description="false: decode plainly, without the drafter.")
+    draft: Draft = None
     tenant: Word | None = Field(
         None,
         description="Whose request it is, among those of one API key: what a drafter remembers of "

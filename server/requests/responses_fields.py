@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from specctl.server.requests.fields import (
     CAPS,
+    Draft,
     Few,
     Ignored,
     Strict,
@@ -214,6 +215,7 @@ class ResponsesRequest(StandsForChat):
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     chat_template_kwargs: Variables | None = None
+    draft: Draft = None
     prompt_cache_key: Word | None = None
     tenant: Word | None = None
     metadata: (
@@ -253,7 +255,7 @@ class ResponsesRequest(StandsForChat):
 
 SAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "parallel_tool_calls",
-    "prompt_cache_key", "tenant", "chat_template_kwargs", "store",
+    "prompt_cache_key", "tenant", "chat_template_kwargs", "store", "draft",
 )  # fmt: skip
 
 
