@@ -126,7 +126,7 @@ test-fast: $(VENV)/.dev
 # that raise one and that no test reaches: --unprovoked.
 errors: $(VENV)/.dev
 	rm -rf build/errors
-	$(PYTEST) -m "not proof" --errors build/errors
+	$(PYTEST) -m "not proof" --errors=build/errors
 	$(BIN)/python tests/specctl_testing/error_walk.py build/errors
 
 # The list anew, from what make test and make test-fast measured here.

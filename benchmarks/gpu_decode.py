@@ -45,7 +45,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.drafters.states import recorded
 from specctl.drafters.states.feature_state import FeatureState
-from specctl.drafters.states.fed import Fed
+from specctl.drafters.states.tree_layout import Fed
 from specctl.models.compiled import CompiledLM
 from specctl.models.llama.llama import LlamaShape
 from specctl.runtime.engine.engine import Engine

@@ -1,4 +1,7 @@
-"""Some rows of a round only: of what drafters see before it, and of what became of it."""
+"""Some rows of a round only: of what drafters see before it, and of what became of it.
+
+Letters: B rows, C candidates, P path, T fed tokens.
+"""
 
 from __future__ import annotations
 

@@ -59,9 +59,8 @@ from specctl.drafters.nets.shortlist import ShortlistHead
 from specctl.drafters.nets.taps import taps_of
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState
-from specctl.drafters.states.fed import Fed
 from specctl.drafters.states.kept_rows import KeptRows
-from specctl.drafters.states.tree_layout import Place
+from specctl.drafters.states.tree_layout import Fed, Place
 from specctl.models.kernels import Weight, linear, prepared, rms_norm
 from specctl.models.native.step import RESIDUAL, Stack
 from specctl.models.rope import scaled_frequencies

@@ -52,8 +52,7 @@ from specctl.drafters.nets.routed import read_head
 from specctl.drafters.nets.stride_net import StrideNet, pick
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState
-from specctl.drafters.states.fed import Fed
-from specctl.drafters.states.tree_layout import Place
+from specctl.drafters.states.tree_layout import Fed, Place
 
 AT_ONCE = 256  # rows of logits alive while the first pass is judged
 

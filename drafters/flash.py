@@ -30,9 +30,8 @@ from specctl.drafters.frames.visual_drafter import VISUAL, VisualDrafter, Visual
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.trunk import TrunkNet
 from specctl.drafters.option_checks import Count, Within
-from specctl.drafters.states.fed import Fed
 from specctl.drafters.states.short_context import ShortContextState
-from specctl.drafters.states.tree_layout import TreeLayout
+from specctl.drafters.states.tree_layout import Fed, TreeLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,7 @@ from specctl.drafters.nets.routed import (
 from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import Count, Within
 from specctl.drafters.states.feature_state import FeatureState
-from specctl.drafters.states.fed import Fed
-from specctl.drafters.states.tree_layout import Place
+from specctl.drafters.states.tree_layout import Fed, Place
 from specctl.models.native.step import RESIDUAL, Stack
 from specctl.models.sliced_head import Head
 

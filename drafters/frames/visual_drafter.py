@@ -21,7 +21,7 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Space, StepState
 from specctl.drafters.frames.feature_drafter import FeatureDrafter, TrunkState
 from specctl.drafters.losses.align import shifted
-from specctl.drafters.states.fed import Fed
+from specctl.drafters.states.tree_layout import Fed
 
 VISUAL = 0  # the tap that holds, at placeholders, what stands for the image
 

@@ -28,12 +28,11 @@ from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.nets.axes import axes_of
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
-from specctl.drafters.states.fed import Fed
 from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
 from specctl.drafters.states.recorded_draws import RecordedDraws
 from specctl.drafters.states.row_axes import RowAxes
-from specctl.drafters.states.tree_layout import Place, TreeLayout, aim_cache
+from specctl.drafters.states.tree_layout import Fed, Place, TreeLayout, aim_cache
 from specctl.models.native.step import (
     RESIDUAL,
     NativeStep,

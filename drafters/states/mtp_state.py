@@ -25,8 +25,7 @@ from specctl.core.drafter import Outcome, Space
 from specctl.core.forward.masks import chain_mask
 from specctl.drafters.frames.feature_drafter import FeatureDrafter, TrunkState
 from specctl.drafters.nets.blocks import Attending, attend, sink_pair
-from specctl.drafters.states.fed import Fed
-from specctl.drafters.states.tree_layout import Place
+from specctl.drafters.states.tree_layout import Fed, Place
 from specctl.models.hf.foreign_layer import LayerCache
 from specctl.models.native.step import Stack
 

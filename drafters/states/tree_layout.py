@@ -1,10 +1,11 @@
-"""TreeLayout: where the nodes of one round stand in a drafter's own cache, and what they may see.
+"""TreeLayout: where the nodes of one round stand in a drafter's own cache, and what they may see;
+Place and Fed: what one call reads of them, and of the true rows in front.
 
 Node i (in order of expansion) is written at kept + i, after the rows that are true for good; its
 position is kept + depth - 1. A chain is recognised and needs no ancestor table, and with one common
 length no mask either.
-Letters: B rows, E head width, J key/value heads, L positions, M new nodes, N nodes, P path, W
-window, Z slots.
+Letters: B rows, D hidden width, E head width, J key/value heads, L positions, M new nodes, N nodes,
+P path, T fed tokens, W window, X any axes, Z slots.
 """
 
 from __future__ import annotations
@@ -31,6 +32,38 @@ class Place:
     position_BM: Tensor
     span: int
     is_next: bool  # one node per row, child of the node before it
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """True rows fed at once, right-padded: tokens, the states beside them, their rotations, where
+    the first of each row is written, and how many are real; `count_B`: where the host may not know
+    that, which is being recorded; `shift_B`: how far positions are ahead of where rows lie;
+    `has_axes`: some stand for an image, of which no single position gives the rotation."""
+
+    ids_BT: Tensor
+    state_BTD: Tensor
+    rope_BT2E: Tensor
+    start_B: Tensor
+    counts: tuple[int, ...]
+    count_B: Tensor | None = None
+    shift_B: Tensor | None = None
+    has_axes: bool = False
+
+    @property
+    def first_B(self) -> Tensor:
+        """The position of the first in each row."""
+        return self.start_B if self.shift_B is None else self.start_B + self.shift_B
+
+    def newest(self, rows_BTX: Tensor) -> Tensor:
+        """[B, 1, ...]: those of the last real row."""
+        count_B = self.count_B
+        if count_B is None:
+            if min(self.counts) == self.ids_BT.shape[1]:
+                return rows_BTX[:, -1:]
+            count_B = torch.tensor(self.counts, device=rows_BTX.device)
+        row_B = torch.arange(len(count_B), device=rows_BTX.device)
+        return rows_BTX[row_B, count_B - 1][:, None]
 
 
 class TreeLayout:

@@ -223,7 +223,8 @@ class LazyDrafter(RoundDrafter):
             progress = self._progress[slots[b]]
             progress.observed_len = progress.row.kept_len
         self._keep(outcome, logits_BTV)
-        self._seen = outcome_of_rows(outcome, at) if at else outcome
+        is_part = 0 < len(at) < len(outcome.emitted)
+        self._seen = outcome_of_rows(outcome, at) if is_part else outcome
         if at:
             self.inner.observe(self._seen)
 

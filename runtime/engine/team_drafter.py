@@ -6,7 +6,7 @@ nobody are the policy's, as ever. The trees of both are verified together, in on
 target. Where rows of one round are drafted for in several ways, drafts are deterministic functions
 of the past (drawn with the target's own noise), which the rule target-only verifies whatever drew
 them. The policy learns prices and agreement from the rounds in which all rows are its own.
-Letters: B rows, N nodes, R flat rows.
+Letters: B rows, N nodes, R flat rows, T fed tokens, V target vocabulary.
 """
 
 from __future__ import annotations

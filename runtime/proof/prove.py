@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specctl.core.drafter import Drafter
-from specctl.core.errors import RecipeError
+from specctl.core.errors import RecipeError, unknown
 from specctl.core.tree import NodeKind
 from specctl.drafters import families
 from specctl.runtime.engine.engine import Engine
@@ -135,7 +135,7 @@ def verify(
     wants a measurement of its distance instead of a proof. `chat`: as of `proof_prompts`.
     """
     if level not in LEVELS:
-        raise RecipeError("unknown level of proof", found=level, expected=", ".join(LEVELS))
+        raise unknown("level of proof", level, LEVELS, "level")
     is_relaxed = relaxation(rule) is not None
     is_lossless = drafter.lossless and not is_relaxed
     if not is_lossless and not approximate:

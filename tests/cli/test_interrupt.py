@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -118,7 +119,10 @@ def test_answers_written_before_ctrl_c_are_kept_and_the_run_goes_on_from_them(
 ) -> None:
     monkeypatch.setattr("specctl.train.data.written.regenerate.slots_for", lambda *words: 2)
     settings = {**dict(s.split("=") for s in TRAINING), "train.steps": 2, "train.tau_every": 2}
-    words = [*training[:5], "--set", "train.tau_tokens=4"]
+    texts = [f"def f{i}(x):\n    return x + {i}\n\nclass A{i}:\n    pass\n" * 4 for i in range(12)]
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = [*training[:3], "--data", str(data), "--set", "train.tau_tokens=4"]
     words += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", stopping(Engine.step, after=40))

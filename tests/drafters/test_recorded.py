@@ -104,10 +104,10 @@ def test_recorded_calls_say_the_same(
     for policy in ({"policy": "chain", "length": 3}, {"policy": "dynamic-tree", "nodes": 5}):
         for batch in (1, 2):
             with monkeypatch.context() as patch:
-                patch.setattr(FeatureState, "_records", lambda self: False)
+                patch.setattr(FeatureState, "_records", lambda self, slots: False)
                 theirs = logits(policy, batch)
             with monkeypatch.context() as patch:
-                patch.setattr(FeatureState, "_records", lambda self: self.is_recordable)
+                patch.setattr(FeatureState, "_records", lambda self, slots: self.is_recordable)
                 patch.setattr(
                     "specctl.drafters.states.feature_state.RecordedCalls",
                     lambda: RecordedCalls(graph, 2),
@@ -165,7 +165,7 @@ def test_a_drawn_chain_is_that_of_token_by_token(
 
     monkeypatch.setattr(FeatureState, "whole_chain", counted)
     for records in (False, True):
-        monkeypatch.setattr(FeatureState, "_records", lambda self, records=records: records)
+        monkeypatch.setattr(FeatureState, "_records", lambda self, slots, records=records: records)
         engine = Engine(target, drafter, make_policy({"policy": "chain", "length": 3}), num_slots=2)
         engine.open(64)
         requests = [Request(tuple(p), s) for p, s in zip(PROMPTS, samplings, strict=False)]

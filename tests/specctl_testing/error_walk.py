@@ -1,6 +1,6 @@
 """Errors: every place of the product that raises one, and what the tests provoke of them.
 
-    python -m pytest --errors build/errors ...
+    python -m pytest --errors=build/errors ...
     python tests/specctl_testing/error_walk.py build/errors [--unprovoked] [--json]
 
 The first leaves a file of each process with every error that was made in it; those of programs
@@ -30,7 +30,7 @@ from specctl.core.errors import SpecctlError
 ROOT = Path(__file__).parents[2]
 PARTS = ("what", "where", "found", "expected", "do")
 # Behind these words stands the command line of another program, with flags of its own.
-OTHERS = r"(?:\b(?:hf|git|curl|pip|uv|torchrun|python|cmake)\b|\w+\.py\b|^\*)[^`;|]*"
+OTHERS = r"(?:\b(?:hf|git|curl|pip|uv|torchrun|python|cmake|vllm)\b|\w+\.py\b|^\*)[^`;|]*"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,14 @@ def run_twice(script: Path, *words: str, timeout: float) -> None:
         "LOCAL_WORLD_SIZE": "2",
     }
     with ExitStack() as stack:
-        told = stack.enter_context(TemporaryFile())
+        output = stack.enter_context(TemporaryFile())
         ranks = []
         for rank in ("0", "1"):
             process = subprocess.Popen(
                 [sys.executable, str(script), *words],
                 env=environment | {"RANK": rank, "LOCAL_RANK": rank},
-                stdout=told,
-                stderr=told,
+                stdout=output,
+                stderr=output,
             )
             stack.callback(process.wait)
             stack.callback(process.kill)
@@ -52,6 +52,6 @@ def run_twice(script: Path, *words: str, timeout: float) -> None:
                 break
             time.sleep(0.05)
         codes = [rank.returncode for rank in ranks]
-        told.seek(0)
-        shown = told.read().decode(errors="replace")
+        output.seek(0)
+        shown = output.read().decode(errors="replace")
         assert codes == [0, 0], f"{script.name} ended with {codes}\n{shown}"
