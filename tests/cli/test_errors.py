@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from specctl.core.errors import Exit
+from specctl.core.errors import Exit, FileError, SpecctlError
+from specctl.recipes.targets import resolve
 from specctl_testing.cli import commands
-from specctl_testing.error_walk import places, provoked, remedies, wrong_words
+from specctl_testing.error_walk import places, provoked, record, remedies, wrong_words
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "tiny"
@@ -279,19 +277,17 @@ def test_a_remedy_that_leads_nowhere_would_be_seen() -> None:
     assert wrong_words("hf download X --local-dir FOLDER; then --target FOLDER") == []
 
 
-def test_errors_are_recorded_by_the_place_that_made_them(tmp_path: Path) -> None:
-    code = (
-        "from pathlib import Path; from specctl_testing.error_walk import record;"
-        "record(Path('.')); import specctl; specctl.load_target('no-such-folder/x')"
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests"))),
-    }
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
+def test_errors_are_recorded_by_the_place_that_made_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(SpecctlError, "__init__", SpecctlError.__init__)  # and back afterwards
+    record(tmp_path)
+    with pytest.raises(FileError) as raised:
+        resolve(str(tmp_path / "none"))
     (error,) = provoked(tmp_path)
     (place,) = [p for p in places() if p.path == error.path and p.line <= error.line <= p.end]
-    assert (error.kind, bool(error.do)) == (place.kind, True)
+    assert (error.kind, error.do) == (place.kind, raised.value.do)
+    assert error.do
 
 
 def test_there_are_enough_mistakes() -> None:

@@ -88,13 +88,19 @@ def rooms() -> list[str]:
     return sorted(path.name for path in (ROOT / "src" / "specctl").iterdir() if path.is_symlink())
 
 
-def places() -> list[Place]:
-    """Every call of a class of errors in the product."""
-    trees = {
+@cache
+def _trees() -> dict[str, ast.Module]:
+    """Of every module of the product, by its path."""
+    return {
         path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
         for room in rooms()
         for path in sorted((ROOT / room).rglob("*.py"))
     }
+
+
+def places() -> list[Place]:
+    """Every call of a class of errors in the product."""
+    trees = _trees()
     kinds, classes = {"SpecctlError"}, dict[str, set[str]]()
     for tree in trees.values():
         for node in ast.walk(tree):
@@ -113,12 +119,11 @@ def places() -> list[Place]:
 def remedies() -> Iterator[tuple[str, int, str]]:
     """Of every remedy that is written in the product: where, and its text, with * for what is
     filled in."""
-    for room in rooms():
-        for path in sorted((ROOT / room).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.keyword) and node.arg == "do":
-                    for text in _texts(node.value):
-                        yield path.relative_to(ROOT).as_posix(), node.value.lineno, text
+    for path, tree in _trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "do":
+                for text in _texts(node.value):
+                    yield path, node.value.lineno, text
 
 
 def _texts(node: ast.expr) -> list[str]:
