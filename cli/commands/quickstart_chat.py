@@ -303,11 +303,13 @@ def verdict(rows: Sequence[Row], target: str) -> list[str]:
         line += f", and level with it otherwise: {_each(level)}." if level else "."
     else:
         first = [row for row in rows if row["setting"] == rows[0]["setting"]]
-        others = ", ".join(f"{r['name']} {r['speedup']:.2f}x" for r in first if not _is_plain(r))
-        line = (
-            f"Verdict: over all questions no drafter pays here, {target} alone is as fast or "
-            f"faster ({others}; {first[0]['setting']})."
-        )
+        drafted = [row for row in first if not _is_plain(row)]
+        others = ", ".join(f"{row['name']} {_with_error(row)}x" for row in drafted)
+        why = f"{target} alone is as fast or faster"
+        if any(row["speedup"] > 1 for row in drafted):
+            why = f"none is faster than {target} alone beyond its error, and nowhere slower"
+        line = f"Verdict: over all questions no drafter pays here, {why} ({others}; "
+        line += f"{first[0]['setting']})."
     return [line, *(more for more in (best_category(rows), round_of(rows)) if more)]
 
 

@@ -188,7 +188,10 @@ def test_a_gain_beyond_the_noise_pays_however_small_and_one_within_it_does_not()
         "otherwise: 0.98x (T=1)."
     )
     noisy = both("auto", 1.08, 0.98, noise=0.05)
-    assert "no drafter pays here" in story.verdict([*plain, *noisy], "m")[0]
+    assert story.verdict([*plain, *noisy], "m")[0] == (
+        "Verdict: over all questions no drafter pays here, none is faster than m alone beyond its "
+        "error, and nowhere slower (auto 1.08 +- 0.05x; greedy)."
+    )
     slower = [row("auto", "greedy", 1.08, noise=0.03), row("auto", "T=1", 0.9, noise=0.03)]
     assert "no drafter pays here" in story.verdict([*plain, *slower], "m")[0]
 
@@ -200,7 +203,10 @@ def test_the_verdict_says_what_is_missing_where_nothing_pays() -> None:
         *both("trained", 0.7, 0.6, round=RoundCost(1.3, 5, 1.1, 0.7, 0.05).to_json()),
     ]
     verdict, category, trained = story.verdict(rows, "m")
-    assert "m alone is as fast or faster (auto 1.00x, trained 0.70x; greedy)" in verdict
+    assert (
+        "m alone is as fast or faster (auto 1.00 +- 0.02x, trained 0.70 +- 0.02x; greedy)"
+        in verdict
+    )
     assert category == "Most is gained in editing: 1.90x with auto (greedy)."
     noise = [*rows[:2], *rows[4:], *both("auto", 1.0, 1.0, error=0.2, by_pass=1.1)]
     assert not story.best_category(noise), "more than its tokens per pass can bring"
