@@ -39,10 +39,10 @@ SECONDS = 10  # for all examples of a function
 RULES = ("reflect", "fly", "typical")
 CHECK = """
 import ast, doctest, json, sys
-asked, answer = json.load(open("given.json"))
+question, answer = json.load(open("given.json"))
 names = {}
 exec(answer, names)
-functions = [one for one in ast.walk(ast.parse(asked)) if isinstance(one, ast.FunctionDef)]
+functions = [one for one in ast.walk(ast.parse(question)) if isinstance(one, ast.FunctionDef)]
 examples = "\\n\\n".join(ast.get_docstring(one) or "" for one in functions)
 test = doctest.DocTestParser().get_doctest(examples, names, "examples", None, 0)
 ran = doctest.DocTestRunner(verbose=False).run(test, out=lambda text: None)
@@ -58,10 +58,10 @@ def code_in(text: str) -> str:
     return found[1] if found else text
 
 
-def passes(asked: str, answer: str) -> bool:
+def passes(question: str, answer: str) -> bool:
     """Whether all examples of the question give what they say with the answered code."""
     with TemporaryDirectory() as folder:
-        (Path(folder) / "given.json").write_text(json.dumps([code_in(asked), code_in(answer)]))
+        (Path(folder) / "given.json").write_text(json.dumps([code_in(question), code_in(answer)]))
         try:
             words = [sys.executable, "-I", "-c", CHECK]
             ran = subprocess.run(words, cwd=folder, timeout=SECONDS, capture_output=True)
@@ -100,9 +100,9 @@ def main() -> None:
     own, beside = load_target(words.target), load_target(words.beside)
     drafter = load_drafter(words.beside, own)
     lines = map(json.loads, words.prompts.read_text(encoding="utf-8").splitlines())
-    asked = [line["messages"][0]["content"] for line in lines]
+    questions = [line["messages"][0]["content"] for line in lines]
     short = []
-    for text in (text for text in asked if ">>>" in text):
+    for text in (text for text in questions if ">>>" in text):
         ids = own.encode_chat([{"role": "user", "content": text}])
         short += [(text, ids)] if len(ids) <= words.longest else []
     given = short[:: max(1, len(short) // words.count)][: words.count]
