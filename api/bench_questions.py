@@ -11,8 +11,8 @@ from specctl.core.errors import RecipeError, SpecctlError, nearest, one_of_two
 from specctl.core.messages.printable import counted
 from specctl.runtime.measure.questions import Question, question_of
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.suites import SuiteQuestion, evenly, read_suite
+from specctl.train.data.prompts.heldout import heldout_prompts
+from specctl.train.data.prompts.suites import SuiteQuestion, evenly, read_suite
 
 HELDOUT = 16
 

@@ -114,7 +114,7 @@ def is_foreign(part: TargetPart, family: str, given: str, origin: Mapping[str, s
 
 
 def _is_shipped(said_by: str) -> bool:
-    from specctl.train.data.shipped import is_shipped
+    from specctl.train.data.sources.shipped import is_shipped
 
     return is_shipped(said_by)
 
@@ -141,7 +141,7 @@ def keep(derived: Derived, out: Path, of: str) -> None:
 def origin_digest(name: str, target: TargetPart, drafter: DrafterPart, data: DataPart) -> str:
     """A digest of what choices are derived from, beside the time: target, the recipe's method with
     its options, and data. Data sets of the hub count by their name."""
-    from specctl.train.data.sources import find_source, names_of
+    from specctl.train.data.sources.sources import find_source, names_of
 
     sources = [find_source(name, data.format, data.split) for name in names_of(data.source)]
     files = [[sha256_file(file) for file, _ in source.files] for source in sources]

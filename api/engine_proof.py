@@ -29,7 +29,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 NEAR, LEAST = 0.15, 0.01  # the accepted share there: of that here, and absolute
 TIE = 1e-3  # logits that are this close are one to engines that add in another order

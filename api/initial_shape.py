@@ -74,7 +74,7 @@ def _with_architecture(
 
 def _is_recipes_own(origin: Mapping[str, str], field: str) -> bool:
     """Whether a built-in recipe gives a field, or all that is below it, and nobody else."""
-    from specctl.train.data.shipped import is_shipped
+    from specctl.train.data.sources.shipped import is_shipped
 
     fields = [each for each in origin if each == field or each.startswith(f"{field}.")]
     return all(is_shipped(origin[each]) or origin[each] == "default" for each in fields)

@@ -53,7 +53,7 @@ class Measurement:
         """What a run on data of that source measured: again by `specctl bench`, or by the run (its
         command in `words`) where only it has the prompts, documents of its data that it did not
         train on."""
-        from specctl.train.data.sources import is_corpus
+        from specctl.train.data.sources.sources import is_corpus
 
         if self.is_estimate:
             return self._record(words, ESTIMATED) | {"temperature": 1.0}
@@ -94,7 +94,7 @@ def target_words(target: Target) -> list[str]:
 
 def run_words(recipe: Recipe, target: Target, out: Path) -> list[str]:
     """A command that makes this run again: what its recipe does not say stands behind --set."""
-    from specctl.train.data.sources import names_of
+    from specctl.train.data.sources.sources import names_of
 
     dtype = target.dtype_name
     fields = flatten(recipe.to_json()) | {"target.dtype": dtype}

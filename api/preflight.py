@@ -25,8 +25,8 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
     """The folder, the data and the drafters that every stage of a run still needs. With
     `warn`, data that are not there yet are only warned of: a price may be wanted before they
     are."""
-    from specctl.train.data.sources import check_source
-    from specctl.train.data.written.self_source import check_self
+    from specctl.train.data.sources.self_source import check_self
+    from specctl.train.data.sources.sources import check_source
     from specctl.train.runs.finished import remaining
 
     check_folder(out)
@@ -48,7 +48,7 @@ def check_run(recipe: Recipe, out: Path, warn: Callable[[str], None] | None = No
 def _check_suite(word: str | None, warn: Callable[[str], None] | None) -> None:
     """Refuse a suite that tau is to be measured on and that cannot be read; with `warn`, that of
     files or a hub that are not there is only said."""
-    from specctl.train.data.suite_prompts import read_run_suite
+    from specctl.train.data.prompts.suite_prompts import read_run_suite
 
     if word is None:
         return
@@ -128,7 +128,7 @@ def check_made_for(
 def check_fits(recipe: Recipe, out: Path, processes: int) -> None:
     """Refuse what the memory of this machine or its GPU cannot hold, before a weight is read."""
     from specctl.train.assemble import attention_only, check_states
-    from specctl.train.data.context import check_context
+    from specctl.train.data.rows.context import check_context
     from specctl.train.planning.capacity import lacking_memory, refuse_lacks
     from specctl.train.planning.hardware import Cluster
     from specctl.train.planning.target_shape import target_shape

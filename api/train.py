@@ -29,7 +29,7 @@ from specctl.export.package.manifest import Manifest, read_manifest
 from specctl.recipes.schema import DataPart, ExportPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.metrics import read_log
 from specctl.train.run import RunResult
 from specctl.train.runs.stages import train_recipe

@@ -27,7 +27,7 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import BatchCosts, CostTable
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 ROUNDS, GROUPS = 64, 8
 SIZES, LENGTHS = (1, 2, 4, 8, 16, 32), range(LONGEST + 1)

@@ -77,7 +77,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.stops import trained_stops
 from specctl.runtime.stops.learned import write_stop
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.planning.scaling import share_data
 from specctl.train.runs.stages import stages
 from specctl.train.stop_rules import collect, fit, learned_rule

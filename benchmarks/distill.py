@@ -31,7 +31,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 # What every row shares, so that only its own fields differ; --steps and --answers are added.
 SHARED = (

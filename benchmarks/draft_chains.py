@@ -31,7 +31,7 @@ from specctl.drafters.states.lm_state import LmState
 from specctl.models.native import library as built
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 SEED = 1
 

@@ -26,7 +26,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import Equipped, equip, measure_costs
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 
 @dataclass(slots=True)

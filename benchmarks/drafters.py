@@ -28,7 +28,7 @@ from specctl.runtime.measure.bench import Contender, bench, engine_contender
 from specctl.runtime.measure.bench_report import BenchReport
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 RETRIEVAL = ("prompt-lookup", "token-recycling")
 LONG = {  # of docs/benchmarks.md: a quarter of an hour to an hour each on two cores

@@ -33,8 +33,8 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.eagle3 import Eagle3
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.supply import Order
+from specctl.train.data.prompts.heldout import heldout_prompts
+from specctl.train.data.rows.supply import Order
 from specctl.train.features.capture import capture
 from specctl.train.optim import Gradient, build_optimizers, learning_rate, set_learning_rate
 from specctl.train.vocab.draft_vocab import draft_vocab

@@ -33,7 +33,7 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies.propd import Progressive
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 SHARES = (0.75, 0.5, 0.35, 0.25)  # of the drafted nodes that stay
 HEADS = ("trained", "shared")

@@ -39,10 +39,10 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.served import load_served
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.data.answers import AnswerPlan, PromptCut, WrittenAnswer
 from specctl.train.data.prepare import prepare
-from specctl.train.data.prompts import cut_prompts
-from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.prompts.answers import AnswerPlan, PromptCut, WrittenAnswer
+from specctl.train.data.prompts.prompts import cut_prompts
+from specctl.train.data.sources.sources import Defects, read_samples
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.regenerate import regenerate
 from specctl.train.features.state_server import launch_words

@@ -33,7 +33,7 @@ from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 ULPS = 8.0
 NEAR = 0.05

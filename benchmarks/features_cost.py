@@ -28,7 +28,7 @@ from specctl.runtime.generate import default_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import load_target
 from specctl.server.feature_keeper import FeatureKeeper
-from specctl.train.data.heldout import embedded_prompts
+from specctl.train.data.prompts.heldout import embedded_prompts
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from specctl import load_target
 from specctl.models.native import bits, step
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 MOST = 512  # tokens of a text
 

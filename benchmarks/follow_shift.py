@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specctl.train.data.heldout import embedded_prompts
+from specctl.train.data.prompts.heldout import embedded_prompts
 
 EMBEDDED = ("code", "docstring")
 KEY = "the-key-of-this-benchmark"

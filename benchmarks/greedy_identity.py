@@ -22,7 +22,7 @@ from specctl import Sampling, generate, load_drafter, load_target
 from specctl.drafters import family
 from specctl.recipes.targets import resolve
 from specctl.runtime.policies import make_policy
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 TREES = {
     "chain": {"policy": "chain", "length": 5},

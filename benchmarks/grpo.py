@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import specctl
-from specctl.train.data.heldout import embedded_prompts
+from specctl.train.data.prompts.heldout import embedded_prompts
 
 KIND = "code"
 

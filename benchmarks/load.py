@@ -41,7 +41,7 @@ from specctl.runtime.batching import BatchCosts, Batching, make_batching
 from specctl.runtime.measure.cost import measure_batch_costs
 from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 COLUMNS = (
     "users", "way", "tokens/s", "x plain", "tau", "x predicted",

@@ -22,7 +22,7 @@ from specctl.runtime.measure.bench import Contender, OnAnswers, Prompts, bench, 
 from specctl.runtime.measure.bench_report import BenchRow
 from specctl.runtime.measure.timed import Timed
 from specctl.runtime.policies import make_policy
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 
 def threaded(contender: Contender, count: int) -> Contender:

@@ -51,12 +51,12 @@ from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target
 from specctl.train import loop
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.pack import PackedRows
 from specctl.train.data.prepare import prepare
-from specctl.train.data.rows import TokenData, write_rows
-from specctl.train.data.sources import Defects
-from specctl.train.data.supply import Order
+from specctl.train.data.prompts.heldout import heldout_prompts
+from specctl.train.data.rows.pack import PackedRows
+from specctl.train.data.rows.rows import TokenData, write_rows
+from specctl.train.data.rows.supply import Order
+from specctl.train.data.sources.sources import Defects
 from specctl.train.features.capture import capture
 from specctl.train.optim import learning_rate
 from specctl.train.vocab.draft_vocab import draft_vocab

@@ -50,7 +50,7 @@ from specctl.export.layouts.llama_cpp.model import add_tensor
 from specctl.export.layouts.llama_cpp.target import write_target as write_gguf
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 Way = Callable[[Sequence[int], int], tuple[float, list[int]]]
 OPENVINO = ["torch==2.13.0", "openvino-genai", "optimum-intel[openvino]"]

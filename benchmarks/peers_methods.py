@@ -52,9 +52,9 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.rows import TokenData
-from specctl.train.data.supply import Order
+from specctl.train.data.prompts.heldout import heldout_prompts
+from specctl.train.data.rows.rows import TokenData
+from specctl.train.data.rows.supply import Order
 from specctl.train.features.capture import capture
 from specctl.train.optim import learning_rate
 from specctl.train.vocab.draft_vocab import draft_vocab

@@ -20,7 +20,7 @@ import torch
 from specctl import Sampling, generate, load_target
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 
 def text_of(target: Target, length: int) -> list[int]:

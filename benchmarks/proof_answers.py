@@ -23,7 +23,7 @@ import torch
 from proof_common import Check, checked, parser, report, small_target, start_child, wait
 
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan, PromptCut, WrittenAnswer
+from specctl.train.data.prompts.answers import AnswerPlan, PromptCut, WrittenAnswer
 from specctl.train.data.written.regenerate import regenerate
 
 

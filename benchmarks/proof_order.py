@@ -24,7 +24,7 @@ import torch
 from proof_common import Check, checked, load_toy, parser, report, run_ranks
 
 from specctl.core.errors import Exit
-from specctl.train.data.supply import Order, share
+from specctl.train.data.rows.supply import Order, share
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.stop import Interrupted, Stop

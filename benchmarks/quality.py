@@ -60,7 +60,7 @@ from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.policies import make_policy, policies_of
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.planning.scaling import share_data
 
 DATA = (250, 500, 1000, 2000)  # prompts of the learning curve

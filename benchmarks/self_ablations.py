@@ -50,7 +50,7 @@ from specctl.runtime.measure.stats import add_counts, shares
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 CHAIN = {"policy": "chain", "length": 5}
 

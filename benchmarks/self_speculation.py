@@ -58,7 +58,7 @@ from specctl.runtime.policies import make_policy, policies_of
 from specctl.runtime.policies.prompt_tree import PromptTree
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.planning.scaling import share_data
 
 TRAINED = ("kangaroo", "eesd", "m2r2", "pass", "ppd", "s3d", "hidden-transfer", "eagle3", "distill")

@@ -29,7 +29,7 @@ from specctl.cli.app.progress import duration
 from specctl.core.drafter import Drafter
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.prune.cut import prunable
 from specctl.train.prune.healing import HealingPlan, healed, healings, plan_healing
 from specctl.train.prune.shapes import (

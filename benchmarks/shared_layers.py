@@ -54,7 +54,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants.inflate import InflatedLM
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 KEPT = 200
 WAYS = ("compiled", "pytorch", "transformers")

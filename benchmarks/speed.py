@@ -36,7 +36,7 @@ from specctl.runtime.measure.timed import Timed
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.checkpoint import as_transformers
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 
 def bare_contender(name: str, target: Target) -> Contender:

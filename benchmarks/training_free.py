@@ -42,7 +42,7 @@ from specctl.runtime.measure.timed import Timed
 from specctl.runtime.policies import make_policy
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.datastore import teach
 
 CORPUS_PROMPTS = 240

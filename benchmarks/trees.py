@@ -34,7 +34,7 @@ from specctl.runtime.policies.hardware_tree import Profile
 from specctl.runtime.policies.length import FixedLength
 from specctl.runtime.policies.static_tree import StaticTree
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 Prompts = list[list[int]]
 

@@ -27,7 +27,7 @@ from specctl.cli.options.loading import DraftChoice
 from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.data.prompts.heldout import HeldoutPrompt
 from specctl.train.vocab.candidates import TrimSettings, predict_from_coverage
 from specctl.train.vocab.coverage import always_kept, coverage_curve, ranking
 from specctl.train.vocab.measure import MeasuredDrafter, measure_drafter, measure_head_cost

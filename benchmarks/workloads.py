@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pydoc_data.topics import topics
 
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 PROMPT_TOKENS = 64
 COPY_TOKENS, COPY_AGAIN = 48, 8

@@ -246,7 +246,7 @@ def test_json_and_yaml_examples_are_well_formed(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_records_shown_are_records_that_training_reads(page: Path) -> None:
-    from specctl.train.data.records import sample_of
+    from specctl.train.data.records.records import sample_of
 
     for block in blocks(page):
         if block.language == "jsonl":

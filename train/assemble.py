@@ -32,10 +32,10 @@ from specctl.runtime.policies import Policy, make_policy, policies_of
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify.relaxed import relaxation
-from specctl.train.data.heldout import heldout_prompts, num_held
-from specctl.train.data.rows import TokenData
-from specctl.train.data.shown_images import ImageReader
-from specctl.train.data.suite_prompts import SuitePrompts
+from specctl.train.data.images.shown_images import ImageReader
+from specctl.train.data.prompts.heldout import heldout_prompts, num_held
+from specctl.train.data.prompts.suite_prompts import SuitePrompts
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.metrics import (
     MeasuredAcceptance,
     SuiteTau,

@@ -18,7 +18,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.messages.printable import counted
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.rows import TokenData
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.features.capture import capture
 
 

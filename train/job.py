@@ -38,9 +38,9 @@ from specctl.train.assemble import (
 )
 from specctl.train.compiled_layers import compile_layers
 from specctl.train.data.on_policy import check_writer, text_of, writing_of
-from specctl.train.data.rows import TokenData
-from specctl.train.data.suite_prompts import suite_prompts
-from specctl.train.data.supply import Order, Text
+from specctl.train.data.prompts.suite_prompts import suite_prompts
+from specctl.train.data.rows.rows import TokenData
+from specctl.train.data.rows.supply import Order, Text
 from specctl.train.distributed.in_step import InStepLM
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sequence import row_part

@@ -28,7 +28,7 @@ from specctl.core.errors import DivergedError
 from specctl.core.storage.files import write_json
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
-from specctl.train.data.supply import Order, Text, share
+from specctl.train.data.rows.supply import Order, Text, share
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.metrics import (
     HeldOutMeasurement,

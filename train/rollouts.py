@@ -38,7 +38,7 @@ from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants.moving import MovingTarget
-from specctl.train.data.pack import Document, best_fit, laid_out
+from specctl.train.data.rows.pack import Document, best_fit, laid_out
 from specctl.train.features.capture import capture, training_needs
 from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.products import faster_products, usual_products

@@ -37,11 +37,11 @@ from specctl.runtime.target.device import refuse_idle_cuda, slow_dtype
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.assemble import attention_only, check_answers, served_family, trainable_family
-from specctl.train.data.growth import LearnedRows
-from specctl.train.data.image_checks import runs_layers, shows_images
+from specctl.train.data.images.image_checks import runs_layers, shows_images
 from specctl.train.data.preparation import Preparation
 from specctl.train.data.prepare import prepare, rows_digest
-from specctl.train.data.suite_prompts import suite_prompts
+from specctl.train.data.prompts.suite_prompts import suite_prompts
+from specctl.train.data.rows.growth import LearnedRows
 from specctl.train.distributed.in_step import check_spread, in_step
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.run_device import is_cpu_chosen

@@ -325,7 +325,7 @@ def measure(
     """A row for every family and sampling; a family that cannot draft here gets its error."""
     from specctl.runtime.measure.bench import bench, engine_contender
     from specctl.runtime.sampling.sampling import Sampling
-    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.data.prompts.heldout import heldout_prompts
 
     held = heldout_prompts(target, heat.num_prompts, heat.domain, heat.prompts)
     prompts = [prompt.ids for prompt in held]

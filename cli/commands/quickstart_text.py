@@ -287,7 +287,7 @@ def _rates(target: Target, packages: Mapping[str, Path]) -> dict[str, float]:
     from specctl.cli.options.loading import DraftChoice
     from specctl.runtime.measure.bench import bench, engine_contender
     from specctl.runtime.sampling.sampling import Sampling
-    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.data.prompts.heldout import heldout_prompts
 
     drafts = {name: DraftChoice(str(package)).load(target) for name, package in packages.items()}
     ways = [
@@ -311,7 +311,7 @@ def _pairs(
     from specctl.cli.options.loading import DraftChoice
     from specctl.runtime.generate import generate
     from specctl.runtime.sampling.sampling import Sampling
-    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.data.prompts.heldout import heldout_prompts
 
     draft = DraftChoice(str(package)).load(target)
     prompts = [p.ids for p in heldout_prompts(target, count)]

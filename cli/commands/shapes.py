@@ -98,7 +98,7 @@ def search_shapes(
     run: TunedFlags,
 ) -> None:
     """Heal or read acceptances, measure latency, rank; OUT/shapes.json holds all of it."""
-    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.data.prompts.heldout import heldout_prompts
     from specctl.train.prune.cut import prunable
     from specctl.train.prune.healing import healings
     from specctl.train.prune.shapes import DraftShape, fit_acceptance, measure_latency, rank

@@ -47,7 +47,7 @@ def train_stop(
     draft = one_drafter(package, draft, "specctl train-stop runs/NAME")
     check_drafter(draft)
     from specctl.runtime.stops.learned import write_stop
-    from specctl.train.data.heldout import heldout_prompts
+    from specctl.train.data.prompts.heldout import heldout_prompts
     from specctl.train.stop_rules import collect, fit, learned_rule
 
     wanted = learned_rule(rule)

@@ -113,7 +113,7 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
 def _is_held_out(out: Path) -> bool:
     """Whether tau was measured on rows of the run's own data, which are kept out of training; a
     single row is too few for that."""
-    from specctl.train.data.rows import read_manifest
+    from specctl.train.data.rows.rows import read_manifest
 
     data = read_manifest(out / "data")
     return data is not None and data.held != 0

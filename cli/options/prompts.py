@@ -140,7 +140,7 @@ def _read_once(body: bytes, source: Path) -> list[PromptText]:
 
 
 def _prompts(file: Path) -> list[PromptText]:
-    from specctl.train.data.prompt_files import file_prompts
+    from specctl.train.data.prompts.prompt_files import file_prompts
 
     found = []
     for prompt in file_prompts(file, TEXTS, turns_first=True):

@@ -23,7 +23,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.prune.cut import fitted
 from specctl.train.prune.run import whole_target
 from specctl_testing.cli import commands

@@ -14,7 +14,7 @@ from specctl.api.vocab_trim import split
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.package.folder import save_package
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.data.prompts.heldout import HeldoutPrompt
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from specctl.cli.options.prompts import read_prompts
 from specctl.core.errors import FileError, RecipeError, SpecctlError
 from specctl.core.storage.bounded_read import open_regular, read_stream, read_text
 from specctl.recipes.files import MOST, parse_yaml, read_source
-from specctl.train.data.streams import opened
+from specctl.train.data.files.streams import opened
 
 ENDLESS = Path("/dev/zero")
 needs_devices = pytest.mark.skipif(not ENDLESS.exists(), reason="no /dev/zero")

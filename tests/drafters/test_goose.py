@@ -18,7 +18,7 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 CPU = torch.device("cpu")
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]

@@ -10,7 +10,7 @@ import pytest
 
 from specctl.core.errors import FileError
 from specctl.server.record import Recorder
-from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.sources.sources import Defects, read_samples
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import make_app, post
 

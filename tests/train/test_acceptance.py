@@ -20,7 +20,7 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.data.prompts.heldout import HeldoutPrompt
 from specctl.train.vocab.acceptance import Ranked, _greedy, passing, size_curves, walk
 from specctl.train.vocab.chains import capture_chains, write_answers
 from specctl.train.vocab.measure import measure_drafter

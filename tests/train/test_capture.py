@@ -14,7 +14,7 @@ from specctl.core.forward.masks import chain_mask
 from specctl.core.language_model import Masks
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.target.target import Target
-from specctl.train.data.pack import Document, pack
+from specctl.train.data.rows.pack import Document, pack
 from specctl.train.features import reading
 from specctl.train.features.capture import capture
 from specctl.train.features.reading import reading_target

@@ -19,12 +19,12 @@ from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.chat_turns import as_taken, call_form, written_on
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan, Dialogue
-from specctl.train.data.chat import answerable, encode_sample, preview, render
 from specctl.train.data.prepare import prepare
-from specctl.train.data.prompts import cut_prompts, prompt_key
-from specctl.train.data.records import Sample, sample_of
-from specctl.train.data.sources import Defects
+from specctl.train.data.prompts.answers import AnswerPlan, Dialogue
+from specctl.train.data.prompts.prompts import cut_prompts, prompt_key
+from specctl.train.data.records.chat import answerable, encode_sample, preview, render
+from specctl.train.data.records.records import Sample, sample_of
+from specctl.train.data.sources.sources import Defects
 from specctl.train.data.written.regenerate import answers_digest
 from specctl_testing.runtime.chat_targets import spoken_with
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.train.data.corpus import (
+from specctl.train.data.sources.corpus import (
     CODE,
     DISTRIBUTIONS,
     HELDOUT_FROM,
@@ -91,7 +91,7 @@ def test_unreadable_files_are_skipped(tmp_path: Path) -> None:
 
 def test_training_texts_respect_limit_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = collect(SMALL)
-    monkeypatch.setattr("specctl.train.data.corpus.collect", lambda: found)
+    monkeypatch.setattr("specctl.train.data.sources.corpus.collect", lambda: found)
     first = training_texts(200_000, seed=1)
     assert 0 < sum(len(text.encode()) for text in first) <= 200_000
     assert first == training_texts(200_000, seed=1)

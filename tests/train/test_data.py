@@ -20,12 +20,12 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.chat import Encoded, encode_sample, preview
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.pack import better_seq_len
 from specctl.train.data.prepare import TokenData, prepare
-from specctl.train.data.records import Sample, sample_of, without, without_images
-from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.prompts.heldout import heldout_prompts
+from specctl.train.data.records.chat import Encoded, encode_sample, preview
+from specctl.train.data.records.records import Sample, sample_of, without, without_images
+from specctl.train.data.rows.pack import better_seq_len
+from specctl.train.data.sources.sources import Defects, read_samples
 from specctl_testing.runtime.chat_targets import spoken_with
 
 TALK = (

@@ -10,12 +10,12 @@ import pytest
 
 from specctl.core.errors import RecipeError
 from specctl.recipes.schema import DataPart
-from specctl.train.data.answers import AnswerPlan
-from specctl.train.data.context import check_context
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.prompts import cut_prompts
-from specctl.train.data.records import Sample, sample_of
-from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.prompts.answers import AnswerPlan
+from specctl.train.data.prompts.heldout import heldout_prompts
+from specctl.train.data.prompts.prompts import cut_prompts
+from specctl.train.data.records.records import Sample, sample_of
+from specctl.train.data.rows.context import check_context
+from specctl.train.data.sources.sources import Defects, read_samples
 
 ASK, TELL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 

@@ -14,10 +14,10 @@ import pytest
 from specctl.cli.options.prompts import read_prompts
 from specctl.core.errors import FileError, SpecctlError
 from specctl.runtime.target.target import Target
-from specctl.train.data import json_records
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.records import DEEPEST, Sample, sample_of
-from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.files import json_records
+from specctl.train.data.prompts.heldout import heldout_prompts
+from specctl.train.data.records.records import DEEPEST, Sample, sample_of
+from specctl.train.data.sources.sources import Defects, read_samples
 
 GOOD = {"prompt": "ask", "response": "answer"}
 DEEP = "[" * 100_000

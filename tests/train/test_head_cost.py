@@ -10,7 +10,7 @@ import torch
 
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.data.prompts.heldout import HeldoutPrompt
 from specctl.train.vocab.measure import measure_head_cost
 from specctl_testing.runtime.pairs import disturbed
 

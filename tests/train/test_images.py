@@ -25,14 +25,14 @@ from specctl.runtime.target.image_files import read_image
 from specctl.runtime.target.target import Target, load_target
 from specctl.train import assemble
 from specctl.train.assemble import build_drafter
-from specctl.train.data import shown_images
-from specctl.train.data.image_checks import check_parts, planned_images, shows_images
-from specctl.train.data.known_images import KnownImages
+from specctl.train.data.images import shown_images
+from specctl.train.data.images.image_checks import check_parts, planned_images, shows_images
+from specctl.train.data.images.known_images import KnownImages
+from specctl.train.data.images.shown_images import ImageReader, image_digests
+from specctl.train.data.images.shown_images import bytes_of as plain_bytes
 from specctl.train.data.prepare import encode_documents, prepare
-from specctl.train.data.record_images import resolved
-from specctl.train.data.records import sample_of, without_images
-from specctl.train.data.shown_images import ImageReader, image_digests
-from specctl.train.data.shown_images import bytes_of as plain_bytes
+from specctl.train.data.records.record_images import resolved
+from specctl.train.data.records.records import sample_of, without_images
 from specctl.train.features.capture import training_needs
 from specctl.train.features.target_source import InProcess
 from specctl.train.init.initial import checkpoint_drafter
@@ -140,7 +140,7 @@ def test_rows_hold_what_the_target_was_shown(
     assert len(seen) <= 2
     read_again: list[str] = []
     with monkeypatch.context() as patch:  # a run that goes on reads no image to know it
-        patch.setattr("specctl.train.data.known_images.SETTLED", -1.0)
+        patch.setattr("specctl.train.data.images.known_images.SETTLED", -1.0)
         assert prepare(made, target, tmp_path / "run").digest == data.digest
         patch.setattr(shown_images, "bytes_of", noting(read_again))
         again = prepare(made, target, tmp_path / "run")
@@ -173,7 +173,7 @@ def test_only_an_image_that_lay_there_unchanged_is_known(
     first = digest()
     assert digest() == first
     assert len(read) == 2, "its entry was written just now"
-    monkeypatch.setattr("specctl.train.data.known_images.SETTLED", -1.0)
+    monkeypatch.setattr("specctl.train.data.images.known_images.SETTLED", -1.0)
     assert {digest(), digest()} == {first}
     assert len(read) == 3
     image.write_bytes(b"5678")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from specctl.core.errors import RecipeError
-from specctl.train.data.layouts import LAYOUTS, ROLE_OF, FieldChoices
-from specctl.train.data.records import sample_of, samples_of, without_nulls
-from specctl.train.data.sources import Defects, read_samples
+from specctl.train.data.records.layouts import LAYOUTS, ROLE_OF, FieldChoices
+from specctl.train.data.records.records import sample_of, samples_of, without_nulls
+from specctl.train.data.sources.sources import Defects, read_samples
 
 ASK, TELL = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}
 PAIR = [("user", "a b"), ("assistant", "c d")]

@@ -14,7 +14,7 @@ import torch
 
 from specctl.core.batch import LossOut
 from specctl.core.errors import DivergedError, Exit
-from specctl.train.data.supply import Order, share
+from specctl.train.data.rows.supply import Order, share
 from specctl.train.loop import TrainProgress, restore, take_step, train
 from specctl.train.metrics import MetricsLog, read_log
 from specctl.train.stop import Interrupted, Stop

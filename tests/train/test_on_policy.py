@@ -19,12 +19,12 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan
 from specctl.train.data.on_policy import OnPolicy, Writing
-from specctl.train.data.pack import Document, pack
-from specctl.train.data.rows import TokenData, write_rows
-from specctl.train.data.sources import Defects
-from specctl.train.data.supply import Order, Text, joined
+from specctl.train.data.prompts.answers import AnswerPlan
+from specctl.train.data.rows.pack import Document, pack
+from specctl.train.data.rows.rows import TokenData, write_rows
+from specctl.train.data.rows.supply import Order, Text, joined
+from specctl.train.data.sources.sources import Defects
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.stop import Interrupted
 from specctl_testing.train import small_runs as runs

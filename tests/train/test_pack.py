@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from specctl.core.forward.masks import document_mask
-from specctl.train.data.pack import Document, best_fit, cut_documents, pack, share_held
+from specctl.train.data.rows.pack import Document, best_fit, cut_documents, pack, share_held
 
 
 def document(length: int, first: int = 0, answer_from: int = 0) -> Document:

@@ -17,9 +17,9 @@ from specctl.core.vocab import VocabMap
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TrainPart
 from specctl.train.assemble import build_drafter
-from specctl.train.data.pack import Document, pack
-from specctl.train.data.rows import write_rows
-from specctl.train.data.sources import Defects
+from specctl.train.data.rows.pack import Document, pack
+from specctl.train.data.rows.rows import write_rows
+from specctl.train.data.sources.sources import Defects
 from specctl.train.init.initial import completed
 from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import (

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from specctl.core.errors import FileError, RecipeError
 from specctl.runtime.target.target import load_target
-from specctl.train.data.corpus import STDLIB, CorpusFile, collect
+from specctl.train.data.sources.corpus import STDLIB, CorpusFile, collect
 from specctl.train.pretrain.data import PretrainRows, prepare_data, taken_tokenizer
 from specctl.train.pretrain.recipe import TokenSchedule, load_pretrain_recipe
 from specctl.train.pretrain.run import (
@@ -71,7 +71,7 @@ def small_recipe(path: Path, **train: Any) -> Path:
 def little_text() -> Iterator[None]:
     found: tuple[CorpusFile, ...] = collect((STDLIB,))[:150]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specctl.train.data.corpus.collect", lambda: found)
+        patch.setattr("specctl.train.data.sources.corpus.collect", lambda: found)
         yield
 
 

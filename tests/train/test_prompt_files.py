@@ -13,7 +13,7 @@ import pytest
 from specctl.cli.options.prompts import read_prompts
 from specctl.core.errors import FileError, SpecctlError
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 
 ASK, TELL = {"role": "user", "content": "how?"}, {"role": "assistant", "content": "so"}
 TURNS = [ASK, TELL, {"role": "user", "content": "why?"}]

@@ -17,9 +17,9 @@ from specctl.core.errors import NetworkError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.pack import Document, pack
-from specctl.train.data.rows import TokenData, write_rows
-from specctl.train.data.sources import Defects
+from specctl.train.data.rows.pack import Document, pack
+from specctl.train.data.rows.rows import TokenData, write_rows
+from specctl.train.data.sources.sources import Defects
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.features import remote_shards
 from specctl.train.features.capture import capture

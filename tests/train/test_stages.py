@@ -21,7 +21,7 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import stages_of
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.corpus import part_of
+from specctl.train.data.sources.corpus import part_of
 from specctl.train.run import train_draft
 from specctl.train.runs.stages import plans, stages, train_recipe
 from specctl.train.saving.checkpoint import Checkpoints

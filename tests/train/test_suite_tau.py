@@ -13,8 +13,8 @@ from specctl.core.errors import FileError, RecipeError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
-from specctl.train.data.records import Sample
-from specctl.train.data.suite_prompts import num_in_suite, read_run_suite, suite_prompts
+from specctl.train.data.prompts.suite_prompts import num_in_suite, read_run_suite, suite_prompts
+from specctl.train.data.records.records import Sample
 from specctl.train.metrics import read_log
 from specctl.train.plot import save_learning_curve
 from specctl.train.runs.finished import read_mark

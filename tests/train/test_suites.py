@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from specctl.core.errors import FileError, NetworkError, RecipeError
-from specctl.train.data import suites
-from specctl.train.data.suites import SUITES, WITHHELD, evenly, read_suite
+from specctl.train.data.prompts import suites
+from specctl.train.data.prompts.suites import SUITES, WITHHELD, evenly, read_suite
 
 
 def write(path: Path, *records: Any) -> Path:

@@ -24,8 +24,8 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
-from specctl.train.data.records import Sample
+from specctl.train.data.prompts.heldout import HeldoutPrompt
+from specctl.train.data.records.records import Sample
 from specctl.train.vocab.candidates import Material, TrimSettings
 from specctl.train.vocab.chains import write_answers
 from specctl.train.vocab.measure import HeadCost, MeasuredDrafter, PromptRun, moved_bytes

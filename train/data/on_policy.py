@@ -24,11 +24,11 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import document_prompts
-from specctl.train.data.answers import AnswerPlan, sampling_of
-from specctl.train.data.pack import Document, PackedRows, laid_out
 from specctl.train.data.preparation import LEAST_ANSWER
-from specctl.train.data.rows import TokenData
-from specctl.train.data.supply import Mixed, Order, Prepared, Text
+from specctl.train.data.prompts.answers import AnswerPlan, sampling_of
+from specctl.train.data.rows.pack import Document, PackedRows, laid_out
+from specctl.train.data.rows.rows import TokenData
+from specctl.train.data.rows.supply import Mixed, Order, Prepared, Text
 from specctl.train.data.written.regenerate import slots_for
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.saving.state import untouched_random_state

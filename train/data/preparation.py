@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from specctl.recipes.schema import DataPart, TargetPart
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan
-from specctl.train.data.chat import thinking_switch
+from specctl.train.data.prompts.answers import AnswerPlan
+from specctl.train.data.records.chat import thinking_switch
 from specctl.train.data.written.writing_target import writing_target
 
 LEAST_ANSWER = 16  # tokens of an answer for which a prompt must leave room in its row

@@ -28,20 +28,8 @@ from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.chat_turns import template_text, writes_date, written_on
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import WrittenAnswer
-from specctl.train.data.chat import Encoded, Variables, encode_sample, thinking_switch
-from specctl.train.data.context import check_context, check_ids
-from specctl.train.data.growth import LearnedRows, unknown_documents
-from specctl.train.data.known_images import KnownImages
-from specctl.train.data.layouts import FieldChoices
-from specctl.train.data.pack import Document, without_image_loss
-from specctl.train.data.preparation import Preparation
-from specctl.train.data.prompts import cut_prompts
-from specctl.train.data.records import Sample, without, without_images
-from specctl.train.data.row_maker import WrittenTexts, write_documents
-from specctl.train.data.rows import FORMAT, TokenData, read_manifest
-from specctl.train.data.shipped import check_corpus, check_own_answers
-from specctl.train.data.shown_images import (
+from specctl.train.data.images.known_images import KnownImages
+from specctl.train.data.images.shown_images import (
     ImageReader,
     ShownImage,
     check_vision,
@@ -53,13 +41,25 @@ from specctl.train.data.shown_images import (
     stored,
     with_images_expanded,
 )
-from specctl.train.data.sources import Defects, read_samples
-from specctl.train.data.suite_prompts import warn_of_suite
+from specctl.train.data.preparation import Preparation
+from specctl.train.data.prompts.answers import WrittenAnswer
+from specctl.train.data.prompts.prompts import cut_prompts
+from specctl.train.data.prompts.suite_prompts import warn_of_suite
+from specctl.train.data.records.chat import Encoded, Variables, encode_sample, thinking_switch
+from specctl.train.data.records.layouts import FieldChoices
+from specctl.train.data.records.records import Sample, without, without_images
+from specctl.train.data.row_maker import WrittenTexts, write_documents
+from specctl.train.data.rows.context import check_context, check_ids
+from specctl.train.data.rows.growth import LearnedRows, unknown_documents
+from specctl.train.data.rows.pack import Document, without_image_loss
+from specctl.train.data.rows.rows import FORMAT, TokenData, read_manifest
+from specctl.train.data.sources.self_source import check_self, others_of, uses_self, with_file
+from specctl.train.data.sources.shipped import check_corpus, check_own_answers
+from specctl.train.data.sources.sources import Defects, read_samples
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.own_answers import is_own, own_documents, say_writers
 from specctl.train.data.written.regenerate import regenerate
 from specctl.train.data.written.self_prompts import write_self_prompts
-from specctl.train.data.written.self_source import check_self, others_of, uses_self, with_file
 from specctl.train.data.written.writing_target import written_in
 from specctl.train.distributed.ranks import Ranks
 

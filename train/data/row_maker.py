@@ -10,14 +10,14 @@ from typing import Any
 from specctl.core.errors import SpecctlError
 from specctl.core.messages.printable import counted
 from specctl.runtime.measure.reporter import Reporter
-from specctl.train.data.answers import WrittenAnswer
-from specctl.train.data.growth import joined_rows, opening_key, part_digest
-from specctl.train.data.heldout import num_held
-from specctl.train.data.pack import Document, PackedRows, better_seq_len, cut_documents, pack
 from specctl.train.data.preparation import Preparation
-from specctl.train.data.prompts import ids_key
-from specctl.train.data.rows import TokenData, write_rows
-from specctl.train.data.sources import Defects
+from specctl.train.data.prompts.answers import WrittenAnswer
+from specctl.train.data.prompts.heldout import num_held
+from specctl.train.data.prompts.prompts import ids_key
+from specctl.train.data.rows.growth import joined_rows, opening_key, part_digest
+from specctl.train.data.rows.pack import Document, PackedRows, better_seq_len, cut_documents, pack
+from specctl.train.data.rows.rows import TokenData, write_rows
+from specctl.train.data.sources.sources import Defects
 
 POOR_FILL = 0.8  # below this, another row length is looked for
 

@@ -19,7 +19,7 @@ from specctl.models.kernels import linear
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.not_finite import is_bad, not_numbers
 from specctl.runtime.target.target import Target
-from specctl.train.data.shown_images import ImageReader, placeholders
+from specctl.train.data.images.shown_images import ImageReader, placeholders
 from specctl.train.features.image_feed import Seen, images_of, positions_of, with_seen
 
 FEW = 1 / 4  # of the target's ids: a draft vocabulary for which only its own columns are made

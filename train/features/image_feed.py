@@ -15,7 +15,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.forward.prompt_images import PromptImages, TextImages
 from specctl.core.language_model import Feed
-from specctl.train.data.shown_images import ImageReader
+from specctl.train.data.images.shown_images import ImageReader
 
 Seen = list[tuple[TextImages, PromptImages]]
 

@@ -24,7 +24,7 @@ from specctl.core.storage.files import Disk, digest_of
 from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.rows import TokenData
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.features.capture import to_device
 from specctl.train.features.kept import Form, decode, encode, read_target, with_features

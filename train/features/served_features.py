@@ -23,7 +23,7 @@ from specctl.core.messages.printable import counted
 from specctl.core.storage.kept_features import FeatureFile, feature_files
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.rows import TokenData
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.features.capture import capture, has_plain_head, head_logits, to_device
 from specctl.train.features.target_source import documents
 

@@ -25,7 +25,7 @@ from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.served import ServedLM
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerJob
+from specctl.train.data.prompts.answers import AnswerJob
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter, Server
 from specctl.train.features.state_files import checked, read_ids
 

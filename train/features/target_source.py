@@ -26,7 +26,7 @@ from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.served import ServedLM
 from specctl.runtime.target.target import Target
-from specctl.train.data.shown_images import ImageReader
+from specctl.train.data.images.shown_images import ImageReader
 from specctl.train.features.capture import capture, first_not_finite, to_device
 
 Text = tuple[int, ...]

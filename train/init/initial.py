@@ -33,9 +33,9 @@ from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.mtp_checkpoint import first_module
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter, family_options, served_family
-from specctl.train.data.image_checks import shows_images
+from specctl.train.data.images.image_checks import shows_images
 from specctl.train.data.prepare import prepare
-from specctl.train.data.rows import TokenData
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.init.axes import with_axes
 from specctl.train.prune.cut import Wanted, check_cut, cut_like, groups_left, prunable
 from specctl.train.saving.checkpoint import Checkpoints

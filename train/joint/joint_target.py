@@ -23,8 +23,8 @@ from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.target import Target, load_target
 from specctl.runtime.target.variants.target_change import TargetChange
 from specctl.train.assemble import measuring_rows
-from specctl.train.data.heldout import heldout_prompts
-from specctl.train.data.rows import TokenData
+from specctl.train.data.prompts.heldout import heldout_prompts
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.features.capture import capture
 from specctl.train.joint.joint import TEACHER, JointModel, original_distribution, target_loss
 from specctl.train.lora import merge, save_adapter

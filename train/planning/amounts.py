@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from specctl.core.errors import RecipeError
 from specctl.recipes.schema import DataPart, TrainPart
-from specctl.train.data.written.self_source import uses_self
+from specctl.train.data.sources.self_source import uses_self
 from specctl.train.planning.data_facts import DataFacts
 from specctl.train.planning.other_programs import OtherPrograms
 from specctl.train.planning.pace import Pace

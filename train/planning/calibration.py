@@ -29,8 +29,8 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import decoder, measuring_prompts, measuring_rows
 from specctl.train.data.preparation import Preparation
-from specctl.train.data.rows import TokenData
-from specctl.train.data.suite_prompts import suite_prompts
+from specctl.train.data.prompts.suite_prompts import suite_prompts
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.data.written.regenerate import slots_for
 from specctl.train.data.written.writing_target import writing_target
 from specctl.train.distributed.ranks import Ranks

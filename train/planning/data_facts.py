@@ -21,14 +21,21 @@ from specctl.core.errors import RecipeError
 from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import OVER, AnswerJob, PromptCut, sampling_of
 from specctl.train.data.preparation import Preparation
 from specctl.train.data.prepare import encode_documents, field_choices, with_questions
-from specctl.train.data.prompts import cut_prompts
-from specctl.train.data.records import Sample, without_images
-from specctl.train.data.sources import HUB, SELF, Defects, find_source, names_of, read_samples
+from specctl.train.data.prompts.answers import OVER, AnswerJob, PromptCut, sampling_of
+from specctl.train.data.prompts.prompts import cut_prompts
+from specctl.train.data.records.records import Sample, without_images
+from specctl.train.data.sources.self_source import check_self, others_of, uses_self
+from specctl.train.data.sources.sources import (
+    HUB,
+    SELF,
+    Defects,
+    find_source,
+    names_of,
+    read_samples,
+)
 from specctl.train.data.written.regenerate import EngineWriter
-from specctl.train.data.written.self_source import check_self, others_of, uses_self
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.planning.work import QUESTION_TOKENS
 from specctl.train.vocab.coverage import (

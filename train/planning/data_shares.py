@@ -11,11 +11,11 @@ from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import DataPart
-from specctl.train.data.layouts import FieldChoices
+from specctl.train.data.files.tables import decoded
 from specctl.train.data.prepare import field_choices
-from specctl.train.data.records import Sample, samples_of
-from specctl.train.data.sources import CSV, JSONL, file_records, find_source, names_of
-from specctl.train.data.tables import decoded
+from specctl.train.data.records.layouts import FieldChoices
+from specctl.train.data.records.records import Sample, samples_of
+from specctl.train.data.sources.sources import CSV, JSONL, file_records, find_source, names_of
 
 BYTES_PER_TOKEN = 4
 UNKNOWN_TOKENS = 10_000_000  # of a source whose size is not known

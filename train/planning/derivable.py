@@ -5,7 +5,7 @@ from __future__ import annotations
 from specctl.core.errors import FileError, RecipeError
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.train.assemble import served_family
-from specctl.train.data.image_checks import count_images
+from specctl.train.data.images.image_checks import count_images
 
 
 def _has_images(data: DataPart) -> bool:

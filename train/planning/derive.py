@@ -30,11 +30,11 @@ from specctl.train.assemble import (
     trainable_family,
 )
 from specctl.train.data.preparation import Preparation
-from specctl.train.data.records import Sample
-from specctl.train.data.shipped import is_shipped
-from specctl.train.data.sources import SELF, is_corpus, names_of
+from specctl.train.data.records.records import Sample
+from specctl.train.data.sources.self_source import refusal, refusal_of, uses_self
+from specctl.train.data.sources.shipped import is_shipped
+from specctl.train.data.sources.sources import SELF, is_corpus, names_of
 from specctl.train.data.written.own_answers import is_own
-from specctl.train.data.written.self_source import refusal, refusal_of, uses_self
 from specctl.train.distributed.run_device import run_device
 from specctl.train.planning.amounts import (
     EPOCHS,

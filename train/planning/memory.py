@@ -17,7 +17,7 @@ from specctl.core.forward.slot_state import PENDING
 from specctl.core.spec import ModelSpec
 from specctl.models.llama.llama import PACK_SHARE
 from specctl.recipes.schema import DataPart, TargetPart, TrainPart
-from specctl.train.data.suite_prompts import MOST_TOKENS
+from specctl.train.data.prompts.suite_prompts import MOST_TOKENS
 from specctl.train.data.written.regenerate import HOST_BYTES, HOST_ROWS, rows_within
 from specctl.train.data.written.writing_target import packed_copy
 from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes

@@ -30,8 +30,8 @@ from specctl.train.assemble import (
     served_family,
     trainable_family,
 )
-from specctl.train.data.context import check_context
-from specctl.train.data.image_checks import planned_images
+from specctl.train.data.images.image_checks import planned_images
+from specctl.train.data.rows.context import check_context
 from specctl.train.data.written.writing_target import is_read_packed
 from specctl.train.features.capture import training_needs
 from specctl.train.features.kept import Form

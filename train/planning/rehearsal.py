@@ -21,7 +21,7 @@ from typing import Any
 
 from specctl.recipes.schema import DataPart, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
-from specctl.train.data.rows import read_manifest
+from specctl.train.data.rows.rows import read_manifest
 from specctl.train.planning.pace import Pace
 from specctl.train.planning.work import ANSWERS, QUESTIONS
 

@@ -35,7 +35,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import trainable_family
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.init.initial import checkpoint_drafter
 from specctl.train.planning.plan import VocabSize, build_shape
 from specctl.train.run import train_draft

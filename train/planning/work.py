@@ -18,7 +18,7 @@ from specctl.core.messages.printable import counted
 from specctl.core.spec import ModelSpec
 from specctl.recipes.low_rank import JointPart
 from specctl.recipes.schema import DataPart, TrainPart
-from specctl.train.data.written.self_source import uses_self
+from specctl.train.data.sources.self_source import uses_self
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.target_shape import TargetShape, layer_matrices
 from specctl.train.selective import COMPARING, reference_part

@@ -39,7 +39,7 @@ from specctl.core.errors import DivergedError, FileError, RecipeError
 from specctl.core.storage.files import write_json
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.train.data.supply import Order, Text
+from specctl.train.data.rows.supply import Order, Text
 from specctl.train.loop import Job, TrainProgress, restore, save, train
 from specctl.train.metrics import MetricsLog
 from specctl.train.optim import Gradient

@@ -28,7 +28,7 @@ from specctl.diffusion.unmask.base import BlockStep
 from specctl.diffusion.unmask.learned import FILTER, TokenFilter, block_confidences
 from specctl.diffusion.unmask.static import StaticUnmask
 from specctl.recipes.section import Positive, Section
-from specctl.train.data.corpus import training_texts
+from specctl.train.data.sources.corpus import training_texts
 from specctl.train.pretrain.own_section import folder_of, own_section
 
 EXPORT = "export"

@@ -24,7 +24,7 @@ from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.llama.llama import LlamaShape
 from specctl.models.llama.slice import Inside, Keep, sliced
 from specctl.runtime.target.target import Target
-from specctl.train.data.rows import TokenData
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.features.capture import to_device
 from specctl.train.prune.scores import Scores, acceptance_drop, measure_scores
 

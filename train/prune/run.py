@@ -23,7 +23,7 @@ from specctl.models.llama.slice import Keep, sliced
 from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options, trainable_family
-from specctl.train.data.rows import TokenData
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.features.capture import capture
 from specctl.train.metrics import MeasuredAcceptance
 from specctl.train.planning.pace import Pace

@@ -23,7 +23,7 @@ from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import resolved, stages_of
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.context import check_context
+from specctl.train.data.rows.context import check_context
 from specctl.train.init.initial import Loader
 from specctl.train.joint.check import check_stages
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks

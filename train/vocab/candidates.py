@@ -30,7 +30,7 @@ from specctl.runtime.measure.stats import expected_tau
 from specctl.runtime.policies import Policy
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.data.prompts.heldout import HeldoutPrompt
 from specctl.train.vocab.acceptance import Ranked, size_curves
 from specctl.train.vocab.chains import ScoredChain, TargetAnswer, can_capture, capture_chains
 from specctl.train.vocab.coverage import (

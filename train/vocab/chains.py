@@ -22,7 +22,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.data.prompts.heldout import HeldoutPrompt
 
 CHUNK_ELEMENTS = 2**24  # float32 draft logits made at once: 64 MiB
 

@@ -26,7 +26,7 @@ from specctl.runtime.measure.cost_table import CostTable
 from specctl.runtime.policies import Policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.data.prompts.heldout import HeldoutPrompt
 
 
 @dataclass(frozen=True, slots=True)

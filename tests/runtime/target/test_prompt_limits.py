@@ -20,7 +20,7 @@ from specctl.runtime.cross_vocab.token_bytes import ALPHABET
 from specctl.runtime.generate import generate
 from specctl.runtime.target.prompt_limits import bytes_per_token, check_room, least_tokens
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import heldout_prompts
+from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import error_of, make_app, post
 

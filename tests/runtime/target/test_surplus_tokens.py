@@ -15,11 +15,11 @@ from specctl.runtime.generate import generate
 from specctl.runtime.sampling.grammar import GrammarSpec, compile_grammar
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.data.answers import AnswerPlan
 from specctl.train.data.prepare import encode_document
-from specctl.train.data.prompts import cut_prompts
-from specctl.train.data.records import Sample, sample_of
-from specctl.train.data.sources import Defects
+from specctl.train.data.prompts.answers import AnswerPlan
+from specctl.train.data.prompts.prompts import cut_prompts
+from specctl.train.data.records.records import Sample, sample_of
+from specctl.train.data.sources.sources import Defects
 
 MARK = "<image_soft_token>"
 

@@ -12,7 +12,7 @@ from specctl.core.errors import SpecctlError
 from specctl.recipes.load import load_recipe
 from specctl.recipes.made_for import PLACEHOLDER
 from specctl.recipes.targets import resolve
-from specctl.train.data.sources import check_source
+from specctl.train.data.sources.sources import check_source
 from specctl_testing.cli.commands import parsed
 
 

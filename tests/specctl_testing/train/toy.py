@@ -21,7 +21,7 @@ from specctl.core.spec import ModelSpec
 from specctl.core.storage.files import Disk
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.train.data.supply import Order
+from specctl.train.data.rows.supply import Order
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import Sharded
 from specctl.train.loop import Job

@@ -17,9 +17,9 @@ from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerJob, AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.prepare import prepare
-from specctl.train.data.records import Sample
+from specctl.train.data.prompts.answers import AnswerJob, AnswerPlan, Dialogue, PromptCut
+from specctl.train.data.records.records import Sample
 from specctl.train.data.written import endpoint as module
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.regenerate import regenerate

@@ -14,7 +14,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import prepare, write_answers_alone
-from specctl.train.data.rows import TokenData
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.data.written.answers_file import write_answers
 from specctl_testing.train import small_runs
 from specctl_testing.train.of_recipe import preparation_of

@@ -20,7 +20,8 @@ from specctl.core.language_model import Masks
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import (
+from specctl.train.data.prepare import prepare
+from specctl.train.data.prompts.answers import (
     AnswerPlan,
     Dialogue,
     PromptCut,
@@ -28,11 +29,10 @@ from specctl.train.data.answers import (
     WrittenAnswer,
     sampling_of,
 )
-from specctl.train.data.chat import answerable, thinking_switch
-from specctl.train.data.prepare import prepare
-from specctl.train.data.prompts import cut_prompts, domain_at
-from specctl.train.data.records import Sample
-from specctl.train.data.sources import Defects
+from specctl.train.data.prompts.prompts import cut_prompts, domain_at
+from specctl.train.data.records.chat import answerable, thinking_switch
+from specctl.train.data.records.records import Sample
+from specctl.train.data.sources.sources import Defects
 from specctl.train.data.written import regenerate as module
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.data.written.regenerate import regenerate, slots_for

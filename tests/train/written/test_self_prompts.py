@@ -17,14 +17,15 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import Advance, SilentReporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan
 from specctl.train.data.prepare import (
     prepare,
     rows_digest,
     with_questions,
     write_answers_alone,
 )
-from specctl.train.data.sources import check_source
+from specctl.train.data.prompts.answers import AnswerPlan
+from specctl.train.data.sources.self_source import FILE
+from specctl.train.data.sources.sources import check_source
 from specctl.train.data.written import regenerate as engine_module
 from specctl.train.data.written.self_prompts import (
     ENDLESS,
@@ -37,7 +38,6 @@ from specctl.train.data.written.self_prompts import (
     words_of,
     write_self_prompts,
 )
-from specctl.train.data.written.self_source import FILE
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.planning.data_shares import source_shares, tokens_in
 from specctl.train.planning.work import QUESTIONS, WorkSizes, work_of

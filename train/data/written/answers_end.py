@@ -12,7 +12,7 @@ from typing import Any
 
 from specctl.runtime.target.chat_tokens import control_ids
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import OVER
+from specctl.train.data.prompts.answers import OVER
 
 
 def as_written(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import WrittenAnswer
+from specctl.train.data.prompts.answers import WrittenAnswer
 from specctl.train.data.written.own_answers import writer_of
 
 

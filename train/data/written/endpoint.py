@@ -26,7 +26,7 @@ from specctl.core.messages.installed import library
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerJob, Done
+from specctl.train.data.prompts.answers import AnswerJob, Done
 from specctl.train.data.written.answers_end import as_written
 
 if TYPE_CHECKING:

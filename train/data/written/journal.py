@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specctl.train.data.answers import Turn
+from specctl.train.data.prompts.answers import Turn
 
 MAGIC = b"SpcA"
 _HEAD = struct.Struct("<4s6I")

@@ -16,9 +16,9 @@ from specctl.core.messages.printable import counted
 from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.context import check_ids
-from specctl.train.data.pack import Document
-from specctl.train.data.records import Sample, WrittenBy
+from specctl.train.data.records.records import Sample, WrittenBy
+from specctl.train.data.rows.context import check_ids
+from specctl.train.data.rows.pack import Document
 
 
 def writer_of(target: Target, thinking: bool | None) -> WrittenBy:

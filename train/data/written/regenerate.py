@@ -26,7 +26,8 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
 from specctl.runtime.target.device import PACKED
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import (
+from specctl.train.data.images.shown_images import ImageReader, stored
+from specctl.train.data.prompts.answers import (
     OVER,
     AnswerJob,
     AnswerPlan,
@@ -37,8 +38,7 @@ from specctl.train.data.answers import (
     WrittenAnswer,
     sampling_of,
 )
-from specctl.train.data.prompts import longest_prompt, prompt_key
-from specctl.train.data.shown_images import ImageReader, stored
+from specctl.train.data.prompts.prompts import longest_prompt, prompt_key
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.distributed.ranks import Ranks
 

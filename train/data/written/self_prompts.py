@@ -29,13 +29,13 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.chat_tokens import control_ids
 from specctl.runtime.target.ends import ASK
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import OVER, AnswerJob, AnswerPlan, Turn
-from specctl.train.data.chat import answerable, render
-from specctl.train.data.prompts import longest_prompt
-from specctl.train.data.sources import SELF
+from specctl.train.data.prompts.answers import OVER, AnswerJob, AnswerPlan, Turn
+from specctl.train.data.prompts.prompts import longest_prompt
+from specctl.train.data.records.chat import answerable, render
+from specctl.train.data.sources.self_source import BY_FILE, FILE
+from specctl.train.data.sources.sources import SELF
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.data.written.regenerate import EngineWriter
-from specctl.train.data.written.self_source import BY_FILE, FILE
 
 # The paper samples an 8B model at 1.0. Ours: models of 135M parameters write nonsense more often
 # there, and at 0.8 questions of large models still differ.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from specctl.core.drafter import Drafter
 from specctl.runtime.policies import Policy
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
-from specctl.train.data.records import Sample
-from specctl.train.data.rows import TokenData
+from specctl.train.data.prompts.heldout import HeldoutPrompt
+from specctl.train.data.records.records import Sample
+from specctl.train.data.rows.rows import TokenData
 from specctl.train.vocab.coverage import Counted
 
 

@@ -14,7 +14,7 @@ import torch
 from specctl.core.errors import SpecctlError
 from specctl.runtime.target.target import Target
 from specctl.train.data.prepare import encode_document
-from specctl.train.data.records import Sample
+from specctl.train.data.records.records import Sample
 from specctl.train.vocab.coverage import Counted
 from specctl.train.vocab.selectors.base import Evidence, Selector
 

@@ -12,7 +12,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.heldout import HeldoutPrompt
+from specctl.train.data.prompts.heldout import HeldoutPrompt
 from specctl.train.vocab.coverage import Counted
 from specctl.train.vocab.selectors.base import Evidence, Selector
 

@@ -17,10 +17,10 @@ import numpy as np
 from specctl.core.forward.prompt_images import PromptImages, StoredImage
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.chat_turns import written_on
-from specctl.train.data.chat import answerable
-from specctl.train.data.pack import Document, without_image_loss
-from specctl.train.data.records import Message, Sample
-from specctl.train.data.shown_images import ShownImage, stored
+from specctl.train.data.images.shown_images import ShownImage, stored
+from specctl.train.data.records.chat import answerable
+from specctl.train.data.records.records import Message, Sample
+from specctl.train.data.rows.pack import Document, without_image_loss
 
 OVER = "eos"  # the finish reason of an answer that came to its own end
 TURN_SEEDS = 1 << 40  # between the seeds of a conversation's turns

@@ -18,9 +18,9 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.messages.printable import counted
 from specctl.core.storage.files import digest_of
 from specctl.runtime.measure.reporter import Reporter
-from specctl.train.data.pack import Document, PackedRows
-from specctl.train.data.prompts import ids_key
-from specctl.train.data.rows import DataManifest, TokenData
+from specctl.train.data.prompts.prompts import ids_key
+from specctl.train.data.rows.pack import Document, PackedRows
+from specctl.train.data.rows.rows import DataManifest, TokenData
 
 # Settings of the rows that may be others in a later part: where prompts come from, how many there
 # are, how they are answered. The others say what a row and a prompt are.

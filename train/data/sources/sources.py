@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, RecipeError, SpecctlError, nearest
-from specctl.train.data.defects import Defects
-from specctl.train.data.hub_sets import hub_rows, saved_rows
-from specctl.train.data.json_records import Read, holds_splits, json_records
-from specctl.train.data.layouts import NO_CHOICES, FieldChoices
-from specctl.train.data.record_images import resolved
-from specctl.train.data.records import Sample, samples_of, without_nulls
-from specctl.train.data.splits import ALL, DEFAULT, folder_splits, is_about, no_split
-from specctl.train.data.streams import BROKEN, content_stem, content_suffix, opened
-from specctl.train.data.tables import (
+from specctl.train.data.files.hub_sets import hub_rows, saved_rows
+from specctl.train.data.files.json_records import Read, holds_splits, json_records
+from specctl.train.data.files.splits import ALL, DEFAULT, folder_splits, is_about, no_split
+from specctl.train.data.files.streams import BROKEN, content_stem, content_suffix, opened
+from specctl.train.data.files.tables import (
     arrow_records,
     decoded,
     parquet_records,
     table_records,
 )
+from specctl.train.data.records.layouts import NO_CHOICES, FieldChoices
+from specctl.train.data.records.record_images import resolved
+from specctl.train.data.records.records import Sample, samples_of, without_nulls
+from specctl.train.data.sources.defects import Defects
 
 __all__ = ["DataSource", "Defects", "check_source", "find_source", "read_samples"]
 
@@ -400,7 +400,7 @@ def unwritten(where: str) -> RecipeError:
 
 
 def _corpus(name: str, seed: int) -> Iterator[Sample]:
-    from specctl.train.data.corpus import STDLIB, collect, part_of, shuffled
+    from specctl.train.data.sources.corpus import STDLIB, collect, part_of, shuffled
 
     for source in shuffled([s for s in collect() if s.split == "train"], seed):
         domain = "standard library" if source.distribution == STDLIB else "packages"

@@ -18,7 +18,7 @@ from typing import Any
 
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.runtime.target.chat_turns import as_taken, call_form, template_text
-from specctl.train.data.records import Message, Sample
+from specctl.train.data.records.records import Message, Sample
 
 THINKING = ("enable_thinking", "thinking")  # Qwen3, GLM and others; DeepSeek, Granite
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))

@@ -27,10 +27,10 @@ from specctl.core.forward.prompt_images import PromptImages, StoredImage
 from specctl.runtime.target.image_files import DATA, decoded, file_bytes, of_data_uri
 from specctl.runtime.target.image_prompts import vision_of
 from specctl.runtime.target.target import Target
-from specctl.train.data.chat import Encoded
-from specctl.train.data.known_images import KnownImages
-from specctl.train.data.record_images import NOWHERE, count_parts, spelled_out
-from specctl.train.data.records import Sample
+from specctl.train.data.images.known_images import KnownImages
+from specctl.train.data.records.chat import Encoded
+from specctl.train.data.records.record_images import NOWHERE, count_parts, spelled_out
+from specctl.train.data.records.records import Sample
 
 MOST_KEPT = 1 << 29  # bytes of what the tower made of images that are kept for their next reading
 MOST_SEEN = 16  # images of a record

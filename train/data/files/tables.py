@@ -13,8 +13,8 @@ from typing import Any
 
 from specctl.core.errors import FileError
 from specctl.core.messages.installed import library
-from specctl.train.data.json_records import EMPTY, LONGEST_LINE, Read, broken_off, parsed
-from specctl.train.data.streams import BROKEN, content_suffix, opened
+from specctl.train.data.files.json_records import EMPTY, LONGEST_LINE, Read, broken_off, parsed
+from specctl.train.data.files.streams import BROKEN, content_suffix, opened
 
 BATCH = 1024  # rows of a table that are held at once
 # Columns whose cells are lists and objects; a table without such cells holds them as JSON text.

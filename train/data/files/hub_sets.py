@@ -9,7 +9,7 @@ from typing import Any
 from specctl.core.errors import FileError, NetworkError, RecipeError
 from specctl.core.messages.installed import library
 from specctl.core.storage.hub_access import forbidden_by, way_online
-from specctl.train.data.tables import BATCH, batch_records
+from specctl.train.data.files.tables import BATCH, batch_records
 
 
 def _rows(rows: Any) -> Iterator[Any]:

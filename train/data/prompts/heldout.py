@@ -11,12 +11,12 @@ from specctl.core.storage.bounded_read import open_regular
 from specctl.recipes.schema import DataPart
 from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
-from specctl.train.data.chat import answerable
-from specctl.train.data.context import check_ids
-from specctl.train.data.pack import share_held
-from specctl.train.data.prompt_files import FilePrompt, file_prompts
-from specctl.train.data.records import Sample, check_values
-from specctl.train.data.sources import is_corpus
+from specctl.train.data.prompts.prompt_files import FilePrompt, file_prompts
+from specctl.train.data.records.chat import answerable
+from specctl.train.data.records.records import Sample, check_values
+from specctl.train.data.rows.context import check_ids
+from specctl.train.data.rows.pack import share_held
+from specctl.train.data.sources.sources import is_corpus
 
 TEXTS = ("text", "prompt")  # keys of a prompt that is read as it is
 

@@ -30,8 +30,8 @@ from specctl.core.batch import TrainBatch
 from specctl.core.errors import FileError, IntegrityError
 from specctl.core.forward.prompt_images import StoredImage, TextImages
 from specctl.core.storage.files import digest_of, sha256_file, write_json
-from specctl.train.data.pack import PackedRows
-from specctl.train.data.sources import Defects
+from specctl.train.data.rows.pack import PackedRows
+from specctl.train.data.sources.sources import Defects
 from specctl.train.saving.tensorfile import write_arrays
 
 FORMAT = 1

@@ -14,12 +14,12 @@ from typing import Any
 
 from specctl.core.errors import FileError
 from specctl.core.storage.bounded_read import read_stream
-from specctl.train.data.json_records import EMPTY
-from specctl.train.data.layouts import IMAGES
-from specctl.train.data.records import Sample, check_values, sample_of
-from specctl.train.data.sources import TEXT, file_records, kind_of
-from specctl.train.data.streams import content_stem, opened
-from specctl.train.data.tables import decoded
+from specctl.train.data.files.json_records import EMPTY
+from specctl.train.data.files.streams import content_stem, opened
+from specctl.train.data.files.tables import decoded
+from specctl.train.data.records.layouts import IMAGES
+from specctl.train.data.records.records import Sample, check_values, sample_of
+from specctl.train.data.sources.sources import TEXT, file_records, kind_of
 
 SHOWN = "the record holds images, which files of prompts do not show"
 # What is said beside a prompt, so that the prompt alone would not be what was meant.

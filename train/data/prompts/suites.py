@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import FileError, NetworkError, RecipeError, did_you_mean, nearest
-from specctl.train.data.hub_sets import hub_rows, saved_rows
-from specctl.train.data.records import Message, Sample, sample_of, without_nulls
-from specctl.train.data.sources import HUB, SAVED, file_records, find_source
-from specctl.train.data.tables import decoded
+from specctl.train.data.files.hub_sets import hub_rows, saved_rows
+from specctl.train.data.files.tables import decoded
+from specctl.train.data.records.records import Message, Sample, sample_of, without_nulls
+from specctl.train.data.sources.sources import HUB, SAVED, file_records, find_source
 
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # how SPEED-Bench begins a text it may not ship
 MT_BENCH = (

@@ -10,9 +10,9 @@ from specctl.core.errors import FileError, IncompatibleError, SpecctlError
 from specctl.drafters import family
 from specctl.recipes.schema import DataPart, DrafterPart, TargetPart, TrainPart
 from specctl.runtime.target.target import Target
+from specctl.train.data.images.shown_images import no_images_here
 from specctl.train.data.prepare import field_choices
-from specctl.train.data.shown_images import no_images_here
-from specctl.train.data.sources import (
+from specctl.train.data.sources.sources import (
     CORPUS,
     HUB,
     SELF,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from specctl.core.errors import FileError
-from specctl.train.data.splits import no_split
-from specctl.train.data.streams import BROKEN, opened
+from specctl.train.data.files.splits import no_split
+from specctl.train.data.files.streams import BROKEN, opened
 
 LONGEST_LINE = 1 << 24  # bytes of a record; no context holds what is longer
 MOST_SKIPPED = 1 << 26  # bytes of a record that is not held, behind which a file is not read on

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import SpecctlError
-from specctl.train.data.rows import TokenData
+from specctl.train.data.rows.rows import TokenData
 
 
 class Order:

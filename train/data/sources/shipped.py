@@ -8,9 +8,9 @@ from specctl.core.errors import RecipeError
 from specctl.recipes.files import base_names, recipe_names
 from specctl.recipes.schema import DataPart
 from specctl.runtime.target.target import Target
-from specctl.train.data.records import Sample
-from specctl.train.data.sources import CORPUS, SELF, is_corpus
-from specctl.train.data.written.self_source import refusal, refusal_of
+from specctl.train.data.records.records import Sample
+from specctl.train.data.sources.self_source import refusal, refusal_of
+from specctl.train.data.sources.sources import CORPUS, SELF, is_corpus
 
 
 def check_corpus(name: str, data: DataPart, origin: Mapping[str, str], target: Target) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specctl.core.errors import RecipeError
-from specctl.train.data.layouts import (
+from specctl.train.data.records.layouts import (
     CALLERS,
     CONTENT_KEYS,
     IMAGES,
@@ -29,7 +29,7 @@ from specctl.train.data.layouts import (
     listed,
     role_of,
 )
-from specctl.train.data.record_images import (
+from specctl.train.data.records.record_images import (
     MessageParts,
     given_images,
     image_part,

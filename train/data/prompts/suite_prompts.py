@@ -12,8 +12,8 @@ from specctl.core.messages.printable import counted
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
-from specctl.train.data.records import Message, Sample
-from specctl.train.data.suites import SuiteQuestion, SuiteQuestions, evenly, read_suite
+from specctl.train.data.prompts.suites import SuiteQuestion, SuiteQuestions, evenly, read_suite
+from specctl.train.data.records.records import Message, Sample
 
 FIELD = "train.tau_suite"
 MOST_TOKENS = 2048  # of a question: a measurement stands between two steps

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from specctl.core.errors import FileError, RecipeError
 from specctl.recipes.schema import DataPart
-from specctl.train.data.sources import SELF, names_of
+from specctl.train.data.sources.sources import SELF, names_of
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target

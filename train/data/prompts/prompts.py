@@ -10,13 +10,13 @@ from collections.abc import Collection, Sequence
 from random import Random
 
 from specctl.runtime.target.target import Target
-from specctl.train.data.answers import AnswerPlan, Dialogue, PromptCut
-from specctl.train.data.context import LEAST_PROMPT, check_ids
-from specctl.train.data.corpus import PROSE, regions
-from specctl.train.data.records import Sample
-from specctl.train.data.shown_images import ImageReader, ShownImage
-from specctl.train.data.sources import Defects
-from specctl.train.data.written.self_source import is_question
+from specctl.train.data.images.shown_images import ImageReader, ShownImage
+from specctl.train.data.prompts.answers import AnswerPlan, Dialogue, PromptCut
+from specctl.train.data.records.records import Sample
+from specctl.train.data.rows.context import LEAST_PROMPT, check_ids
+from specctl.train.data.sources.corpus import PROSE, regions
+from specctl.train.data.sources.self_source import is_question
+from specctl.train.data.sources.sources import Defects
 
 EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again
 CHARS_PER_TOKEN = 16  # text read for a prompt; more than any usual token is long

@@ -1,0 +1,1 @@
+"""Images of training data: checked, read, expanded among the tokens, kept."""

@@ -1,0 +1,1 @@
+"""One record: its layout, its messages and images, its tokens by a chat template."""

@@ -1,0 +1,1 @@
+"""Where records come from: files and folders, the corpus, the target; what was left out."""
