@@ -32,8 +32,9 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.prompts.heldout import HeldoutPrompt, heldout_prompts
 from specctl.train.data.records.records import Sample, without_images
 from specctl.train.data.rows.rows import TokenData
+from specctl.train.data.sources.defects import Defects
 from specctl.train.data.sources.self_source import uses_self
-from specctl.train.data.sources.sources import Defects, check_source, read_samples, unwritten
+from specctl.train.data.sources.sources import check_source, read_samples, unwritten
 from specctl.train.vocab.candidates import Material, TrimSettings
 from specctl.train.vocab.chains import write_answers
 from specctl.train.vocab.coverage import total_counts

@@ -42,7 +42,8 @@ from specctl.runtime.target.target import Target, load_target
 from specctl.train.data.prepare import prepare
 from specctl.train.data.prompts.answers import AnswerPlan, PromptCut, WrittenAnswer
 from specctl.train.data.prompts.prompts import cut_prompts
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import read_samples
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.regenerate import regenerate
 from specctl.train.features.state_server import launch_words

@@ -56,7 +56,7 @@ from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.data.rows.pack import PackedRows
 from specctl.train.data.rows.rows import TokenData, write_rows
 from specctl.train.data.rows.supply import Order
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 from specctl.train.features.capture import capture
 from specctl.train.optim import learning_rate
 from specctl.train.vocab.draft_vocab import draft_vocab

@@ -28,7 +28,8 @@ from specctl.core.errors import Exit, SpecctlError
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import read_samples
 from specctl_testing.cli.terminal import Terminal
 
 LINES = "write a loop\nand a class with two methods\n"

@@ -19,7 +19,7 @@ from specctl.cli.app.progress import RichProgress
 from specctl.cli.main import main
 from specctl.core.errors import FileError
 from specctl.core.messages.printable import PrintableStream, guarded_streams, one_line, printable
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 
 TITLE = "\x1b]0;owned\x07"  # the title of the window; most sequences begin with the same character
 CLIPBOARD = "\x1b]52;c;cm0gLXJmIH4=\x07"

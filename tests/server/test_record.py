@@ -10,7 +10,8 @@ import pytest
 
 from specctl.core.errors import FileError
 from specctl.server.record import Recorder
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import read_samples
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import make_app, post
 

@@ -24,7 +24,7 @@ from specctl.train.data.prompts.answers import AnswerPlan, Dialogue
 from specctl.train.data.prompts.prompts import cut_prompts, prompt_key
 from specctl.train.data.records.chat import answerable, encode_sample, preview, render
 from specctl.train.data.records.records import Sample, sample_of
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 from specctl.train.data.written.regenerate import answers_digest
 from specctl_testing.runtime.chat_targets import spoken_with
 

@@ -25,7 +25,8 @@ from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.data.records.chat import Encoded, encode_sample, preview
 from specctl.train.data.records.records import Sample, sample_of, without, without_images
 from specctl.train.data.rows.pack import better_seq_len
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import read_samples
 from specctl_testing.runtime.chat_targets import spoken_with
 
 TALK = (

@@ -15,7 +15,8 @@ from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.data.prompts.prompts import cut_prompts
 from specctl.train.data.records.records import Sample, sample_of
 from specctl.train.data.rows.context import check_context
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import read_samples
 
 ASK, TELL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 

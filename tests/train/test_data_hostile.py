@@ -17,7 +17,8 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.files import json_records
 from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.data.records.records import DEEPEST, Sample, sample_of
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import read_samples
 
 GOOD = {"prompt": "ask", "response": "answer"}
 DEEP = "[" * 100_000

@@ -13,7 +13,7 @@ from specctl.core.storage.files import Disk, write_whole
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.data.rows.pack import PackedRows
 from specctl.train.data.rows.rows import write_rows
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 from specctl.train.features.shards import make_room, sweep
 from specctl.train.runs.folders import dispensable, read_run
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot

@@ -13,7 +13,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import measuring_prompts, measuring_rows
-from specctl.train.data.prompts.prompts import ids_key
+from specctl.train.data.rows.growth import ids_key
 from specctl.train.data.rows.rows import TokenData
 from specctl.train.metrics import read_log
 from specctl.train.optim import learning_rate

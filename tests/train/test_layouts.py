@@ -11,7 +11,8 @@ import pytest
 from specctl.core.errors import RecipeError
 from specctl.train.data.records.layouts import LAYOUTS, ROLE_OF, FieldChoices
 from specctl.train.data.records.records import sample_of, samples_of, without_nulls
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import read_samples
 
 ASK, TELL = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}
 PAIR = [("user", "a b"), ("assistant", "c d")]

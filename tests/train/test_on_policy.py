@@ -24,7 +24,7 @@ from specctl.train.data.prompts.answers import AnswerPlan
 from specctl.train.data.rows.pack import Document, pack
 from specctl.train.data.rows.rows import TokenData, write_rows
 from specctl.train.data.rows.supply import Order, Text, joined
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.stop import Interrupted
 from specctl_testing.train import small_runs as runs

@@ -16,7 +16,8 @@ import pytest
 from specctl.core.errors import FileError, RecipeError
 from specctl.train.data.files import json_records
 from specctl.train.data.records.records import Sample
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import read_samples
 
 WORDS = ["one", "two", "three"]
 RECORDS = [{"text": word} for word in WORDS]

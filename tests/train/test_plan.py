@@ -19,7 +19,7 @@ from specctl.recipes.schema import TrainPart
 from specctl.train.assemble import build_drafter
 from specctl.train.data.rows.pack import Document, pack
 from specctl.train.data.rows.rows import write_rows
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 from specctl.train.init.initial import completed
 from specctl.train.metrics import alphas, means, merged, simulated_tau
 from specctl.train.optim import (

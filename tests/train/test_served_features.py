@@ -18,7 +18,7 @@ from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.rows.pack import Document, pack
 from specctl.train.data.rows.rows import TokenData, write_rows
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.features import served_features
 from specctl.train.features.capture import capture, training_needs

@@ -17,7 +17,8 @@ from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.files.splits import folder_splits
 from specctl.train.data.prepare import prepare
-from specctl.train.data.sources.sources import Defects, check_source, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import check_source, read_samples
 from specctl.train.planning.data_shares import UNKNOWN_TOKENS, source_shares, tokens_in
 
 HUB_CARD = """---

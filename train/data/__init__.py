@@ -1,1 +1,1 @@
-"""Text becomes rows: sources, chat templates, packing, answers by the target, held-out prompts."""
+"""Text becomes rows: `prepare.py` makes them of what the rooms read, which import one way."""

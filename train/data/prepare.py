@@ -2,7 +2,7 @@
 
 The digest covers all that decides the rows: source text, tokenizer, chat template, settings and,
 when the target wrote the answers, the target. Data are reused only if it is the same. The rows of a
-run that goes on with more data are kept, and new ones are added (`growth.py`).
+run that goes on with more data are kept, and new ones are added (`rows/growth.py`).
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ from specctl.train.data.prompts.answers import WrittenAnswer
 from specctl.train.data.prompts.prompts import cut_prompts
 from specctl.train.data.prompts.suite_prompts import warn_of_suite
 from specctl.train.data.records.chat import Encoded, Variables, encode_sample, thinking_switch
-from specctl.train.data.records.layouts import FieldChoices
+from specctl.train.data.records.layouts import field_choices
 from specctl.train.data.records.records import Sample, without, without_images
 from specctl.train.data.row_maker import WrittenTexts, write_documents
 from specctl.train.data.rows.context import check_context, check_ids
 from specctl.train.data.rows.growth import LearnedRows, unknown_documents
 from specctl.train.data.rows.pack import Document, without_image_loss
 from specctl.train.data.rows.rows import FORMAT, TokenData, read_manifest
+from specctl.train.data.sources.defects import Defects
 from specctl.train.data.sources.self_source import check_self, others_of, uses_self, with_file
 from specctl.train.data.sources.shipped import check_corpus, check_own_answers
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.sources import read_samples
 from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.own_answers import is_own, own_documents, say_writers
 from specctl.train.data.written.regenerate import regenerate
@@ -65,10 +66,6 @@ from specctl.train.distributed.ranks import Ranks
 
 DAY = "date.json"  # in OUT/data: the day that the chat template writes
 LATER = ("top_p", "top_k", "thinking")  # count where set, so that rows made before them stay
-BY_SET = (
-    "--set 'data.map={{{name}: {close}}}' reads it as that; "
-    "--set 'data.ignore=[{name}]' leaves it out"
-)
 FEW = 7  # records that may be left out of however small a file
 
 __all__ = ["TokenData", "encode_document", "prepare"]
@@ -279,12 +276,6 @@ def _seen(sample: Sample, target: Target, data: DataPart, known: KnownImages) ->
 def reader_of(samples: Sequence[Sample], target: Target) -> ImageReader | None:
     """What reads the images of samples; None where they have none."""
     return ImageReader(target) if any(sample.images for sample in samples) else None
-
-
-def field_choices(data: DataPart, tokenizer: Any = None) -> FieldChoices:
-    """What the recipe says of the fields of records, and what it can say; the chat template of the
-    tokenizer says which other keys of messages it reads."""
-    return FieldChoices(data.map, frozenset(data.ignore), template_text(tokenizer), BY_SET)
 
 
 def check_share(defects: Defects, num_good: int, most: float) -> None:

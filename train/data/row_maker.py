@@ -13,11 +13,10 @@ from specctl.runtime.measure.reporter import Reporter
 from specctl.train.data.preparation import Preparation
 from specctl.train.data.prompts.answers import WrittenAnswer
 from specctl.train.data.prompts.heldout import num_held
-from specctl.train.data.prompts.prompts import ids_key
-from specctl.train.data.rows.growth import joined_rows, opening_key, part_digest
+from specctl.train.data.rows.growth import ids_key, joined_rows, opening_key, part_digest
 from specctl.train.data.rows.pack import Document, PackedRows, better_seq_len, cut_documents, pack
 from specctl.train.data.rows.rows import TokenData, write_rows
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 
 POOR_FILL = 0.8  # below this, another row length is looked for
 

@@ -22,15 +22,16 @@ from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.preparation import Preparation
-from specctl.train.data.prepare import encode_documents, field_choices, with_questions
+from specctl.train.data.prepare import encode_documents, with_questions
 from specctl.train.data.prompts.answers import OVER, AnswerJob, PromptCut, sampling_of
 from specctl.train.data.prompts.prompts import cut_prompts
+from specctl.train.data.records.layouts import field_choices
 from specctl.train.data.records.records import Sample, without_images
+from specctl.train.data.sources.defects import Defects
 from specctl.train.data.sources.self_source import check_self, others_of, uses_self
 from specctl.train.data.sources.sources import (
     HUB,
     SELF,
-    Defects,
     find_source,
     names_of,
     read_samples,

@@ -12,8 +12,7 @@ from typing import Any
 from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import DataPart
 from specctl.train.data.files.tables import decoded
-from specctl.train.data.prepare import field_choices
-from specctl.train.data.records.layouts import FieldChoices
+from specctl.train.data.records.layouts import FieldChoices, field_choices
 from specctl.train.data.records.records import Sample, samples_of
 from specctl.train.data.sources.sources import CSV, JSONL, file_records, find_source, names_of
 

@@ -28,11 +28,13 @@ from specctl.recipes.schema import DataPart, TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.target.hub import is_local
 from specctl.runtime.target.target import Target, load_part
-from specctl.train.data.prepare import encode_document, field_choices
+from specctl.train.data.prepare import encode_document
+from specctl.train.data.records.layouts import field_choices
 from specctl.train.data.records.records import Sample, without_images
 from specctl.train.data.rows.pack import Document, pack
 from specctl.train.data.rows.rows import TokenData, write_rows
-from specctl.train.data.sources.sources import Defects, is_corpus, read_samples
+from specctl.train.data.sources.defects import Defects
+from specctl.train.data.sources.sources import is_corpus, read_samples
 from specctl.train.planning.data_shares import source_shares
 from specctl.train.planning.target_shape import TargetShape
 

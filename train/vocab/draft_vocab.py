@@ -21,11 +21,12 @@ from specctl.core.storage.files import digest_of, write_bytes
 from specctl.core.vocab import VocabMap
 from specctl.recipes.schema import DataPart, VocabPart
 from specctl.runtime.target.target import Target
-from specctl.train.data.prepare import field_choices
+from specctl.train.data.records.layouts import field_choices
 from specctl.train.data.records.records import Sample, without_images
 from specctl.train.data.rows.rows import TokenData
+from specctl.train.data.sources.defects import Defects
 from specctl.train.data.sources.self_source import with_file
-from specctl.train.data.sources.sources import Defects, read_samples
+from specctl.train.data.sources.sources import read_samples
 from specctl.train.vocab.coverage import (
     always_kept,
     count_tokens,

@@ -19,7 +19,7 @@ from specctl.train.data.prepare import encode_document
 from specctl.train.data.prompts.answers import AnswerPlan
 from specctl.train.data.prompts.prompts import cut_prompts
 from specctl.train.data.records.records import Sample, sample_of
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 
 MARK = "<image_soft_token>"
 

@@ -32,7 +32,7 @@ from specctl.train.data.prompts.answers import (
 from specctl.train.data.prompts.prompts import cut_prompts, domain_at
 from specctl.train.data.records.chat import answerable, thinking_switch
 from specctl.train.data.records.records import Sample
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 from specctl.train.data.written import regenerate as module
 from specctl.train.data.written.journal import AnswerJournal
 from specctl.train.data.written.regenerate import regenerate, slots_for

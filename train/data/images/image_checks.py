@@ -11,12 +11,12 @@ from specctl.drafters import family
 from specctl.recipes.schema import DataPart, DrafterPart, TargetPart, TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.data.images.shown_images import no_images_here
-from specctl.train.data.prepare import field_choices
+from specctl.train.data.records.layouts import field_choices
+from specctl.train.data.sources.defects import Defects
 from specctl.train.data.sources.sources import (
     CORPUS,
     HUB,
     SELF,
-    Defects,
     find_source,
     names_of,
     read_samples,

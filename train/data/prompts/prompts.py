@@ -14,9 +14,10 @@ from specctl.train.data.images.shown_images import ImageReader, ShownImage
 from specctl.train.data.prompts.answers import AnswerPlan, Dialogue, PromptCut
 from specctl.train.data.records.records import Sample
 from specctl.train.data.rows.context import LEAST_PROMPT, check_ids
+from specctl.train.data.rows.growth import ids_key
 from specctl.train.data.sources.corpus import PROSE, regions
+from specctl.train.data.sources.defects import Defects
 from specctl.train.data.sources.self_source import is_question
-from specctl.train.data.sources.sources import Defects
 
 EXTRA_PASSES = 2  # over the samples, where some gave nothing or the same again
 CHARS_PER_TOKEN = 16  # text read for a prompt; more than any usual token is long
@@ -60,12 +61,6 @@ def longest_prompt(target: Target, plan: AnswerPlan) -> int:
     """Tokens that a prompt may have."""
     room = target.spec.max_positions - plan.new_tokens
     return room if plan.longest is None else min(room, plan.longest)
-
-
-def ids_key(ids: Sequence[int]) -> int:
-    """A number of 64 bits that names token ids."""
-    digest = hashlib.sha256(array("i", ids).tobytes()).digest()
-    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def prompt_key(cut: PromptCut) -> bytes:

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from specctl.core.errors import RecipeError, nearest
+from specctl.recipes.schema import DataPart
+from specctl.runtime.target.chat_turns import template_text
 
+BY_SET = (
+    "--set 'data.map={{{name}: {close}}}' reads it as that; "
+    "--set 'data.ignore=[{name}]' leaves it out"
+)
 ROLES = {
     "system": ("system", "sys", "system_prompt"),
     "developer": ("developer",),
@@ -99,6 +105,12 @@ class FieldChoices:
 
 
 NO_CHOICES = FieldChoices()
+
+
+def field_choices(data: DataPart, tokenizer: Any = None) -> FieldChoices:
+    """What the recipe says of the fields of records, and what it can say; the chat template of the
+    tokenizer says which other keys of messages it reads."""
+    return FieldChoices(data.map, frozenset(data.ignore), template_text(tokenizer), BY_SET)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ written again, and neither are features that lie on disk: every part of the rows
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,6 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.messages.printable import counted
 from specctl.core.storage.files import digest_of
 from specctl.runtime.measure.reporter import Reporter
-from specctl.train.data.prompts.prompts import ids_key
 from specctl.train.data.rows.pack import Document, PackedRows
 from specctl.train.data.rows.rows import DataManifest, TokenData
 
@@ -135,6 +136,12 @@ def _check_fixed(there: DataManifest, settings: Mapping[str, Any]) -> None:
             do=ELSEWHERE,
             where="data",
         )
+
+
+def ids_key(ids: Sequence[int]) -> int:
+    """A number of 64 bits that names token ids."""
+    digest = hashlib.sha256(array("i", ids).tobytes()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def opening_key(document: Document) -> int:

@@ -31,7 +31,7 @@ from specctl.core.errors import FileError, IntegrityError
 from specctl.core.forward.prompt_images import StoredImage, TextImages
 from specctl.core.storage.files import digest_of, sha256_file, write_json
 from specctl.train.data.rows.pack import PackedRows
-from specctl.train.data.sources.sources import Defects
+from specctl.train.data.sources.defects import Defects
 from specctl.train.saving.tensorfile import write_arrays
 
 FORMAT = 1

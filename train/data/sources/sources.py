@@ -33,7 +33,7 @@ from specctl.train.data.records.record_images import resolved
 from specctl.train.data.records.records import Sample, samples_of, without_nulls
 from specctl.train.data.sources.defects import Defects
 
-__all__ = ["DataSource", "Defects", "check_source", "find_source", "read_samples"]
+__all__ = ["DataSource", "check_source", "find_source", "read_samples"]
 
 TEXT, JSONL, PARQUET, CSV, ARROW = "text", "jsonl", "parquet", "csv", "arrow"  # of a file
 RECORDS = "records"  # a folder of record files, each read by its own suffix
