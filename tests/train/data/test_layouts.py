@@ -219,7 +219,7 @@ def test_one_message_alone_is_no_document() -> None:
 
 
 def test_the_table_of_layouts_stands_in_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
     for layout in LAYOUTS:
         assert f"| {layout.name} |" in page
         for fields, becomes in layout.fields.items():
