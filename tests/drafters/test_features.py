@@ -9,8 +9,8 @@ import torch
 
 from specctl.core.batch import TrainBatch
 from specctl.core.vocab import VocabMap
-from specctl.drafters import family
 from specctl.drafters.frames.feature_drafter import FeatureDrafter
+from specctl_testing.drafters.head_cases import shaken_heads
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"ttt_steps": 3}),
@@ -35,15 +35,8 @@ def target(make_target: Any) -> Any:
 
 
 def shaken(target: Any, name: str, vocab: VocabMap | None = None, **options: Any) -> FeatureDrafter:
-    """A drafter in which nothing is zero and nothing the identity."""
-    torch.manual_seed(1)
-    found = family(name)
-    drafter = found.build(found.options(**{**options, "noise": 0.0}), target.spec, vocab)
+    drafter = shaken_heads(target, name, vocab, **{**options, "noise": 0.0})
     assert isinstance(drafter, FeatureDrafter)
-    drafter.bind(target.borrowed())
-    with torch.no_grad():
-        for parameter in drafter.trainable().values():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
     return drafter
 
 

@@ -16,6 +16,7 @@ from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants import inflate as module
 from specctl.runtime.target.variants.inflate import InflatedLM, Size, inflate
 from specctl_testing.drafters.parallel_runs import Ran, decode
+from specctl_testing.models import with_weak_layers
 
 LAYERS, LARGE, WIDTH = 6, 13, 32
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (7,), (20, 2, 20), (8, 8))
@@ -37,11 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def targets(make_model: Any) -> tuple[Target, Target]:
     """Six layers, of which the upper ones add little, and the same within thirteen wider ones."""
-    model = make_model("llama", num_layers=LAYERS, hidden=WIDTH, vocab=24)
-    with torch.no_grad():
-        for layer in model.model.layers[2:]:
-            layer.self_attn.o_proj.weight.mul_(0.25)
-            layer.mlp.down_proj.weight.mul_(0.25)
+    model = with_weak_layers(make_model("llama", num_layers=LAYERS, hidden=WIDTH, vocab=24))
     base = Target.from_model(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(module.SIZES, "1m", Size(1_000_000, 4 * WIDTH, LARGE))

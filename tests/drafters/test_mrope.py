@@ -13,9 +13,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import RoundView, Space
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.core.forward.prompt_images import PromptImages, TextImages
-from specctl.core.language_model import Feed
-from specctl.drafters import family
+from specctl.core.forward.prompt_images import PromptImages
 from specctl.drafters.team import TeamState
 from specctl.recipes.schema import DrafterPart
 from specctl.runtime.engine.engine import Engine
@@ -24,8 +22,9 @@ from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.features.image_feed import positions_of
 from specctl.train.init.axes import with_axes
+from specctl_testing.drafters.head_cases import shaken_heads
+from specctl_testing.drafters.image_texts import captured_text
 from specctl_testing.runtime.tiny_vision import make_folder, picture
 
 DRAFTERS: list[tuple[str, dict[str, Any]]] = [
@@ -61,41 +60,8 @@ def prompt(target: Target, *seeds: int, end: str = "so how are you?") -> Any:
 
 
 def shaken(target: Target, name: str, **options: Any) -> Any:
-    """A drafter in which nothing is zero and nothing the identity."""
-    torch.manual_seed(1)
-    found = family(name)
     more = {"taps": (0, 1, 2)} if name == "eagle3" else {"noise": 0.0}
-    built = found.build(
-        found.options(ttt_steps=STEPS, **{"mrope": axes(target), **more, **options}),
-        target.spec,
-        None,
-    )
-    built.bind(target.borrowed())
-    with torch.no_grad():
-        for parameter in built.trainable().values():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return built
-
-
-@torch.no_grad()
-def captured(target: Target, drafter: Any, tokens: list[int], images: Any) -> TrainBatch:
-    """A text with what the target makes of it, as `train.features.capture` reads it."""
-    ids_1S, at_1S = torch.tensor([tokens]), torch.arange(len(tokens))[None]
-    feed = Feed(ids_1S, at_1S, target.lm.document_masks(ids_1S * 0), drafter.needs().taps, True)
-    position_BS3, image_1S = None, torch.zeros_like(ids_1S, dtype=torch.bool)
-    if images is not None:
-        assert target.vision is not None
-        feed = target.vision.feed(feed, [images], [0])
-        position_BS3 = positions_of(at_1S, [(TextImages(0, 0, len(tokens), ()), images)])
-        for span in images.spans:
-            image_1S[0, span.first : span.end] = True
-    out = target.lm.run(feed, None)
-    assert out.logits_BTV is not None
-    taps = {tap: state.clone() for tap, state in out.taps.items()}
-    return TrainBatch(
-        ids_1S, ~image_1S & (at_1S > 2), ids_1S * 0, at_1S, taps, out.logits_BTV.clone(),
-        image_BS=None if images is None else image_1S, position_BS3=position_BS3,
-    )  # fmt: skip
+    return shaken_heads(target, name, ttt_steps=STEPS, **{"mrope": axes(target), **more, **options})
 
 
 def opened(target: Target, drafter: Any, slots: int = 1) -> Any:
@@ -141,7 +107,7 @@ def test_training_and_drafting_agree_at_every_position(
     are other positions than indices."""
     drafter = shaken(target, name, **options)
     tokens, images = prompt(target, 1, 3)
-    batch = captured(target, drafter, tokens, images)
+    batch = captured_text(target, drafter, tokens, images)
     assert batch.position_BS3 is not None
     plain = replace(batch, position_BS3=None)
     steps, others = (_steps(drafter, each) for each in (batch, plain))
@@ -178,7 +144,7 @@ def test_rows_of_other_images_and_none_draft_as_alone(
     drafter = shaken(target, name, **options)
     texts = [prompt(target, 2), (target.encode("hello world 3, how are you?"), None),
              prompt(target, 1, 3, end="x")]  # fmt: skip
-    batches = [captured(target, drafter, *each) for each in texts]
+    batches = [captured_text(target, drafter, *each) for each in texts]
     together = opened(target, drafter, 3)
     for slot, ((tokens, images), batch) in enumerate(zip(texts, batches, strict=True)):
         begin(together, slot, tokens, images, batch)
@@ -210,10 +176,10 @@ def test_without_images_a_drafter_with_axes_is_the_plain_one(
     losses, logits = [], []
     for mrope in (axes(target), (), None):
         drafter = shaken(target, name, mrope=mrope)
-        batch, state = captured(target, drafter, tokens, None), opened(target, drafter)
+        batch, state = captured_text(target, drafter, tokens, None), opened(target, drafter)
         losses.append(drafter.loss(batch).sum.detach())
         with torch.no_grad():
-            begin(state, 0, shown[0], shown[1], captured(target, drafter, *shown))
+            begin(state, 0, shown[0], shown[1], captured_text(target, drafter, *shown))
             begin(state, 0, tokens, None, batch)
             logits.append(torch.stack(drafted(state, round_view({0: tokens}), [[5], [9]])))
     assert torch.equal(losses[0], losses[1])
@@ -256,7 +222,7 @@ def test_the_engine_shows_drafters_the_images_of_rows(
     for tokens, images in texts:
         state = opened(target, drafter)
         with torch.no_grad():
-            begin(state, 0, tokens, images, captured(target, drafter, tokens, images))
+            begin(state, 0, tokens, images, captured_text(target, drafter, tokens, images))
             expected[len(tokens)] = state.root(round_view({0: tokens}))[0]
     requests = [
         with_images(

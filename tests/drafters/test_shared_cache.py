@@ -29,6 +29,7 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.server.engine_thread.service import drafter_bytes
 from specctl_testing.drafters.parallel_runs import decode
+from specctl_testing.models import with_weak_layers
 from specctl_testing.runtime.states import opened_states
 
 CHAIN = make_policy({"policy": "chain", "length": 4})
@@ -52,11 +53,9 @@ def targets(make_model: Any) -> dict[str, Target]:
     """Six layers, of which the upper ones add little: drafts are accepted now and then."""
     found = {}
     for kind in MODELS:
-        model = make_model("llama" if kind == "transformers" else kind, num_layers=6, vocab=24)
-        with torch.no_grad():
-            for layer in model.model.layers[2:]:
-                layer.self_attn.o_proj.weight.mul_(0.25)
-                layer.mlp.down_proj.weight.mul_(0.25)
+        model = with_weak_layers(
+            make_model("llama" if kind == "transformers" else kind, num_layers=6, vocab=24)
+        )
         found[kind] = Target.from_model(model)
         if kind == "transformers":
             found[kind] = replace(found[kind], lm=HfLM(model))

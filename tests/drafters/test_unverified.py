@@ -15,6 +15,7 @@ from specctl.drafters import family
 from specctl.runtime.stops import base as stops
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import PROMPTS, Ran, decode
+from specctl_testing.models import with_weak_layers
 
 FAMILIES = {
     "layer-skip": {"layers": 2},
@@ -30,11 +31,7 @@ CHAIN: dict[str, Any] = {"tokens": 36, "policy": "chain", "length": 3}
 @pytest.fixture(scope="module")
 def target(make_model: Any) -> Target:
     """Six layers, of which the upper ones add little."""
-    model = make_model("llama", num_layers=6, vocab=24)
-    with torch.no_grad():
-        for layer in model.model.layers[2:]:
-            layer.self_attn.o_proj.weight.mul_(0.25)
-            layer.mlp.down_proj.weight.mul_(0.25)
+    model = with_weak_layers(make_model("llama", num_layers=6, vocab=24))
     return Target.from_model(model)
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Space
 from specctl.core.forward.prompt_images import PromptImages
-from specctl.core.language_model import Feed
-from specctl.drafters import family
 from specctl.drafters.flash import Flash, runs_of
 from specctl.drafters.frames.feature_drafter import FeatureDrafter
 from specctl.drafters.frames.text_alone import without
@@ -21,6 +19,8 @@ from specctl.drafters.frames.visual_drafter import VISUAL, VisualDrafter
 from specctl.drafters.msd import documents_drawn, multimodal_share
 from specctl.drafters.states.feature_state import FeatureState
 from specctl.runtime.target.target import Target, load_target
+from specctl_testing.drafters.head_cases import shaken_heads
+from specctl_testing.drafters.image_texts import captured_text
 from specctl_testing.runtime.tiny_vision import make_folder, picture
 
 DRAFTERS: list[tuple[str, dict[str, Any]]] = [
@@ -48,44 +48,9 @@ def prompt(target: Target, *seeds: int) -> tuple[list[int], PromptImages]:
 
 
 def shaken(target: Target, name: str, **options: Any) -> VisualDrafter:
-    """A drafter in which nothing is zero and nothing the identity."""
-    torch.manual_seed(1)
-    found = family(name)
-    drafter = found.build(found.options(noise=0.0, **options), target.spec, None)
+    drafter = shaken_heads(target, name, noise=0.0, **options)
     assert isinstance(drafter, FeatureDrafter)
-    drafter.bind(target.borrowed())
-    with torch.no_grad():
-        for parameter in drafter.trainable().values():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
     return drafter
-
-
-@torch.no_grad()
-def captured(
-    target: Target, drafter: VisualDrafter, tokens: list[int], images: PromptImages | None
-) -> TrainBatch:
-    """A text behind its images, with what the target makes of it; no batch knows of no images."""
-    ids_1S = torch.tensor([tokens])
-    at_1S = torch.arange(len(tokens))[None]
-    masks = target.lm.document_masks(ids_1S * 0)
-    feed = Feed(ids_1S, at_1S, masks, drafter.needs().taps, True)
-    if images is not None:
-        assert target.vision is not None
-        feed = target.vision.feed(feed, [images], [0])
-    out = target.lm.run(feed, None)
-    assert out.logits_BTV is not None
-    image_1S = torch.zeros_like(ids_1S, dtype=torch.bool)
-    for span in () if images is None else images.spans:
-        image_1S[0, span.first : span.end] = True
-    return TrainBatch(
-        ids_1S,
-        ~image_1S & (at_1S > 2),
-        ids_1S * 0,
-        at_1S,
-        {tap: state.clone() for tap, state in out.taps.items()},
-        out.logits_BTV.clone(),
-        image_BS=None if images is None else image_1S,
-    )
 
 
 def opened(target: Target, drafter: VisualDrafter) -> Any:
@@ -116,7 +81,7 @@ def test_training_and_serving_read_images_alike(
     """Also where the prompt is read in parts that end inside an image."""
     drafter = shaken(target, name, **options)
     tokens, images = prompt(target, 1, 2)
-    batch = captured(target, drafter, tokens, images)
+    batch = captured_text(target, drafter, tokens, images)
     known = len(tokens) - 1
     shown = drafter.shown(batch)
     steps = [drafter.head()(one.ready_BSD[0, -3]) for one in drafter.unroll(shown)]
@@ -144,7 +109,7 @@ def test_a_visual_row_is_the_targets_embedding_and_nothing_else(
     rows of tap 0 may not, and placeholders' ids may."""
     drafter = shaken(target, name, **options)
     tokens, images = prompt(target, 3)
-    batch, known = captured(target, drafter, tokens, images), len(tokens) - 1
+    batch, known = captured_text(target, drafter, tokens, images), len(tokens) - 1
     span = images.spans[0]
 
     def logits(tap: int, rows: slice) -> Tensor:
@@ -166,7 +131,7 @@ def test_without_images_msd_is_eagle(target: Target) -> None:
     losses, moved = [], []
     for name in ("eagle", "msd"):
         drafter = shaken(target, name)
-        out = drafter.loss(replace(captured(target, drafter, tokens, None), progress=0.7))
+        out = drafter.loss(replace(captured_text(target, drafter, tokens, None), progress=0.7))
         (out.sum / out.count).backward()
         losses.append(out.sum.detach())
         moved.append({n: p.grad for n, p in drafter.trainable().items()})
@@ -181,7 +146,7 @@ def test_without_images_msd_is_eagle(target: Target) -> None:
 def test_no_row_of_an_image_is_trained(target: Target, name: str, options: dict[str, Any]) -> None:
     drafter = shaken(target, name, **options)
     tokens, images = prompt(target, 4)
-    batch = captured(target, drafter, tokens, images)
+    batch = captured_text(target, drafter, tokens, images)
     everything = replace(batch, loss_mask_BS=torch.ones_like(batch.loss_mask_BS))
     assert batch.image_BS is not None
     text = replace(batch, loss_mask_BS=~batch.image_BS)
@@ -194,7 +159,7 @@ def test_an_image_is_its_latents(target: Target, latents: int | None) -> None:
     drafter = shaken(target, "flash", latents=latents, stride=2)
     assert isinstance(drafter, Flash)
     tokens, images = prompt(target, 5, 6)
-    batch = captured(target, drafter, tokens, images)
+    batch = captured_text(target, drafter, tokens, images)
     shown, first = drafter.shown(batch), images.spans[0]
     assert shown.image_BS is not None
     length = first.end - first.first
@@ -251,7 +216,7 @@ def test_slots_guess_without_the_tokens_before_them(target: Target, round_view: 
     """And one forward a round is all that runs."""
     drafter = shaken(target, "flash", stride=4, latents=2)
     tokens, images = prompt(target, 7)
-    batch, known = captured(target, drafter, tokens, images), len(tokens) - 1
+    batch, known = captured_text(target, drafter, tokens, images), len(tokens) - 1
     found, calls = [], []
     drafter.module.layers[0].register_forward_hook(lambda *_: calls.append(1))
     for drafted in ([5, 6, 7], [9, 2, 2]):
@@ -291,8 +256,8 @@ def test_the_loss_counts_text_first_and_images_last(target: Target, staged: bool
     drafter = shaken(target, "msd", staged=staged)
     shown, images = prompt(target, 8)
     words = (target.encode("hello world 3, how are you? ") * 9)[: len(shown)]
-    with_image = captured(target, drafter, shown, images)
-    alone = captured(target, drafter, words, None)
+    with_image = captured_text(target, drafter, shown, images)
+    alone = captured_text(target, drafter, words, None)
     no_image = torch.zeros_like(image_mask(with_image))
     both = TrainBatch(
         torch.cat([with_image.ids_BS, alone.ids_BS]),

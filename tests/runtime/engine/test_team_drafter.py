@@ -24,6 +24,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
+from specctl_testing.models import with_weak_layers
 
 MEMBERS = ("prompt-lookup", "small-lm", "eagle3", "quantspec")
 PROMPTS = ([3, 1, 4, 1, 5, 3, 1, 4, 1], [7, 7, 1, 7], [11, 2, 11, 2, 11], [5, 9, 2])
@@ -33,11 +34,7 @@ COUNT = 24
 @pytest.fixture(scope="module")
 def target(make_model: Any) -> Target:
     """Of six layers the upper ones add little: drafts are accepted now and then."""
-    model = make_model("llama", num_layers=6, vocab=24)
-    with torch.no_grad():
-        for layer in model.model.layers[2:]:
-            layer.self_attn.o_proj.weight.mul_(0.25)
-            layer.mlp.down_proj.weight.mul_(0.25)
+    model = with_weak_layers(make_model("llama", num_layers=6, vocab=24))
     return Target.from_model(model)
 
 

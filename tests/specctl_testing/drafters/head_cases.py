@@ -46,6 +46,15 @@ def make_heads(target: Target, name: str, vocab: VocabMap | None = None, **optio
     return drafter
 
 
+def shaken_heads(target: Target, name: str, vocab: VocabMap | None = None, **options: Any) -> Any:
+    """Such a drafter in which nothing is zero and nothing the identity."""
+    drafter = make_heads(target, name, vocab, **options)
+    with torch.no_grad():
+        for parameter in drafter.trainable().values():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return drafter
+
+
 def fit(drafter: Drafter, batch: TrainBatch, steps: int, rate: float = 1e-2) -> None:
     """So many Adam steps on one batch."""
     optimizer = torch.optim.Adam(drafter.trainable().values(), lr=rate)
