@@ -24,7 +24,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.published import path_named
 from specctl.recipes.serve import check_in_parallel
 from specctl.recipes.targets import ResolvedTarget, resolve
-from specctl.runtime.target.checkpoint_folder import read_object
+from specctl.runtime.target.folders.checkpoint_folder import read_object
 
 
 def attention_only(

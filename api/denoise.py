@@ -19,7 +19,7 @@ from specctl.diffusion.settings import DenoiseSettings
 from specctl.recipes.targets import resolve
 from specctl.runtime.generate import Output
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.device import choose_device
+from specctl.runtime.target.placement.device import choose_device
 
 TAKEN = ("temperature", "seed", "max_new_tokens", "ignore_eos")  # of Sampling
 SETTINGS = tuple(field.name for field in fields(DenoiseSettings))

@@ -27,7 +27,7 @@ from specctl.recipes.published import path_named
 from specctl.recipes.targets import resolve
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.hub import with_file
+from specctl.runtime.target.folders.hub import with_file
 from specctl.runtime.target.target import Target
 from specctl.train.data.prompts.heldout import heldout_prompts
 

@@ -22,7 +22,7 @@ from specctl.export.package.publication import (
 )
 from specctl.recipes.published import path_named
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.hub import with_file
+from specctl.runtime.target.folders.hub import with_file
 
 
 @dataclass(frozen=True, slots=True, repr=False)

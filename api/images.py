@@ -9,10 +9,10 @@ from typing import Any
 from specctl.api.prompts import EncodedPrompt, Prompt, messages_of, several
 from specctl.core.errors import SpecctlError, one_of_two
 from specctl.runtime.engine.request import check_length
-from specctl.runtime.target.image_files import read_image
-from specctl.runtime.target.image_prompts import MARK, placed, text_tokens, turn_tokens
-from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text.image_files import read_image
+from specctl.runtime.target.text.image_prompts import MARK, placed, text_tokens, turn_tokens
+from specctl.runtime.target.text.prompt_limits import check_room
 
 ImageLike = Any  # str, Path, bytes, or an image of PIL
 MOST_IMAGES = 64  # of one prompt

@@ -15,9 +15,9 @@ from typing import Any
 from specctl.core.errors import SpecctlError
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.runtime.generate import Output
-from specctl.runtime.target.prompt_limits import check_room
-from specctl.runtime.target.spoken_to import NO_TEMPLATE, OF_PRETRAINING
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.spoken_to import NO_TEMPLATE, OF_PRETRAINING
+from specctl.runtime.target.text.prompt_limits import check_room
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Any  # Any: tensors and arrays
 GO_ON = "go on with --set sample.ignore_eos=true"

@@ -24,7 +24,7 @@ from serve_leave import MOMENTS, leave
 from serve_wire import Heard, heard, request_bytes
 
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 from specctl.server.engine_thread.contract import GenerateRequest, Piece
 from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer
 from specctl_testing.runtime.serving import StubService, stub_target, target_around

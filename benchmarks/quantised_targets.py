@@ -37,7 +37,7 @@ from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target import checkpoint
 from specctl.runtime.target.checkpoint import check_config
-from specctl.runtime.target.folder_tokenizer import load_tokenizer
+from specctl.runtime.target.folders.folder_tokenizer import load_tokenizer
 from specctl.runtime.target.target import Target, load_target
 
 GROUP = 64  # inputs that share a scale

@@ -22,11 +22,11 @@ from specctl.core.storage.files import write_json
 from specctl.core.storage.model_folder import CONFIG, refuse_stand_ins
 from specctl.diffusion.model import MaskedLM
 from specctl.diffusion.shape import DiffusionShape, shape_from
-from specctl.runtime.target.bounded_templates import written
-from specctl.runtime.target.chat_turns import as_taken
-from specctl.runtime.target.checkpoint_folder import read_object, weight_files
-from specctl.runtime.target.ends import NO_ENDS
-from specctl.runtime.target.spoken_to import why_text
+from specctl.runtime.target.folders.checkpoint_folder import read_object, weight_files
+from specctl.runtime.target.templates.bounded_templates import written
+from specctl.runtime.target.templates.chat_turns import as_taken
+from specctl.runtime.target.templates.ends import NO_ENDS
+from specctl.runtime.target.templates.spoken_to import why_text
 
 GENERATION, WEIGHTS = "generation_config.json", "model.safetensors"
 

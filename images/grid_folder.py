@@ -24,7 +24,7 @@ from specctl.images.codebook import Codebook
 from specctl.images.grid_net import GridNet
 from specctl.images.grid_shape import GridShape, shape_from
 from specctl.images.neighbours import Neighbours
-from specctl.runtime.target.checkpoint_folder import read_object
+from specctl.runtime.target.folders.checkpoint_folder import read_object
 
 WEIGHTS = "model.safetensors"
 NETS: dict[str, type[GridNet]] = {NEIGHBOURS: Neighbours, ANY_ORDER: AnyOrder}

@@ -24,9 +24,9 @@ from specctl.runtime.policies import Policy, make_policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.policies.switch import Switch
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.text_stream import TokenDecoder, whole_text
+from specctl.runtime.target.text.prompt_limits import check_room
+from specctl.runtime.target.text.text_stream import TokenDecoder, whole_text
 from specctl.runtime.turns import Turns, make_turns
 from specctl.runtime.verify.choice import verification_of
 

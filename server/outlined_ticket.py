@@ -20,7 +20,7 @@ from specctl.core.errors import SpecctlError
 from specctl.runtime.measure.stats import RowStats, add_counts
 from specctl.runtime.outline.answer import AnswerPart, OutlinedAnswer
 from specctl.runtime.outline.in_order import InOrder
-from specctl.runtime.target.stop_strings import HeldText, StopStrings, special_tokens
+from specctl.runtime.target.text.stop_strings import HeldText, StopStrings, special_tokens
 from specctl.server.engine_thread.contract import Busy, GenerateRequest, Piece, Serving, Ticket
 
 PAUSE = 0.25  # seconds between two tries of a point that finds the queue full

@@ -33,7 +33,7 @@ from specctl.core.storage.files import write_json
 from specctl.recipes.low_rank import JointPart, LoraPart
 from specctl.recipes.schema import DataPart, Recipe, TargetPart, TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.runtime.target.device import refuse_idle_cuda, slow_dtype
+from specctl.runtime.target.placement.device import refuse_idle_cuda, slow_dtype
 from specctl.runtime.target.served import ServedLM, load_served
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.assemble import attention_only, check_answers, served_family, trainable_family

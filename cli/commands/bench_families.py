@@ -45,7 +45,7 @@ from specctl.core.messages.printable import counted
 from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 from specctl.recipes.load import RecipeInfo, list_recipes, load_recipe, with_fields
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.checkpoint_folder import read_settings
+from specctl.runtime.target.folders.checkpoint_folder import read_settings
 from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:

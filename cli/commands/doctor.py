@@ -235,7 +235,7 @@ def _device() -> Iterator[Finding]:
             found = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
             yield Finding(f"cuda:{index}", GREEN, found)
         return
-    from specctl.runtime.target.device import idle_cuda
+    from specctl.runtime.target.placement.device import idle_cuda
 
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     found = f"no GPU (torch is {built}), {counted(torch.get_num_threads(), 'CPU thread')}"

@@ -245,7 +245,7 @@ def _short(value: object) -> str:
 
 def _stream(console: Console, job: GenerateJob) -> GenerateResult:
     """Generate, writing text as it comes; rows decoded together are written when all are done."""
-    from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+    from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 
     decoder = TokenDecoder.of(job.target)
     streams = [TextStream(decoder, job.sampling.stop) for _ in job.prompts]

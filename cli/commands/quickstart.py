@@ -129,7 +129,7 @@ def quickstart(
 
 def default_target(console: Console) -> str:
     """The real chat model where it is on this machine; else the embedded one, and why."""
-    from specctl.runtime.target.hub import is_local
+    from specctl.runtime.target.folders.hub import is_local
 
     real = resolve(REAL)
     if is_local(real):

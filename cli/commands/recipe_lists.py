@@ -61,7 +61,7 @@ def wanted(
 
 def check_target(name: str) -> None:
     """Refuse a name that means no target, and a folder that holds none. The hub is left alone."""
-    from specctl.runtime.target.checkpoint_folder import read_object
+    from specctl.runtime.target.folders.checkpoint_folder import read_object
 
     path = resolve(name).path
     if path is not None and not is_adapter_alone(path):

@@ -22,7 +22,7 @@ from specctl.core.storage.grid_kinds import is_grid_folder
 if TYPE_CHECKING:
     from specctl.export.package.manifest import Manifest
     from specctl.recipes.targets import ResolvedTarget
-    from specctl.runtime.target.ends import EndsOfText
+    from specctl.runtime.target.templates.ends import EndsOfText
 
 
 def show(
@@ -112,7 +112,7 @@ def _target_named(word: str) -> ResolvedTarget | None:
 
 def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], list[str]]:
     from specctl.recipes.load import list_recipes
-    from specctl.runtime.target.hub import cached_folder
+    from specctl.runtime.target.folders.hub import cached_folder
 
     place = str(found.path or found.repo)
     recipes = [info.name for info in list_recipes() if info.target == found.name]
@@ -151,8 +151,8 @@ def _target(console: Console, found: ResolvedTarget) -> tuple[dict[str, Any], li
 
 def _ends(path: Path) -> EndsOfText:
     """Where the texts of a model folder end; config.json is read already where that matters."""
-    from specctl.runtime.target.checkpoint_folder import read_object
-    from specctl.runtime.target.tokenizer_files import ends_in
+    from specctl.runtime.target.folders.checkpoint_folder import read_object
+    from specctl.runtime.target.folders.tokenizer_files import ends_in
 
     return ends_in(path, read_object(path / "config.json"))
 
@@ -309,7 +309,7 @@ def last_metrics(path: Path) -> dict[str, Any]:
 
 
 def _model(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
-    from specctl.runtime.target.checkpoint_folder import read_object
+    from specctl.runtime.target.folders.checkpoint_folder import read_object
 
     try:
         config = read_object(path / "config.json")
@@ -361,7 +361,7 @@ def _warn_of_weights(console: Console, path: Path, weights: Sequence[Path]) -> b
 def _adapter(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     """A LoRA adapter of peft, which stands for its base with the adapter added."""
     from specctl.core.storage.model_folder import ADAPTER, ADAPTER_WEIGHTS
-    from specctl.runtime.target.checkpoint_folder import read_object
+    from specctl.runtime.target.folders.checkpoint_folder import read_object
 
     config, weights = read_object(path / ADAPTER), path / ADAPTER_WEIGHTS
     size = weights.stat().st_size if weights.is_file() else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specctl.runtime.target.ends import EndsOfText
+    from specctl.runtime.target.templates.ends import EndsOfText
 
 
 def end_rows(ends: EndsOfText | None) -> list[tuple[str, object]]:

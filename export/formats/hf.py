@@ -39,7 +39,7 @@ from specctl.export.package.pretrained import inspect_folder, quietly
 from specctl.export.package.tensors import compare_tensors, write_tensors
 from specctl.models.hf.from_config import move
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
-from specctl.runtime.target.checkpoint_folder import from_folder
+from specctl.runtime.target.folders.checkpoint_folder import from_folder
 from specctl.runtime.target.save_target import write_tokenizer
 
 

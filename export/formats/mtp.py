@@ -29,7 +29,7 @@ from specctl.export.package.tensors import compare_tensors, refuse_not_finite, w
 from specctl.export.readers.mtp import ENGINE, MtpReader, fed_back
 from specctl.export.readers.trial import Trial, compare, drafted_logits, twin
 from specctl.models.weights.mtp_layout import MIMO, MIMO_7B, NEXTN, MtpLayout, layout_of
-from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
+from specctl.runtime.target.folders.checkpoint_folder import INDEX, weight_files
 from specctl.runtime.target.mtp_checkpoint import (
     checkpoint_of,
     named_as_stored,

@@ -28,9 +28,9 @@ from specctl.export.package.files import (
 from specctl.export.package.manifest import CARD, MANIFEST, WEIGHTS, read_manifest
 from specctl.export.package.tensors import read_tensors, write_tensors
 from specctl.models.weights.mtp_layout import KINDS
-from specctl.runtime.target.checkpoint_folder import INDEX, weight_files
+from specctl.runtime.target.folders.checkpoint_folder import INDEX, weight_files
+from specctl.runtime.target.folders.stored_names import check_unwrapped, plain_name, wrapper_note
 from specctl.runtime.target.mtp_checkpoint import read_layout, stored_module
-from specctl.runtime.target.stored_names import check_unwrapped, plain_name, wrapper_note
 from specctl.runtime.target.variants import adapter
 from specctl.runtime.target.variants.adapter import read_adapters
 

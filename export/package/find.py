@@ -45,7 +45,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.published import published_folder, published_names
 from specctl.recipes.schema import Recipe
 from specctl.recipes.targets import ResolvedTarget, gguf_at, is_gguf_name, is_hub_id, resolve
-from specctl.runtime.target.hub import with_file
+from specctl.runtime.target.folders.hub import with_file
 from specctl.runtime.target.target import Target
 
 CARRIED = "mtp"  # the family whose drafter a target may carry in its own checkpoint

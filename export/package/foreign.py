@@ -25,8 +25,8 @@ from specctl.export.package.pretrained import (
 )
 from specctl.recipes.targets import resolve
 from specctl.runtime.cross_vocab.translate import translated
+from specctl.runtime.target.folders.hub import with_file
 from specctl.runtime.target.gguf.tokens import tokenizer_of
-from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.target import Target, tokenizer_fingerprint
 
 

@@ -53,7 +53,7 @@ from specctl.export.package.target_rows import check_target_rows, with_target_ro
 from specctl.export.package.tensors import MAP_NAMES, read_tensors, widest_float
 from specctl.models.hf.from_config import config_of
 from specctl.models.hf.without_fills import without_fills
-from specctl.runtime.target.checkpoint_folder import check_counts, check_size, refuse_code
+from specctl.runtime.target.folders.checkpoint_folder import check_counts, check_size, refuse_code
 from specctl.runtime.target.target import Target
 
 # Options that count modules, and how many may share a tensor.

@@ -32,8 +32,8 @@ from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.hf.from_config import architecture_of
 from specctl.models.llama.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.recipes.targets import ResolvedTarget
-from specctl.runtime.target import hub
-from specctl.runtime.target.checkpoint_folder import (
+from specctl.runtime.target.folders import hub
+from specctl.runtime.target.folders.checkpoint_folder import (
     check_size,
     from_folder,
     misfit,
@@ -41,7 +41,7 @@ from specctl.runtime.target.checkpoint_folder import (
     refuse_named_code,
     weight_files,
 )
-from specctl.runtime.target.stored_names import wrapper_note
+from specctl.runtime.target.folders.stored_names import wrapper_note
 from specctl.runtime.target.target import Target, any_lm, tokenizer_fingerprint
 from specctl.runtime.target.variants.adapter import read_adapters, with_adapters
 from specctl.runtime.target.variants.lora_folder import base_of

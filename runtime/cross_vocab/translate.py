@@ -30,8 +30,8 @@ from specctl.runtime.cross_vocab.string_rejection import StringRejection
 from specctl.runtime.cross_vocab.token_bytes import Reader, Shared, TokenBytes
 from specctl.runtime.cross_vocab.translated import Texts, Translated, Translation
 from specctl.runtime.policies import policies_of
-from specctl.runtime.target.ends import TOKENIZER, NamedEnds, united
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.ends import TOKENIZER, NamedEnds, united
 
 METHODS = ("auto", "tli", "slem", "slrs")
 LEAST_SHARED = 0.2  # of the smaller vocabulary: below, whole strings carry more than tokens

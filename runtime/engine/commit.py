@@ -28,8 +28,8 @@ from specctl.runtime.engine.lazy_drafter import ranked
 from specctl.runtime.engine.peaks import BadRows, Peaks
 from specctl.runtime.engine.request import Emission, Row, TokenLogprob
 from specctl.runtime.engine.round import Round
-from specctl.runtime.target.stop_strings import ends_with_stop
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text.stop_strings import ends_with_stop
 from specctl.runtime.verify import Verdict
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from specctl.runtime.engine.request import Emission, Row
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.chat_tokens import ControlTokens
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+from specctl.runtime.target.templates.chat_tokens import ControlTokens
+from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 
 IN_FRONT = "a"  # a letter, which no tokenizer joins with a line's end or a digit behind it
 Given = tuple[int, bool]  # a token, and whether it was drafted and accepted

@@ -39,7 +39,7 @@ from specctl.runtime.policies import Policy
 from specctl.runtime.policies.length import LengthChooser
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 
 ROOM = 512  # positions for what is requested of the target, which the first opening allows for
 Shown = Callable[[Sequence[Given]], None]

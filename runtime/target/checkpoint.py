@@ -34,8 +34,8 @@ from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native.packed import TYPES, PackedWeights
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.sampling.generation_config import Suggested, read_suggested
-from specctl.runtime.target import hub
-from specctl.runtime.target.checkpoint_folder import (
+from specctl.runtime.target.folders import hub
+from specctl.runtime.target.folders.checkpoint_folder import (
     check_size,
     foreign_config,
     from_folder,
@@ -45,9 +45,8 @@ from specctl.runtime.target.checkpoint_folder import (
     straight_to,
     weight_files,
 )
-from specctl.runtime.target.device import PACKED, check_memory, choose_dtype
-from specctl.runtime.target.ends import NamedEnds
-from specctl.runtime.target.folder_tokenizer import load_tokenizer
+from specctl.runtime.target.folders.folder_tokenizer import load_tokenizer
+from specctl.runtime.target.folders.stored_names import wrapper_note
 from specctl.runtime.target.gguf.model import GgufFile, model_of, open_gguf, rounding_note
 from specctl.runtime.target.gguf.packed import (
     is_packed,
@@ -59,22 +58,23 @@ from specctl.runtime.target.gguf.packed import (
 from specctl.runtime.target.gguf.tokens import named_in, tokenizer_of
 from specctl.runtime.target.gguf.weights import GgufWeights
 from specctl.runtime.target.multimodal import is_multimodal, load_text_side, text_config
-from specctl.runtime.target.placement import Placement, place_target, read_device_map
-from specctl.runtime.target.quantised import (
+from specctl.runtime.target.placement.device import PACKED, check_memory, choose_dtype
+from specctl.runtime.target.placement.placement import Placement, place_target, read_device_map
+from specctl.runtime.target.placement.quantised import (
     check_places,
     is_widened,
     quantisation,
     resident_bytes,
     stored_by_name,
 )
-from specctl.runtime.target.stored_names import wrapper_note
-from specctl.runtime.target.tensor_parallel import (
+from specctl.runtime.target.placement.tensor_parallel import (
     bytes_of_process,
     check_launched,
     check_plan,
     local_device,
     parallel_fields,
 )
+from specctl.runtime.target.templates.ends import NamedEnds
 from specctl.runtime.target.vision import WholeModel, load_processor, no_vision
 
 UNBUILDABLE = "transformers cannot build this configuration"

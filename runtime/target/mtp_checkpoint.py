@@ -30,8 +30,8 @@ from specctl.models.weights.mtp_layout import (
     ours,
 )
 from specctl.recipes.targets import resolve
-from specctl.runtime.target import hub
-from specctl.runtime.target.checkpoint_folder import read_settings, weight_files
+from specctl.runtime.target.folders import hub
+from specctl.runtime.target.folders.checkpoint_folder import read_settings, weight_files
 from specctl.runtime.target.target import Target
 
 ELSEWHERE = "train one: specctl train-draft --recipe eagle3"

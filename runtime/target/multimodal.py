@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging
 
 from specctl.core.errors import IncompatibleError
-from specctl.runtime.target.checkpoint_folder import from_folder
+from specctl.runtime.target.folders.checkpoint_folder import from_folder
 
 # Text towers without a causal model of their own, and the one that computes the same on text.
 TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

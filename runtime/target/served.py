@@ -27,25 +27,25 @@ from specctl.core.language_model import Borrowed, Feed, LanguageModel, LmOut
 from specctl.models.hf.hf_spec import head_scale, spec_of
 from specctl.recipes.targets import ResolvedTarget, resolve
 from specctl.runtime.sampling.generation_config import read_suggested
-from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint import (
     UNBUILDABLE,
     check_config,
     check_folder,
 )
-from specctl.runtime.target.checkpoint_folder import foreign_config, weight_files
-from specctl.runtime.target.device import choose_device, choose_dtype
-from specctl.runtime.target.ends import EndsOfText, ends_of
-from specctl.runtime.target.folder_tokenizer import load_tokenizer
+from specctl.runtime.target.folders import hub
+from specctl.runtime.target.folders.checkpoint_folder import foreign_config, weight_files
+from specctl.runtime.target.folders.folder_tokenizer import load_tokenizer
 from specctl.runtime.target.gguf.model import GgufFile, open_gguf
 from specctl.runtime.target.gguf.tokens import named_in, tokenizer_of
 from specctl.runtime.target.gguf.weights import GgufWeights
+from specctl.runtime.target.placement.device import choose_device, choose_dtype
 from specctl.runtime.target.target import (
     Target,
     fingerprint_of,
     template_digest,
     tokenizer_fingerprint,
 )
+from specctl.runtime.target.templates.ends import EndsOfText, ends_of
 
 # Experts as transformers holds them -> the matrices of one expert, as files have them.
 EXPERTS = {

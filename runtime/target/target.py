@@ -29,9 +29,8 @@ from specctl.models.llama.fast_llama import FastLlama, fast_llama_from_hf
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.generation_config import Suggested
-from specctl.runtime.target.chat_turns import as_taken
 from specctl.runtime.target.checkpoint import Loaded, Spread, load_checkpoint
-from specctl.runtime.target.device import (
+from specctl.runtime.target.placement.device import (
     FEW_BITS,
     LARGE,
     PACKED,
@@ -39,8 +38,9 @@ from specctl.runtime.target.device import (
     choose_dtype,
     refuse_idle_cuda,
 )
-from specctl.runtime.target.ends import NO_ENDS, EndsOfText, NamedEnds, ends_of
-from specctl.runtime.target.spoken_to import why_text
+from specctl.runtime.target.templates.chat_turns import as_taken
+from specctl.runtime.target.templates.ends import NO_ENDS, EndsOfText, NamedEnds, ends_of
+from specctl.runtime.target.templates.spoken_to import why_text
 from specctl.runtime.target.variants.adapter import (
     Adapter,
     AppliedAdapter,
@@ -183,7 +183,7 @@ class Target:
         it may call; control tokens that are spelled in it are read as text."""
         from jinja2 import TemplateError
 
-        from specctl.runtime.target.chat_tokens import chat_tokens
+        from specctl.runtime.target.templates.chat_tokens import chat_tokens
 
         try:
             with calling_tokenizer(f"target {self.name}"):
@@ -213,7 +213,7 @@ class Target:
                 expected="a chat template",
                 do="give plain prompts, or choose an instruction-tuned target",
             )
-        from specctl.runtime.target.bounded_templates import written
+        from specctl.runtime.target.templates.bounded_templates import written
 
         return str(
             written(

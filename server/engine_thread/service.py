@@ -31,7 +31,7 @@ from specctl.runtime.engine.target_reader import shares_kv
 from specctl.runtime.generate import default_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.sampling import Sampling, SamplingBatch
-from specctl.runtime.target.device import available_bytes
+from specctl.runtime.target.placement.device import available_bytes
 from specctl.runtime.target.target import Target
 from specctl.runtime.verify.choice import check_rule
 from specctl.server.engine_thread.contract import (

@@ -17,7 +17,7 @@ from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.image_rows import with_images
 from specctl.runtime.engine.request import Emission, Request, Row
 from specctl.runtime.measure.stats import RowStats
-from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 from specctl.server.engine_thread.contract import (
     Busy,
     Counters,

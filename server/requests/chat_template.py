@@ -11,8 +11,8 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 
 from specctl.core.errors import SpecctlError, unknown
-from specctl.runtime.target.chat_turns import THOUGHTS, parsed_arguments, reads_key
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.chat_turns import THOUGHTS, parsed_arguments, reads_key
 from specctl.server.replies.message_parser import TAGS
 from specctl.server.requests.protocol import (
     AnyMessage,

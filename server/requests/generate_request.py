@@ -18,10 +18,10 @@ from specctl.runtime.outline.answer import USUAL_POINTS, OutlinedAnswer, Outlini
 from specctl.runtime.outline.row_text import plain_ids
 from specctl.runtime.sampling.generation_config import SETTINGS
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.chat_tokens import chat_tokens, spelled_controls
-from specctl.runtime.target.image_prompts import turn_tokens
-from specctl.runtime.target.prompt_limits import least_tokens
-from specctl.runtime.target.stop_strings import special_tokens
+from specctl.runtime.target.templates.chat_tokens import chat_tokens, spelled_controls
+from specctl.runtime.target.text.image_prompts import turn_tokens
+from specctl.runtime.target.text.prompt_limits import least_tokens
+from specctl.runtime.target.text.stop_strings import special_tokens
 from specctl.server.engine_thread.contract import (
     GenerateRequest,
     Serving,

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specctl.core.errors import FileError
-from specctl.runtime.target.image_files import MOST_BYTES, MOST_PIXELS, of_data_uri
-from specctl.runtime.target.image_prompts import vision_of
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text.image_files import MOST_BYTES, MOST_PIXELS, of_data_uri
+from specctl.runtime.target.text.image_prompts import vision_of
 from specctl.server.errors import ApiError, api_error
 from specctl.server.requests.fields import Strict, Unused
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from specctl.runtime.outline.answer import MOST_POINTS
-from specctl.runtime.target.chat_turns import THOUGHTS
+from specctl.runtime.target.templates.chat_turns import THOUGHTS
 from specctl.server.requests.fields import (
     CAPS,
     Bias,

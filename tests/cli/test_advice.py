@@ -23,8 +23,8 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.grammar import GrammarError, GrammarSpec, compile_grammar
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.device import SHOWN
-from specctl.runtime.target.hub import folder_of
+from specctl.runtime.target.folders.hub import folder_of
+from specctl.runtime.target.placement.device import SHOWN
 from specctl.runtime.target.target import Target
 from specctl.server.errors import api_error
 from specctl_testing.export.engine_cases import packaged, shaken

@@ -12,7 +12,7 @@ from PIL import Image
 from specctl.api.generate import generate
 from specctl.api.targets import load_target
 from specctl.core.errors import SpecctlError
-from specctl.runtime.target.image_files import read_image
+from specctl.runtime.target.text.image_files import read_image
 from specctl_testing.cli.ran import Run
 from specctl_testing.runtime.tiny_vision import make_folder, picture
 

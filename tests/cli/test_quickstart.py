@@ -20,7 +20,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.targets import resolve
 from specctl.runtime.measure.round_cost import RoundCost
 from specctl.runtime.proof import prove
-from specctl.runtime.target import hub
+from specctl.runtime.target.folders import hub
 from specctl_testing.cli import commands
 from specctl_testing.cli.ran import Run
 from specctl_testing.runtime.chat_targets import TEMPLATE

@@ -169,7 +169,7 @@ def test_the_shell_completes_what_can_be_set() -> None:
     from specctl.diffusion.settings import REUSE, UNMASK
     from specctl.runtime.cross_vocab.translate import METHODS
     from specctl.runtime.outline.answer import GRAPH, SKELETON
-    from specctl.runtime.target.placement import MODES
+    from specctl.runtime.target.placement.placement import MODES
 
     found: Settings = load_command("generate").callback.settings
     for key, names in (

@@ -18,7 +18,7 @@ from specctl.diffusion.folder import read_model
 from specctl.diffusion.model import MaskedLM
 from specctl.diffusion.objective import masked_loss, masked_rows
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.checkpoint_folder import from_folder
+from specctl.runtime.target.folders.checkpoint_folder import from_folder
 from specctl.train.pretrain.recipe import PretrainRecipe, load_pretrain_recipe
 from specctl.train.pretrain.run import build_model, check_model
 from specctl_testing.diffusion import MASK, VOCAB, tiny_shape

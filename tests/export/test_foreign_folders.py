@@ -26,7 +26,12 @@ from specctl.export.imports.published import read_published
 from specctl.export.package.folder import load_drafter
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import TargetPart
-from specctl.runtime.target.checkpoint_folder import INDEX, WEIGHTS, check_size, weight_files
+from specctl.runtime.target.folders.checkpoint_folder import (
+    INDEX,
+    WEIGHTS,
+    check_size,
+    weight_files,
+)
 from specctl.runtime.target.target import Target, load_target, tokenizer_fingerprint
 from specctl.train.planning.target_shape import target_shape
 from specctl_testing.export.mutations import is_refused, mutated
@@ -487,4 +492,4 @@ def test_every_reading_by_transformers_is_local_and_runs_no_code() -> None:
                 doors.append(str(path.relative_to(ROOT)))
     engine = "export/engines/hosts/answer_transformers.py"  # runs in an environment of its own
     layer = "models/hf/foreign_layer.py"  # reads no folder: the tensors are given
-    assert doors == [engine, layer, "runtime/target/checkpoint_folder.py"]
+    assert doors == [engine, layer, "runtime/target/folders/checkpoint_folder.py"]

@@ -15,7 +15,7 @@ from specctl.drafters.small_lm import SmallLm
 from specctl.export.package.find import Kind, locate
 from specctl.recipes.installed_models import InstalledModel
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target import hub
+from specctl.runtime.target.folders import hub
 from specctl.runtime.target.target import Target, load_target
 from specctl_testing.export.gguf_files import rewritten
 

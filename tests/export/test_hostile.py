@@ -24,7 +24,7 @@ from specctl.export.package.files import check_name, list_files, read_header
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import MANIFEST, WEIGHTS, check_files
-from specctl.runtime.target.checkpoint_folder import refuse_code
+from specctl.runtime.target.folders.checkpoint_folder import refuse_code
 from specctl.runtime.target.target import Target
 
 GOOD = save({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4), "c": torch.ones(5).half()})

@@ -18,8 +18,8 @@ from specctl.export.package.compat import ALLOWABLE, mismatches
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.load import load_package
 from specctl.export.package.manifest import WEIGHTS, read_manifest
-from specctl.runtime.target.ends import EndsOfText, NamedEnds, NoEnd, united
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.ends import EndsOfText, NamedEnds, NoEnd, united
 
 
 def altered(target: Target, **fields: Any) -> Target:

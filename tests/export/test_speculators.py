@@ -17,8 +17,8 @@ from specctl.core.errors import GateError, IncompatibleError
 from specctl.export.formats import find_format
 from specctl.export.layouts.speculators.p_eagle import mask_token
 from specctl.export.readers.vllm_eagle3 import draft_config
-from specctl.runtime.target.spare_token import spare_token
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.spare_token import spare_token
 from specctl_testing.export.engine_cases import KEPT, Change, exported, faulty, packaged, shaken
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]

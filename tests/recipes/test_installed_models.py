@@ -12,8 +12,8 @@ from specctl.core.errors import IntegrityError, NetworkError
 from specctl.recipes import targets
 from specctl.recipes.installed_models import InstalledModel
 from specctl.recipes.targets import resolve
-from specctl.runtime.target import hub
-from specctl.runtime.target.hub import with_file
+from specctl.runtime.target.folders import hub
+from specctl.runtime.target.folders.hub import with_file
 from specctl.runtime.target.target import load_target
 
 NAME, FILE = "smollm2-135m", "carrier/model.gguf"

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import AddedToken, normalizers
 
 from specctl.core.errors import SpecctlError
-from specctl.runtime.target.chat_tokens import MARKS
-from specctl.runtime.target.chat_tokens import chat_tokens as tokens_of_turns
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.chat_tokens import MARKS
+from specctl.runtime.target.templates.chat_tokens import chat_tokens as tokens_of_turns
 from specctl.server.requests.chat_template import turns_of, written
 from specctl.server.requests.protocol import AnyMessage, AssistantMessage, Message
 from specctl_testing.runtime.serving import stub_target, target_around

@@ -17,8 +17,8 @@ from fastapi import FastAPI
 
 from specctl.api.generate import generate
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.runtime.target.image_prompts import turn_tokens
 from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.text.image_prompts import turn_tokens
 from specctl.runtime.target.vision import Vision
 from specctl.server.app import create_app
 from specctl.server.engine_thread.service import Service

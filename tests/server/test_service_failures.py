@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.text_stream import TextStream
+from specctl.runtime.target.text.text_stream import TextStream
 from specctl.server.engine_thread.service import (
     GenerateRequest,
     Limits,

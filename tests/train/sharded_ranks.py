@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from specctl.runtime.target.tensor_parallel import is_known
+from specctl.runtime.target.placement.tensor_parallel import is_known
 from specctl.train.distributed.pieces import local
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.runtime.target.tensor_parallel import is_known
+from specctl.runtime.target.placement.tensor_parallel import is_known
 from specctl.train.loop import TrainProgress, restore, train
 from specctl.train.metrics import read_log
 from specctl.train.saving.checkpoint import Checkpoints

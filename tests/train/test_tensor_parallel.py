@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.recipes.schema import DataPart, Recipe, TargetPart, TrainPart
+from specctl.runtime.target.placement.tensor_parallel import bytes_of_process, check_plan
 from specctl.runtime.target.target import load_target
-from specctl.runtime.target.tensor_parallel import bytes_of_process, check_plan
 from specctl.train.distributed.in_step import check_spread
 from specctl.train.planning import memory
 from specctl.train.planning.hardware import GPUS, Cluster

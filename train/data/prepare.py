@@ -26,8 +26,8 @@ from specctl.core.messages.printable import counted
 from specctl.core.storage.files import digest_of, write_json
 from specctl.recipes.schema import DataPart, Recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.runtime.target.chat_turns import template_text, writes_date, written_on
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.chat_turns import template_text, writes_date, written_on
 from specctl.train.data.images.known_images import KnownImages
 from specctl.train.data.images.shown_images import (
     ImageReader,

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from specctl.runtime.target.device import choose_device
+from specctl.runtime.target.placement.device import choose_device
 
 TRUE = ("1", "true", "t", "yes", "y", "on")  # as Accelerate reads them
 

@@ -16,7 +16,7 @@ import torch
 
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel
 from specctl.recipes.schema import TrainPart
-from specctl.runtime.target.device import has_fast_bf16
+from specctl.runtime.target.placement.device import has_fast_bf16
 from specctl.runtime.target.target import Target
 
 MOST_PARAMETERS = 500_000_000  # whose copy, 1 or 2 GB, is worth its memory

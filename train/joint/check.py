@@ -14,7 +14,7 @@ from specctl.models.hf.hf_lm import HfLM
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.recipes.low_rank import ALONE, JointPart
 from specctl.recipes.schema import DataPart, TargetPart, TrainPart
-from specctl.runtime.target.device import FEW_BITS, PACKED
+from specctl.runtime.target.placement.device import FEW_BITS, PACKED
 from specctl.runtime.target.target import Target
 from specctl.train.selective import COMPARING
 

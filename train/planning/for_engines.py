@@ -15,8 +15,8 @@ from specctl.core.errors import SpecctlError
 from specctl.core.spec import ModelSpec
 from specctl.recipes.schema import DrafterPart, TrainPart
 from specctl.recipes.serve import ServePart
-from specctl.runtime.target.spare_token import spare_token
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.spare_token import spare_token
 from specctl.train.planning.loss_flops import loss_flops
 from specctl.train.planning.target_shape import TargetShape
 

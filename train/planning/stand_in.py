@@ -26,7 +26,7 @@ from specctl.core.drafter import Needs
 from specctl.core.errors import SpecctlError
 from specctl.recipes.schema import DataPart, TargetPart
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.hub import is_local
+from specctl.runtime.target.folders.hub import is_local
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.data.prepare import encode_document
 from specctl.train.data.records.layouts import field_choices

@@ -43,7 +43,7 @@ from specctl.models.hf.hf_spec import refuse_stateful
 from specctl.models.hf.read_only import ReadingLM
 from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl.recipes.schema import DrafterPart, TrainPart
-from specctl.runtime.target.device import DTYPES
+from specctl.runtime.target.placement.device import DTYPES
 from specctl.runtime.target.served import ServedLM, StoredWeights
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options, trainable_family

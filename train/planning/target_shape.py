@@ -21,11 +21,11 @@ from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import ResolvedTarget, aliases, resolve
 from specctl.runtime.target.checkpoint import UNBUILDABLE, check_config
-from specctl.runtime.target.checkpoint_folder import foreign_config
-from specctl.runtime.target.device import LARGE, choose_dtype
+from specctl.runtime.target.folders.checkpoint_folder import foreign_config
+from specctl.runtime.target.folders.hub import with_file
 from specctl.runtime.target.gguf.model import config_in
-from specctl.runtime.target.hub import with_file
 from specctl.runtime.target.multimodal import is_multimodal, text_config
+from specctl.runtime.target.placement.device import LARGE, choose_dtype
 from specctl.train.distributed.run_device import run_device
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configurations

@@ -14,7 +14,7 @@ import torch
 from specctl.core.forward.slot_state import PENDING
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.recipes.stages import runs_of
-from specctl.runtime.target.quantised import layer_share
+from specctl.runtime.target.placement.quantised import layer_share
 from specctl.train.data.written.regenerate import HOST_ROWS
 from specctl.train.planning.data_shares import tokens_in
 from specctl.train.planning.hardware import Cluster

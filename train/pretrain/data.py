@@ -21,7 +21,7 @@ from specctl.core.errors import FileError, RecipeError
 from specctl.core.storage.files import write_bytes
 from specctl.images.codebook import Codebook
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.spoken_to import PRETRAINED_TEMPLATE
+from specctl.runtime.target.templates.spoken_to import PRETRAINED_TEMPLATE
 from specctl.train.data.rows.supply import Order
 from specctl.train.data.sources.corpus import heldout_texts, training_texts
 from specctl.train.pretrain.recipe import PretrainRecipe

@@ -30,7 +30,7 @@ from specctl.diffusion.model import MaskedLM
 from specctl.recipes.low_rank import LoraPart
 from specctl.recipes.section import Fraction, Positive, Section, SeedNumber
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.runtime.target.device import choose_device
+from specctl.runtime.target.placement.device import choose_device
 from specctl.train.data.sources.corpus import training_texts
 from specctl.train.lora import add, merge
 from specctl.train.optim import is_hidden_matrix

@@ -21,7 +21,7 @@ from specctl.diffusion.model import MaskedLM
 from specctl.diffusion.objective import masked_loss
 from specctl.diffusion.shape import shape_from
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.checkpoint_folder import from_folder
+from specctl.runtime.target.folders.checkpoint_folder import from_folder
 from specctl.train.pretrain.data import Ids, PretrainRows, end_ids
 from specctl.train.pretrain.recipe import PretrainRecipe
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specctl.runtime.measure.stats import Stats
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
-    from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+    from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 
 Piece = tuple[str, bool]
 LEAST_ROOM = 2048  # positions that are reserved at first; they double when a talk outgrows them
@@ -73,7 +73,7 @@ class ChatSession:
     def answer(self, text: str, is_stopped: Callable[[], bool]) -> Iterator[Piece]:
         """The answer as it comes, by tokens: text, and whether the token was drafted and accepted.
         `is_stopped` is called between rounds. Then `turns` has it."""
-        from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+        from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 
         tokens = self._tokens(text)
         engine = self._ready(tokens)
@@ -135,7 +135,7 @@ class ChatSession:
         return "\n".join(turn.user + turn.answer for turn in self.turns)
 
     def _tokens(self, text: str) -> list[int]:
-        from specctl.runtime.target.prompt_limits import check_room
+        from specctl.runtime.target.text.prompt_limits import check_room
 
         check_room(self.target, text.strip())
         if self.has_template:

@@ -21,9 +21,9 @@ from typing import Any
 from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 from specctl.export.layouts.llama_cpp import library
-from specctl.runtime.target.ends import CONFIG, NamedEnds, united
 from specctl.runtime.target.gguf.pretokenizers import nearest_pre, pre_of
 from specctl.runtime.target.save_target import write_tokenizer
+from specctl.runtime.target.templates.ends import CONFIG, NamedEnds, united
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"

@@ -27,7 +27,7 @@ from specctl.export.layouts.speculators.eagle3 import (
 from specctl.export.layouts.speculators.layout import SpeculatorsFolder, SpeculatorsLayout
 from specctl.export.readers.trial import Trial, compare, drafted_logits, embedding_of, twin
 from specctl.export.readers.vllm_eagle3 import EMBEDDING, ENGINE, MASK, VllmEagle3
-from specctl.runtime.target.spare_token import spare_token
+from specctl.runtime.target.templates.spare_token import spare_token
 
 
 def write(source: ExportSource) -> SpeculatorsFolder:
@@ -59,7 +59,7 @@ def _tensors(source: ExportSource, drafter: PEagle) -> dict[str, Tensor]:
 
 
 def mask_token(source: ExportSource) -> int:
-    """A token that no text contains (`specctl.runtime.target.spare_token`)."""
+    """A token that no text contains (`specctl.runtime.target.templates.spare_token`)."""
     target = source.target
     found = spare_token(target.tokenizer, source.manifest.model_spec, target.eos_ids)
     if found is not None:

@@ -17,9 +17,9 @@ from typing import Any
 from specctl.core.errors import IncompatibleError
 from specctl.core.messages.foreign_calls import is_panic
 from specctl.core.storage.gguf_header import GgufHeader
-from specctl.runtime.target.ends import GGUF, SPELLING, EndsOfText, NamedEnds, united
+from specctl.runtime.target.folders.tokenizer_files import TokenizerFiles
 from specctl.runtime.target.gguf.pretokenizers import Pre, pre_named
-from specctl.runtime.target.tokenizer_files import TokenizerFiles
+from specctl.runtime.target.templates.ends import GGUF, SPELLING, EndsOfText, NamedEnds, united
 
 FIELD = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)

@@ -28,7 +28,7 @@ from typing import Any
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
 from specctl.core.messages.installed import library
 from specctl.core.storage.model_folder import is_inside, refuse_pointer, refuse_stand_ins
-from specctl.runtime.target.checkpoint_folder import (
+from specctl.runtime.target.folders.checkpoint_folder import (
     read_object,
     refuse_code,
     refuse_special_files,

@@ -18,7 +18,7 @@ from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native.library import no_int8
 from specctl.models.native.packed import PackedWeights
-from specctl.runtime.target.device import FEW_BITS, PACKED
+from specctl.runtime.target.placement.device import FEW_BITS, PACKED
 from specctl.runtime.target.variants.rounding import Unrounded
 
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from specctl.core.language_model import (
     WholeChain,
 )
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
-from specctl.runtime.target.device import check_memory
+from specctl.runtime.target.placement.device import check_memory
 
 ROUND = 32  # rows of an MLP come in multiples of this
 

@@ -14,14 +14,18 @@ from typing import Any
 from specctl.core.errors import FileError, NetworkError, SpecctlError
 from specctl.core.storage.model_folder import ADAPTER, is_adapter_alone, refuse_stand_ins
 from specctl.recipes.targets import ResolvedTarget, resolve
-from specctl.runtime.target import hub
 from specctl.runtime.target.checkpoint import (
     Loaded,
     check_config,
 )
-from specctl.runtime.target.checkpoint_folder import read_object, read_settings, refuse_named_code
-from specctl.runtime.target.folder_tokenizer import has_tokenizer, load_tokenizer
-from specctl.runtime.target.variants.adapter_alone import AdapterAlone
+from specctl.runtime.target.folders import hub
+from specctl.runtime.target.folders.adapter_alone import AdapterAlone
+from specctl.runtime.target.folders.checkpoint_folder import (
+    read_object,
+    read_settings,
+    refuse_named_code,
+)
+from specctl.runtime.target.folders.folder_tokenizer import has_tokenizer, load_tokenizer
 
 MOST_LINKS = 4  # adapters of adapters
 

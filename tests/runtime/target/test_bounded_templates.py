@@ -13,9 +13,9 @@ from jinja2 import TemplateError
 from transformers.utils import chat_template_utils
 
 from specctl.core.errors import SpecctlError
-from specctl.runtime.target import bounded_templates
-from specctl.runtime.target.bounded_templates import EndlessTemplateError, written
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates import bounded_templates
+from specctl.runtime.target.templates.bounded_templates import EndlessTemplateError, written
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}] * 3
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

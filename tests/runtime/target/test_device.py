@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specctl.core.errors import Exit, ResourceError
-from specctl.runtime.target import device
-from specctl.runtime.target.device import idle_cuda, is_gpu_meant, refuse_idle_cuda
+from specctl.runtime.target.placement import device
+from specctl.runtime.target.placement.device import idle_cuda, is_gpu_meant, refuse_idle_cuda
 from specctl.runtime.target.target import load_target
 
 

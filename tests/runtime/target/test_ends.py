@@ -15,11 +15,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from specctl.runtime.target.ends import CONFIG, GENERATION, NamedEnds, ends_of, united
+from specctl.runtime.target.folders.tokenizer_files import ends_in, read_tokenizer
 from specctl.runtime.target.save_target import write_target
 from specctl.runtime.target.served import load_served
 from specctl.runtime.target.target import Target, load_target
-from specctl.runtime.target.tokenizer_files import ends_in, read_tokenizer
+from specctl.runtime.target.templates.ends import CONFIG, GENERATION, NamedEnds, ends_of, united
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 BYTES = 256  # ids of bytes stand in front of those of markers

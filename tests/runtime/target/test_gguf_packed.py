@@ -14,8 +14,8 @@ from specctl.models.native.library import no_int8
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target import hub
-from specctl.runtime.target.hub import named_gguf, with_file
+from specctl.runtime.target.folders import hub
+from specctl.runtime.target.folders.hub import named_gguf, with_file
 from specctl.runtime.target.target import Target, load_part, load_target
 from specctl_testing.export.gguf_files import rewritten
 

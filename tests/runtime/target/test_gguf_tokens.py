@@ -11,7 +11,6 @@ from tokenizers import pre_tokenizers
 
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
 from specctl.core.storage.gguf_header import GgufHeader
-from specctl.runtime.target.ends import SPELLING
 from specctl.runtime.target.gguf.pretokenizers import ALSO, KNOWN, pre_named, pre_of
 from specctl.runtime.target.gguf.tokens import (
     CONTROL,
@@ -21,7 +20,8 @@ from specctl.runtime.target.gguf.tokens import (
     ends_in_file,
     tokenizer_of,
 )
-from specctl.runtime.target.spoken_to import why_text
+from specctl.runtime.target.templates.ends import SPELLING
+from specctl.runtime.target.templates.spoken_to import why_text
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGED = ["12", "he", "hey", "</", "s>", "</s>"]

@@ -23,9 +23,9 @@ from specctl.models.hf.spread import layer_devices
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target import placement
-from specctl.runtime.target.placement import place_target
-from specctl.runtime.target.quantised import StoredTensor
+from specctl.runtime.target.placement import placement
+from specctl.runtime.target.placement.placement import place_target
+from specctl.runtime.target.placement.quantised import StoredTensor
 from specctl.runtime.target.target import Target, load_target
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")

@@ -18,8 +18,8 @@ from specctl.api.prompts import encode_prompts
 from specctl.core.errors import SpecctlError
 from specctl.runtime.cross_vocab.token_bytes import ALPHABET
 from specctl.runtime.generate import generate
-from specctl.runtime.target.prompt_limits import bytes_per_token, check_room, least_tokens
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text.prompt_limits import bytes_per_token, check_room, least_tokens
 from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl_testing.runtime.serving import StubService
 from specctl_testing.runtime.web import error_of, make_app, post

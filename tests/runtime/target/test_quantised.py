@@ -17,8 +17,8 @@ from transformers.quantizers import quantizer_awq
 import specctl.recipes
 from specctl.core.errors import IncompatibleError, ResourceError
 from specctl.runtime.target import checkpoint
-from specctl.runtime.target import quantised as quantised_module
-from specctl.runtime.target.quantised import is_widened, layer_share, stored_tensors
+from specctl.runtime.target.placement import quantised as quantised_module
+from specctl.runtime.target.placement.quantised import is_widened, layer_share, stored_tensors
 from specctl.runtime.target.target import load_target
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
@@ -71,7 +71,9 @@ def test_a_widened_checkpoint_that_does_not_fit_is_refused(
 ) -> None:
     quantised(whole, FP8)
     files = sum(p.stat().st_size for p in whole.glob("*.safetensors"))
-    monkeypatch.setattr("specctl.runtime.target.device.available_bytes", lambda device: files)
+    monkeypatch.setattr(
+        "specctl.runtime.target.placement.device.available_bytes", lambda device: files
+    )
     with pytest.raises(ResourceError, match="does not fit"):
         load_target(str(whole), device="cpu")
 

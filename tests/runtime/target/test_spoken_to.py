@@ -6,14 +6,14 @@ from importlib.resources import files
 
 import pytest
 
-from specctl.runtime.target.ends import TEMPLATE, EndOfText, EndsOfText
-from specctl.runtime.target.spoken_to import (
+from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.ends import TEMPLATE, EndOfText, EndsOfText
+from specctl.runtime.target.templates.spoken_to import (
     NO_TEMPLATE,
     OF_PRETRAINING,
     PRETRAINED_TEMPLATE,
     why_text,
 )
-from specctl.runtime.target.target import Target
 from specctl_testing.runtime.chat_targets import spoken_with
 
 

@@ -21,7 +21,7 @@ from specctl.core.errors import (
 )
 from specctl.recipes.targets import aliases, resolve
 from specctl.runtime.target.checkpoint import as_transformers
-from specctl.runtime.target.device import choose_dtype
+from specctl.runtime.target.placement.device import choose_dtype
 from specctl.runtime.target.target import Target, load_target, tokenizer_fingerprint
 
 TINY = resolve("tiny").path

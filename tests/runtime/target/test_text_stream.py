@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.text_stream import TextStream, TokenDecoder, whole_text
+from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder, whole_text
 from specctl_testing.runtime.byte_fallback import byte_fallback_tokenizer
 from specctl_testing.runtime.serving import stub_target
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specctl.core.errors import SpecctlError
 from specctl.runtime.target.target import Target
-from specctl.runtime.target.text_stream import TextStream, TokenDecoder
+from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 from specctl.server.engine_thread.service import (
     Busy,
     Counters,

@@ -17,8 +17,8 @@ from specctl.core.errors import RecipeError
 from specctl.recipes.load import load_recipe, with_fields
 from specctl.recipes.schema import DataPart, Recipe, TrainPart
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.runtime.target.chat_turns import as_taken, call_form, written_on
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.chat_turns import as_taken, call_form, written_on
 from specctl.train.data.prepare import prepare
 from specctl.train.data.prompts.answers import AnswerPlan, Dialogue
 from specctl.train.data.prompts.prompts import cut_prompts, prompt_key

@@ -21,8 +21,8 @@ from specctl.core.language_model import Feed
 from specctl.drafters.frames.text_alone import text_alone
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.runtime.target.image_files import read_image
 from specctl.runtime.target.target import Target, load_target
+from specctl.runtime.target.text.image_files import read_image
 from specctl.train import assemble
 from specctl.train.assemble import build_drafter
 from specctl.train.data.images import shown_images

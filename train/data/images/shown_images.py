@@ -24,9 +24,9 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import FileError, IncompatibleError
 from specctl.core.forward.prompt_images import PromptImages, StoredImage
-from specctl.runtime.target.image_files import DATA, decoded, file_bytes, of_data_uri
-from specctl.runtime.target.image_prompts import vision_of
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text.image_files import DATA, decoded, file_bytes, of_data_uri
+from specctl.runtime.target.text.image_prompts import vision_of
 from specctl.train.data.images.known_images import KnownImages
 from specctl.train.data.records.chat import Encoded
 from specctl.train.data.records.record_images import NOWHERE, count_parts, spelled_out

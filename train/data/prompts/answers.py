@@ -16,7 +16,7 @@ import numpy as np
 
 from specctl.core.forward.prompt_images import PromptImages, StoredImage
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.chat_turns import written_on
+from specctl.runtime.target.templates.chat_turns import written_on
 from specctl.train.data.images.shown_images import ShownImage, stored
 from specctl.train.data.records.chat import answerable
 from specctl.train.data.records.records import Message, Sample

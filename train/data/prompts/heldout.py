@@ -9,8 +9,8 @@ from pathlib import Path
 from specctl.core.errors import FileError, SpecctlError, nearest
 from specctl.core.storage.bounded_read import open_regular
 from specctl.recipes.schema import DataPart
-from specctl.runtime.target.prompt_limits import check_room
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.text.prompt_limits import check_room
 from specctl.train.data.prompts.prompt_files import FilePrompt, file_prompts
 from specctl.train.data.records.chat import answerable
 from specctl.train.data.records.records import Sample, check_values

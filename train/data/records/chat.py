@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.core.errors import RecipeError, SpecctlError
-from specctl.runtime.target.chat_turns import as_taken, call_form, template_text
+from specctl.runtime.target.templates.chat_turns import as_taken, call_form, template_text
 from specctl.train.data.records.records import Message, Sample
 
 THINKING = ("enable_thinking", "thinking")  # Qwen3, GLM and others; DeepSeek, Granite
@@ -60,7 +60,7 @@ def render(
     """The conversation as the template writes it; ValueError when the template refuses it."""
     from jinja2.exceptions import TemplateError
 
-    from specctl.runtime.target.bounded_templates import written
+    from specctl.runtime.target.templates.bounded_templates import written
 
     try:
         return written(

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from specctl.core.errors import RecipeError, nearest
 from specctl.recipes.schema import DataPart
-from specctl.runtime.target.chat_turns import template_text
+from specctl.runtime.target.templates.chat_turns import template_text
 
 BY_SET = (
     "--set 'data.map={{{name}: {close}}}' reads it as that; "

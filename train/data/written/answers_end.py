@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specctl.runtime.target.chat_tokens import control_ids
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.chat_tokens import control_ids
 from specctl.train.data.prompts.answers import OVER
 
 

@@ -24,7 +24,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.image_rows import with_images
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.reporter import Advance, Reporter, SilentReporter
-from specctl.runtime.target.device import PACKED
+from specctl.runtime.target.placement.device import PACKED
 from specctl.runtime.target.target import Target
 from specctl.train.data.images.shown_images import ImageReader, stored
 from specctl.train.data.prompts.answers import (

@@ -26,9 +26,9 @@ from specctl.core.messages.printable import counted
 from specctl.core.storage.files import digest_of, write_bytes
 from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.runtime.sampling.sampling import Sampling
-from specctl.runtime.target.chat_tokens import control_ids
-from specctl.runtime.target.ends import ASK
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.chat_tokens import control_ids
+from specctl.runtime.target.templates.ends import ASK
 from specctl.train.data.prompts.answers import OVER, AnswerJob, AnswerPlan, Turn
 from specctl.train.data.prompts.prompts import longest_prompt
 from specctl.train.data.records.chat import answerable, render

@@ -12,10 +12,10 @@ import torch
 
 from specctl.recipes.schema import TargetPart
 from specctl.recipes.targets import resolve
-from specctl.runtime.target.device import PACKED
+from specctl.runtime.target.folders.hub import with_file
 from specctl.runtime.target.gguf.model import open_gguf
 from specctl.runtime.target.gguf.packed import is_packed, packed_bytes, why_not_packed
-from specctl.runtime.target.hub import with_file
+from specctl.runtime.target.placement.device import PACKED
 from specctl.runtime.target.target import Target, load_part
 
 

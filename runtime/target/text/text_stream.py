@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specctl.runtime.target.stop_strings import HeldText, StopStrings, special_tokens
+from specctl.runtime.target.text.stop_strings import HeldText, StopStrings, special_tokens
 
 if TYPE_CHECKING:
     from specctl.runtime.target.target import Target

@@ -35,8 +35,8 @@ from specctl.core.storage.model_folder import (
     something_else,
 )
 from specctl.models.hf.added_kinds import make_known
-from specctl.runtime.target.stored_names import check_unwrapped, renamed
-from specctl.runtime.target.variants.adapter_alone import AdapterAlone
+from specctl.runtime.target.folders.adapter_alone import AdapterAlone
+from specctl.runtime.target.folders.stored_names import check_unwrapped, renamed
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # JSON that transformers reads for a model and its tokenizer, and follows.

@@ -11,8 +11,8 @@ from typing import Any
 from specctl.core.errors import IntegrityError
 from specctl.core.messages.foreign_calls import is_panic
 from specctl.core.storage.model_folder import refuse_stand_ins
-from specctl.runtime.target.checkpoint_folder import read_object
-from specctl.runtime.target.ends import EndsOfText, named_ends, united
+from specctl.runtime.target.folders.checkpoint_folder import read_object
+from specctl.runtime.target.templates.ends import EndsOfText, named_ends, united
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError, nearest
 from specctl.models.hf.spread import layer_path, place_of
-from specctl.runtime.target.device import available_bytes
-from specctl.runtime.target.quantised import StoredTensor
+from specctl.runtime.target.placement.device import available_bytes
+from specctl.runtime.target.placement.quantised import StoredTensor
 
 MODES = ("auto", "balanced", "cpu-offload")
 CPU, DISK = "cpu", "disk"

@@ -273,7 +273,7 @@ def _conversations() -> Iterator[tuple[Conversation, Conversation]]:
 
 
 def _written(tokenizer: Any, turns: Conversation) -> str | None:
-    from specctl.runtime.target.bounded_templates import tried
+    from specctl.runtime.target.templates.bounded_templates import tried
 
     try:
         return tried(tokenizer, list(turns))

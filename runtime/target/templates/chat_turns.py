@@ -42,7 +42,7 @@ def call_form(tokenizer: Any, template: str) -> CallForm:
     a tokenizer whose template was replaced is tried again."""
     from jinja2.exceptions import TemplateError
 
-    from specctl.runtime.target.bounded_templates import tried
+    from specctl.runtime.target.templates.bounded_templates import tried
 
     for as_text, nothing in FORMS:
         try:
@@ -61,7 +61,7 @@ def takes_parts(tokenizer: Any, template: str) -> bool:
     """Whether a template writes a text in parts and loses one that is a string."""
     from jinja2.exceptions import TemplateError
 
-    from specctl.runtime.target.bounded_templates import tried
+    from specctl.runtime.target.templates.bounded_templates import tried
 
     try:
         if VALUE in tried(tokenizer, [{"role": "user", "content": VALUE}]):

@@ -10,8 +10,8 @@ template, so that conversations can be written for it, but has read nothing but 
 
 from __future__ import annotations
 
-from specctl.runtime.target.chat_turns import template_text
-from specctl.runtime.target.ends import SPELLING, TEMPLATE, EndsOfText
+from specctl.runtime.target.templates.chat_turns import template_text
+from specctl.runtime.target.templates.ends import SPELLING, TEMPLATE, EndsOfText
 
 PRETRAINED_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

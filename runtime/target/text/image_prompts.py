@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specctl.core.forward.prompt_images import PromptImages
-from specctl.runtime.target.chat_tokens import chat_tokens
 from specctl.runtime.target.target import Target
+from specctl.runtime.target.templates.chat_tokens import chat_tokens
 from specctl.runtime.target.vision import CheckLength, Vision, any_length, no_vision
 
 MARK = "<image>"

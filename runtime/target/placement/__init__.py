@@ -1,0 +1,1 @@
+"""Where the parts of a target run, and the bytes that they take there."""

@@ -1,0 +1,1 @@
+"""Chat templates, run under bounds: what they take, their tokens, where a text ends."""
