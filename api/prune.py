@@ -30,7 +30,7 @@ from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target, load_part
 from specctl.train.assemble import decoder, measuring_prompts, served_family
 from specctl.train.data.prepare import prepare
-from specctl.train.metrics import MeasuredAcceptance
+from specctl.train.metrics.metrics import MeasuredAcceptance
 from specctl.train.prune.cut import Wanted, check_cut, groups_left, prunable
 from specctl.train.prune.run import (
     CutDrafter,

@@ -30,7 +30,7 @@ from specctl.recipes.schema import DataPart, ExportPart, Recipe
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
 from specctl.train.data.prompts.heldout import heldout_prompts
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 from specctl.train.run import RunResult
 from specctl.train.runs.stages import train_recipe
 

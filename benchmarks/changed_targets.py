@@ -33,7 +33,7 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.data.prompts.heldout import heldout_prompts
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 from specctl.train.planning.scaling import share_data
 from specctl.train.run import train_draft
 

@@ -36,7 +36,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.data.rows.supply import Order
 from specctl.train.features.capture import capture
-from specctl.train.optim import Gradient, build_optimizers, learning_rate, set_learning_rate
+from specctl.train.step.optim import Gradient, build_optimizers, learning_rate, set_learning_rate
 from specctl.train.vocab.draft_vocab import draft_vocab
 
 DEPTH = 5

@@ -48,7 +48,7 @@ from specctl.train.data.written.endpoint import EndpointSettings, EndpointWriter
 from specctl.train.data.written.regenerate import regenerate
 from specctl.train.features.state_server import launch_words
 from specctl.train.features.target_source import InProcess, target_source
-from specctl.train.log import read_log
+from specctl.train.metrics.log import read_log
 from specctl.train.run import train_draft
 
 ROOT = Path(__file__).parents[1]

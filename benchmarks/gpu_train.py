@@ -34,12 +34,12 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import build_drafter
-from specctl.train.compiled_layers import BACKEND, compile_layers
 from specctl.train.features.capture import capture
 from specctl.train.init.initial import completed
-from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.planning.hardware import GPUS
 from specctl.train.planning.step_bytes import StepSettings, step_bytes
+from specctl.train.step.compiled_layers import BACKEND, compile_layers
+from specctl.train.step.optim import Gradient, build_optimizers
 
 PARTS = ("target", "loss", "backward", "update")
 RECIPES = ("llama3-8b-eagle3", "llama3-8b-eagle", "llama3.1-8b-dflash", "llama3-8b-medusa")

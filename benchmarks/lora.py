@@ -31,7 +31,7 @@ from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl.recipes.low_rank import LoraPart
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture
-from specctl.train.lora import add, additions, attach, merge
+from specctl.train.step.lora import add, additions, attach, merge
 
 RANK, VOCAB, STEPS = 8, 64, 24
 PART = LoraPart(rank=RANK, alpha=16.0)

@@ -22,7 +22,7 @@ from typing import Any
 
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 from specctl.train.run import train_draft
 
 ARMS: Mapping[str, Sequence[str]] = {

@@ -58,7 +58,7 @@ from specctl.train.data.rows.rows import TokenData, write_rows
 from specctl.train.data.rows.supply import Order
 from specctl.train.data.sources.defects import Defects
 from specctl.train.features.capture import capture
-from specctl.train.optim import learning_rate
+from specctl.train.step.optim import learning_rate
 from specctl.train.vocab.draft_vocab import draft_vocab
 
 HOSTS = Path(__file__).parent / "peer_hosts"

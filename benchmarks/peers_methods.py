@@ -56,7 +56,7 @@ from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.data.rows.rows import TokenData
 from specctl.train.data.rows.supply import Order
 from specctl.train.features.capture import capture
-from specctl.train.optim import learning_rate
+from specctl.train.step.optim import learning_rate
 from specctl.train.vocab.draft_vocab import draft_vocab
 
 TRL = ("train_trl.py", "trl", [TORCH, "trl==1.16.0 transformers==5.23.0"], [])

@@ -22,13 +22,13 @@ from specctl.core.spec import ModelSpec
 from specctl.models.hf.hf_spec import spec_of
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
-from specctl.train.optim import Gradient
 from specctl.train.planning.capacity import fits
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.live_bytes import traced
 from specctl.train.planning.step_bytes import TracedStep, fake_drafter, fake_target
 from specctl.train.planning.target_shape import TargetShape
 from specctl.train.planning.weighing import Weighing
+from specctl.train.step.optim import Gradient
 
 BEGIN, END = "<!-- made by benchmarks/plan_table.py -->", "<!-- end -->"
 GPUS = (1, 4, 8, 64)

@@ -29,8 +29,9 @@ from specctl.api.train import train_and_package
 from specctl.core.device.kept_memory import kept_memory
 from specctl.recipes.load import load_recipe
 from specctl.runtime.measure.reporter import SilentReporter
-from specctl.train import loop, products
-from specctl.train.products import faster_products, is_onednn_faster, usual_products
+from specctl.train import loop
+from specctl.train.step import products
+from specctl.train.step.products import faster_products, is_onednn_faster, usual_products
 
 SHAPES = ((1152, 256, 640), (1152, 640, 256), (1152, 256, 256), (170, 256, 6144), (256, 256, 256))
 

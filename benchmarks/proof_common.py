@@ -28,7 +28,7 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 from specctl.train.saving.checkpoint import Snapshot
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ()=:\n"

@@ -40,7 +40,7 @@ from specctl.export.formats import sglang, speculators  # whose readers are list
 from specctl.export.readers import trial
 from specctl.runtime.target.served import StoredWeights, load_served
 from specctl.train.features.target_source import layers_for
-from specctl.train.log import read_log
+from specctl.train.metrics.log import read_log
 from specctl_testing.train.sharded_targets import KINDS, write_sharded
 from specctl_testing.train.state_engine import state_engine
 

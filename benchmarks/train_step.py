@@ -7,7 +7,7 @@ A process per checkout; they take turns, step by step, so that both meet the sam
 medians: `target` reads the batch, `loss` runs the drafter and its head (whose gradient is taken in
 the same pass), `backward` the rest of it, `update` the optimizer. Ids are random: time is all that
 is measured. The first losses must agree. `--ways` compares one thread, all of `--threads` and as
-many as training finds faster (train/step_threads.py); give `--steps 30`, of which it needs a few.
+many as training finds faster (train/step/step_threads.py); give `--steps 30`: it needs a few.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def work(args: argparse.Namespace) -> None:
     from specctl.train.assemble import build_drafter
     from specctl.train.features.capture import capture
     from specctl.train.init.initial import completed
-    from specctl.train.optim import Gradient, build_optimizers
+    from specctl.train.step.optim import Gradient, build_optimizers
 
     torch.set_num_threads(args.threads)
     recipe = load_recipe(args.recipe, args.set)
@@ -70,7 +70,7 @@ def work(args: argparse.Namespace) -> None:
     if drafter.needs().borrow:
         drafter.bind(target.borrowed())
     if getattr(recipe.train, "compile", False):  # not in older checkouts
-        from specctl.train.compiled_layers import compile_layers
+        from specctl.train.step.compiled_layers import compile_layers
 
         compile_layers(drafter.module, drafter.family)
     sizes = frozenset({target.spec.vocab_size, size or 0})
@@ -121,7 +121,7 @@ def steps_of(args: argparse.Namespace) -> Callable[[], AbstractContextManager[No
         return nullcontext
     from specctl.runtime.measure.reporter import SilentReporter
     from specctl.train.distributed.ranks import Ranks
-    from specctl.train.step_threads import StepThreads
+    from specctl.train.step.step_threads import StepThreads
 
     return StepThreads.of(Ranks(), SilentReporter()).step
 

@@ -13,7 +13,7 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.device.cuda_graph import CudaGraph
 from specctl.drafters import family
 from specctl.runtime.engine.device_clock import mark, seconds_between, settle
-from specctl.train.metrics import Totals
+from specctl.train.metrics.metrics import Totals
 from specctl_testing.pretend_gpu import CPU, CUDA, DevicesMixed, FamilySteps, pretend_gpu
 
 pytestmark = pytest.mark.skipif(

@@ -36,7 +36,7 @@ from specctl.train.data.images.shown_images import ImageReader
 from specctl.train.data.prompts.heldout import heldout_prompts, num_held
 from specctl.train.data.prompts.suite_prompts import SuitePrompts
 from specctl.train.data.rows.rows import TokenData
-from specctl.train.metrics import (
+from specctl.train.metrics.metrics import (
     MeasuredAcceptance,
     SuiteTau,
     Totals,

@@ -36,7 +36,6 @@ from specctl.train.assemble import (
     say_data,
     what_trains,
 )
-from specctl.train.compiled_layers import compile_layers
 from specctl.train.data.on_policy import check_writer, text_of, writing_of
 from specctl.train.data.prompts.suite_prompts import suite_prompts
 from specctl.train.data.rows.rows import TokenData
@@ -53,13 +52,14 @@ from specctl.train.init.axes import with_axes
 from specctl.train.init.initial import Initial, Loader, completed, initialise, tensors_digest
 from specctl.train.joint.joint import JointModel
 from specctl.train.loop import Job
-from specctl.train.lora import attach
-from specctl.train.metrics import MeasuredAcceptance, MetricsLog
-from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
+from specctl.train.metrics.metrics import MeasuredAcceptance, MetricsLog
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.fingerprint import config_fields, run_fingerprint
 from specctl.train.saving.state import Optimizers, seed_everything
-from specctl.train.selective import Selection, selection_of
+from specctl.train.step.compiled_layers import compile_layers
+from specctl.train.step.lora import attach
+from specctl.train.step.optim import Gradient, RecipeSchedule, build_optimizers
+from specctl.train.step.selective import Selection, selection_of
 from specctl.train.stop import Stop
 from specctl.train.vocab.draft_vocab import draft_vocab, keep_vocab
 

@@ -30,7 +30,7 @@ from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Advance, Reporter
 from specctl.train.data.rows.supply import Order, Text, share
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.metrics import (
+from specctl.train.metrics.metrics import (
     HeldOutMeasurement,
     MetricsLog,
     Totals,
@@ -40,8 +40,6 @@ from specctl.train.metrics import (
     merged,
     simulated_tau,
 )
-from specctl.train.optim import Gradient, Schedule, set_learning_rate
-from specctl.train.products import faster_products, usual_products
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.integrity import step_name
 from specctl.train.saving.state import (
@@ -52,7 +50,9 @@ from specctl.train.saving.state import (
     set_random_state,
     untouched_random_state,
 )
-from specctl.train.step_threads import StepThreads
+from specctl.train.step.optim import Gradient, Schedule, set_learning_rate
+from specctl.train.step.products import faster_products, usual_products
+from specctl.train.step.step_threads import StepThreads
 from specctl.train.stop import Stop
 
 

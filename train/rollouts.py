@@ -40,8 +40,8 @@ from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants.moving import MovingTarget
 from specctl.train.data.rows.pack import Document, best_fit, laid_out
 from specctl.train.features.capture import capture, training_needs
-from specctl.train.optim import Gradient, build_optimizers
-from specctl.train.products import faster_products, usual_products
+from specctl.train.step.optim import Gradient, build_optimizers
+from specctl.train.step.products import faster_products, usual_products
 
 PLAIN = ("temperature", "seed", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos")
 MOST_LOGITS = 2**26  # numbers of a forward over rollouts

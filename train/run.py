@@ -59,13 +59,11 @@ from specctl.train.joint.joint_target import (
     say_change,
 )
 from specctl.train.loop import Job, TrainProgress, measure, restore, train
-from specctl.train.lora import ADAPTER, merge, save_adapter, unnameable
-from specctl.train.metrics import read_log
-from specctl.train.optim import RecipeSchedule
-from specctl.train.overfitting import overfitting
+from specctl.train.metrics.metrics import read_log
+from specctl.train.metrics.overfitting import overfitting
+from specctl.train.metrics.plot import save_learning_curve
 from specctl.train.planning.capacity import lacking_disk, refuse_lacks
 from specctl.train.planning.plan import RunPlan, build_shape, disk_needs, plan
-from specctl.train.plot import save_learning_curve
 from specctl.train.runs.finished import MARK, deciding, finished_mark, finished_text, read_mark
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.fingerprint import (
@@ -77,7 +75,9 @@ from specctl.train.saving.fingerprint import (
 )
 from specctl.train.saving.lock import locked
 from specctl.train.saving.run_file import RECORD, write_run_file
-from specctl.train.selective import reference_part
+from specctl.train.step.lora import ADAPTER, merge, save_adapter, unnameable
+from specctl.train.step.optim import RecipeSchedule
+from specctl.train.step.selective import reference_part
 from specctl.train.stop import Stop
 
 # package(drafter, target, folder, acceptance): writes the drafter; handed in by the command line,

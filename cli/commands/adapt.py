@@ -114,7 +114,7 @@ def target_fields(draft: Path) -> dict[str, Any]:
 
 def tau_at_start(out: Path) -> float | None:
     """Tau as measured before the first step of a run."""
-    from specctl.train.metrics import read_log
+    from specctl.train.metrics.metrics import read_log
 
     lines = [line for line in read_log(out / "metrics.jsonl") if "tau" in line]
     return float(lines[0]["tau"]) if lines and lines[0]["step"] == 0 else None

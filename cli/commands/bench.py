@@ -218,7 +218,7 @@ def _remaining(console: Console, measured: Sequence[BenchReport], since: float) 
 def _draw(report: BenchReport, path: Path) -> None:
     """Speed-up of every drafter and setting; of the first setting acceptance by position, and what
     a round brings and costs."""
-    from specctl.train.comparison_plot import save_comparison
+    from specctl.train.metrics.comparison_plot import save_comparison
 
     names = list(dict.fromkeys(row.name for row in report.rows))
     speeds: dict[str, dict[str, float]] = {}

@@ -20,7 +20,7 @@ def show_tables(
 ) -> Path | None:
     """A table for every target and setting, and OUT/families.png with all their speed-ups, ordered
     as the last table is, beside the acceptance by position; once more as `plot`."""
-    from specctl.train.comparison_plot import save_comparison
+    from specctl.train.metrics.comparison_plot import save_comparison
 
     measured = [row for row in rows if row["error"] is None]
     settings = dict.fromkeys(f"{row['target']}, {row['setting']}" for row in measured)

@@ -369,7 +369,7 @@ def round_of(rows: Sequence[Row]) -> str:
 def draw(report: Mapping[str, Any], path: Path) -> Path | None:
     """Speed-up in every setting, and what a round brings and costs in the first; None without
     matplotlib."""
-    from specctl.train.comparison_plot import save_comparison
+    from specctl.train.metrics.comparison_plot import save_comparison
 
     rows = report["rows"]
     names = list(dict.fromkeys(row["name"] for row in rows))

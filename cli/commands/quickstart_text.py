@@ -264,7 +264,7 @@ def _place(pair: Pair) -> str:
 
 def draw(pairs: Sequence[Pair], path: Path) -> Path | None:
     """Speed-up on every target, and acceptance by position; None without matplotlib."""
-    from specctl.train.comparison_plot import save_comparison
+    from specctl.train.metrics.comparison_plot import save_comparison
 
     names = list(dict.fromkeys(pair.shown for pair in pairs))
     speeds: dict[str, dict[str, float]] = {}

@@ -142,7 +142,7 @@ def tail(
 def _new_lines(path: Path) -> Iterator[list[dict[str, Any]]]:
     """What each look at a log finds that was not there before. A run that resumes rewrites its log
     up to where it goes on; of that, only what is new is given."""
-    from specctl.train.log import parse_lines
+    from specctl.train.metrics.log import parse_lines
 
     known: list[str] = []
     while True:

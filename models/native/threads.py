@@ -1,5 +1,5 @@
 """How many threads steps run on, beside the other work of the machine: those of compiled decoding,
-of PyTorch's forwards (models/torch_threads.py) and of training (train/step_threads.py).
+of PyTorch's forwards (models/torch_threads.py) and of training (train/step/step_threads.py).
 
 Threads that wait for each other many times a step are as slow as the one that another process has
 put off its core: beside one busy process, two threads on two cores decode at a third of the speed

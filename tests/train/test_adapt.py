@@ -20,8 +20,8 @@ from specctl.recipes.load import load_recipe
 from specctl.recipes.low_rank import LoraPart
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants.adapter import read_adapters
-from specctl.train.lora import additions, attach, merge, save_adapter, unnameable
 from specctl.train.planning.plan import plan
+from specctl.train.step.lora import additions, attach, merge, save_adapter, unnameable
 
 # What no module of its own holds, so that an adapter has no name for it.
 NAMELESS = {

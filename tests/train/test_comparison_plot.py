@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.train.comparison_plot import _offset, save_comparison
+from specctl.train.metrics.comparison_plot import _offset, save_comparison
 
 
 def test_bars_and_lines_carry_the_figures(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
-from specctl.train.compiled_layers import compile_layers
 from specctl.train.features.capture import capture
+from specctl.train.step.compiled_layers import compile_layers
 from specctl_testing.models import build_model
 
 OPTIONS: dict[str, dict[str, Any]] = {"eagle3": {"ttt_steps": 2}, "eagle": {}}

@@ -35,7 +35,7 @@ from specctl.train.planning.derive import Derived, derive
 from specctl.train.planning.other_programs import OtherPrograms
 from specctl.train.planning.pace import Pace
 from specctl.train.planning.work import QUESTION_TOKENS
-from specctl.train.products import bf16_gain
+from specctl.train.step.products import bf16_gain
 from specctl_testing.runtime.chat_targets import spoken_with
 from specctl_testing.train.known_pace import is_idle
 from specctl_testing.train.of_recipe import digest_of, foreign, kept_by, preparation_of

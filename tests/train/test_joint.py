@@ -18,7 +18,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture
 from specctl.train.joint.joint import JointModel, changing, hidden_matrices, weight_at
 from specctl.train.joint.joint_target import measured_change
-from specctl.train.optim import build_optimizers, set_learning_rate
+from specctl.train.step.optim import build_optimizers, set_learning_rate
 from specctl_testing.train import small_runs as small
 from specctl_testing.train.joint_cases import AT_ONCE, VOCAB, logits, make, perturb, rows, steps
 

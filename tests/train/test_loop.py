@@ -16,7 +16,7 @@ from specctl.core.batch import LossOut
 from specctl.core.errors import DivergedError, Exit
 from specctl.train.data.rows.supply import Order, share
 from specctl.train.loop import TrainProgress, restore, take_step, train
-from specctl.train.metrics import MetricsLog, read_log
+from specctl.train.metrics.metrics import MetricsLog, read_log
 from specctl.train.stop import Interrupted, Stop
 from specctl_testing.train import toy
 

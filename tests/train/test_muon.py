@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specctl.train.muon import ITERATIONS, WIDE, Muon, orthogonal
+from specctl.train.step.muon import ITERATIONS, WIDE, Muon, orthogonal
 
 
 def test_updates_are_those_of_pytorch_but_for_the_rounding_of_bfloat16() -> None:

@@ -33,7 +33,7 @@ from specctl.train.features.capture import capture, training_needs
 from specctl.train.features.kept import Form, decode, encode, read_target
 from specctl.train.features.offline import feature_source
 from specctl.train.features.shards import MOST_OPEN, ShardLayout, Shards, kept_shards
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 from specctl.train.run import train_draft
 from specctl.train.saving.tensorfile import tensor_chunks
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specctl.train.overfitting import overfitting
+from specctl.train.metrics.overfitting import overfitting
 
 
 def log(top1: float, alpha: float) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
 from specctl.train.features import target_source
 from specctl.train.features.overlap import Overlapped, check_overlap
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 from specctl.train.run import train_draft
 
 CPU = torch.device("cpu")

@@ -21,8 +21,14 @@ from specctl.train.data.rows.pack import Document, pack
 from specctl.train.data.rows.rows import write_rows
 from specctl.train.data.sources.defects import Defects
 from specctl.train.init.initial import completed
-from specctl.train.metrics import alphas, means, merged, simulated_tau
-from specctl.train.optim import (
+from specctl.train.metrics.metrics import alphas, means, merged, simulated_tau
+from specctl.train.metrics.plot import save_learning_curve
+from specctl.train.planning.plan import STATE_BYTES, RunPlan, matrix_speed, plan
+from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, small_data, small_train, summary
+from specctl.train.planning.work import num_saves
+from specctl.train.run import train_draft
+from specctl.train.saving.state import load_optimizer_state, optimizer_state
+from specctl.train.step.optim import (
     Gradient,
     build_optimizers,
     is_attention,
@@ -30,12 +36,6 @@ from specctl.train.optim import (
     learning_rate,
     set_learning_rate,
 )
-from specctl.train.planning.plan import STATE_BYTES, RunPlan, matrix_speed, plan
-from specctl.train.planning.rehearsal import Rehearsal, Stopwatch, small_data, small_train, summary
-from specctl.train.planning.work import num_saves
-from specctl.train.plot import save_learning_curve
-from specctl.train.run import train_draft
-from specctl.train.saving.state import load_optimizer_state, optimizer_state
 from specctl_testing.train.of_recipe import drafter_of
 
 SPEC = ModelSpec("llama", 4, 32, 88, 4, 2, 8, 64, 1e-5, 1e4, 1024)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from specctl.core.batch import TrainBatch
-from specctl.train import products
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, train
-from specctl.train.products import faster_products, usual_products
+from specctl.train.step import products
+from specctl.train.step.products import faster_products, usual_products
 from specctl_testing.train import toy
 
 needs_onednn = pytest.mark.skipif(products._onednn() is None, reason="torch has no oneDNN")

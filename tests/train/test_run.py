@@ -28,7 +28,7 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.loop import TrainProgress, train
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 from specctl.train.planning import capacity as room
 from specctl.train.run import RunResult, train_draft
 from specctl.train.saving.checkpoint import Checkpoints

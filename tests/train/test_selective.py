@@ -20,7 +20,7 @@ from specctl.drafters import family
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.target import Target
 from specctl.train.features.capture import capture
-from specctl.train.selective import Selection, chosen, reference_part
+from specctl.train.step.selective import Selection, chosen, reference_part
 from specctl.train.stop import Interrupted
 from specctl_testing.train import small_runs as runs
 

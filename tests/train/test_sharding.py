@@ -13,7 +13,7 @@ import torch
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.placement.tensor_parallel import is_known
 from specctl.train.loop import TrainProgress, restore, train
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl_testing.train import parallel_run, sharded_run, toy
 from specctl_testing.train.two_processes import run_twice

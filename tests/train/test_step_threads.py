@@ -11,7 +11,7 @@ from specctl.models.native import threads as native_threads
 from specctl.models.torch_threads import CHOSEN
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.step_threads import StepThreads
+from specctl.train.step.step_threads import StepThreads
 
 ALONE = Ranks()
 

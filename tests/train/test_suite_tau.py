@@ -15,8 +15,8 @@ from specctl.recipes.schema import Recipe
 from specctl.runtime.target.target import Target
 from specctl.train.data.prompts.suite_prompts import num_in_suite, read_run_suite, suite_prompts
 from specctl.train.data.records.records import Sample
-from specctl.train.metrics import read_log
-from specctl.train.plot import save_learning_curve
+from specctl.train.metrics.metrics import read_log
+from specctl.train.metrics.plot import save_learning_curve
 from specctl.train.runs.finished import read_mark
 from specctl_testing.train import small_runs
 from specctl_testing.train.small_runs import random_target, small_recipe

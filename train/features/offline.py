@@ -32,7 +32,7 @@ from specctl.train.features.remote_shards import ObjectStore, RemoteShards, is_u
 from specctl.train.features.served_features import ServedFeatures
 from specctl.train.features.shards import ShardLayout, Shards, make_room, sweep
 from specctl.train.features.target_source import TargetSource, target_source
-from specctl.train.step_threads import StepThreads
+from specctl.train.step.step_threads import StepThreads
 
 BatchOf = Callable[[list[int]], TrainBatch]
 Ahead = Callable[[list[int]], None]

@@ -16,7 +16,7 @@ from specctl.recipes.low_rank import ALONE, JointPart
 from specctl.recipes.schema import DataPart, TargetPart, TrainPart
 from specctl.runtime.target.placement.device import FEW_BITS, PACKED
 from specctl.runtime.target.target import Target
-from specctl.train.selective import COMPARING
+from specctl.train.step.selective import COMPARING
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

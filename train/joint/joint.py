@@ -40,8 +40,8 @@ from specctl.train.features.capture import capture, head_logits, read, to_device
 from specctl.train.joint.early_exit import read_at_exits
 from specctl.train.joint.noise import noised
 from specctl.train.joint.trajectory import trajectory_state
-from specctl.train.lora import add, additions
-from specctl.train.optim import is_hidden_matrix
+from specctl.train.step.lora import add, additions
+from specctl.train.step.optim import is_hidden_matrix
 
 OF_DRAFTER, OF_TARGET = "drafter.", "target."
 TEACHER = Needs(teacher=True, teacher_rows=True)

@@ -27,8 +27,8 @@ from specctl.train.data.prompts.heldout import heldout_prompts
 from specctl.train.data.rows.rows import TokenData
 from specctl.train.features.capture import capture
 from specctl.train.joint.joint import TEACHER, JointModel, original_distribution, target_loss
-from specctl.train.lora import merge, save_adapter
-from specctl.train.metrics import MetricsLog, read_log
+from specctl.train.metrics.metrics import MetricsLog, read_log
+from specctl.train.step.lora import merge, save_adapter
 
 FOLDER, CONFIG, ADAPTER = "target", "config.json", "target-adapter"
 TEXTS, ROWS_AT_ONCE = 64, 8  # measured on; read at a time

@@ -54,10 +54,10 @@ from specctl.train.planning.stand_in import (
 )
 from specctl.train.planning.target_shape import TargetShape
 from specctl.train.planning.weighing import data_tokens
-from specctl.train.products import faster_products
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.state import untouched_random_state
-from specctl.train.selective import COMPARING
+from specctl.train.step.products import faster_products
+from specctl.train.step.selective import COMPARING
 from specctl.train.stop import Stop
 
 PIECES = 6  # that are measured one after another

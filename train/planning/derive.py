@@ -67,7 +67,7 @@ from specctl.train.planning.stand_in import now, stand_in
 from specctl.train.planning.target_shape import TargetShape, target_shape
 from specctl.train.planning.weighing import Weighing
 from specctl.train.planning.work import Part
-from specctl.train.products import FAR, bf16_gain
+from specctl.train.step.products import FAR, bf16_gain
 
 COVERAGE = 0.95  # of the answers' tokens that the draft vocabulary can say
 CPU_TOKENS, GPU_TOKENS = 4096, 16384  # of a step

@@ -23,7 +23,7 @@ from specctl.train.data.written.writing_target import packed_copy
 from specctl.train.planning.hardware import GPUS, Cluster, machine_bytes
 from specctl.train.planning.step_bytes import StepBytes
 from specctl.train.planning.target_shape import TargetShape
-from specctl.train.selective import COMPARING
+from specctl.train.step.selective import COMPARING
 
 PROCESS_BYTES = 900_000_000  # python, torch, transformers, the text being read, a heap's gaps
 CUDA_HOST_BYTES = 2_500_000_000  # more of a process that uses a GPU: its libraries

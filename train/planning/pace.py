@@ -22,7 +22,7 @@ from specctl.train.planning.work import (
     num_questions,
     num_saves,
 )
-from specctl.train.selective import reference_part
+from specctl.train.step.selective import reference_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,7 @@ from specctl.train.features.kept import Form
 from specctl.train.features.remote_shards import is_url
 from specctl.train.init.initial import TARGET, carries, completed
 from specctl.train.joint.check import check_joint
-from specctl.train.lora import attach
-from specctl.train.metrics import read_log
-from specctl.train.optim import is_hidden_matrix
+from specctl.train.metrics.metrics import read_log
 from specctl.train.planning.capacity import fits
 from specctl.train.planning.data_shares import SourceShare, source_shares
 from specctl.train.planning.hardware import Cluster
@@ -60,7 +58,9 @@ from specctl.train.planning.work import (
     work_of,
 )
 from specctl.train.prune.cut import uncuttable
-from specctl.train.selective import reference_part
+from specctl.train.step.lora import attach
+from specctl.train.step.optim import is_hidden_matrix
+from specctl.train.step.selective import reference_part
 
 ANSWER_BYTES = 3  # more for a token that the target wrote, kept as it was drawn
 FILL = 0.98  # share of a row that holds tokens

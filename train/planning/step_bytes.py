@@ -50,10 +50,10 @@ from specctl.train.assemble import family_options, trainable_family
 from specctl.train.features.capture import read, training_needs
 from specctl.train.features.target_source import FromStates, Text, layers_for
 from specctl.train.init.initial import completed
-from specctl.train.lora import attach
-from specctl.train.optim import Gradient, build_optimizers
 from specctl.train.planning.live_bytes import LiveBytes, traced
 from specctl.train.planning.work import passes
+from specctl.train.step.lora import attach
+from specctl.train.step.optim import Gradient, build_optimizers
 
 READING, FEATURES = "the target reads", "its features"
 MOST_SLICES = 160  # of logits in a traced step

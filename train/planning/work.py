@@ -21,7 +21,7 @@ from specctl.recipes.schema import DataPart, TrainPart
 from specctl.train.data.sources.self_source import uses_self
 from specctl.train.planning.hardware import Cluster
 from specctl.train.planning.target_shape import TargetShape, layer_matrices
-from specctl.train.selective import COMPARING, reference_part
+from specctl.train.step.selective import COMPARING, reference_part
 
 ADDED_BYTES = 16  # of a number added: itself, its gradient, two of the optimizer's, float32
 

@@ -32,10 +32,10 @@ from specctl.recipes.section import Fraction, Positive, Section, SeedNumber
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.placement.device import choose_device
 from specctl.train.data.sources.corpus import training_texts
-from specctl.train.lora import add, merge
-from specctl.train.optim import is_hidden_matrix
 from specctl.train.pretrain.own_section import folder_of, own_section
 from specctl.train.pretrain.trajectories import Trajectories, prompt_windows, written
+from specctl.train.step.lora import add, merge
+from specctl.train.step.optim import is_hidden_matrix
 
 EXPORT, REPORT = "export", "dparallel.json"
 HELDOUT_SHARE = 0.125  # of the prompts

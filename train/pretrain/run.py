@@ -41,8 +41,7 @@ from specctl.recipes.schema import TrainPart
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.train.data.rows.supply import Order, Text
 from specctl.train.loop import Job, TrainProgress, restore, save, train
-from specctl.train.metrics import MetricsLog
-from specctl.train.optim import Gradient
+from specctl.train.metrics.metrics import MetricsLog
 from specctl.train.pretrain.data import Ids, PretrainData, PretrainRows, end_ids, prepare_data
 from specctl.train.pretrain.kept_weights import check_weights
 from specctl.train.pretrain.own_models import MASKED, check_plain, own_kind, own_model
@@ -56,6 +55,7 @@ from specctl.train.pretrain.recipe import (
 from specctl.train.saving.checkpoint import Checkpoints, Snapshot
 from specctl.train.saving.integrity import saved_steps
 from specctl.train.saving.state import Optimizers
+from specctl.train.step.optim import Gradient
 from specctl.train.stop import Interrupted, Stop
 
 STATE, LOG, EXPORT = "state", "log.jsonl", "export"

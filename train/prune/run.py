@@ -25,7 +25,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import family_options, trainable_family
 from specctl.train.data.rows.rows import TokenData
 from specctl.train.features.capture import capture
-from specctl.train.metrics import MeasuredAcceptance
+from specctl.train.metrics.metrics import MeasuredAcceptance
 from specctl.train.planning.pace import Pace
 from specctl.train.planning.plan import CALIBRATED, RunPlan, build_shape, plan
 from specctl.train.planning.target_shape import target_shape

@@ -12,7 +12,7 @@ from typing import Any
 from specctl.core.errors import FileError
 from specctl.core.storage.bounded_read import read_text
 from specctl.recipes.files import parse_yaml
-from specctl.train.log import read_log
+from specctl.train.metrics.log import read_log
 from specctl.train.runs.finished import read_mark
 from specctl.train.saving.integrity import (
     damage,

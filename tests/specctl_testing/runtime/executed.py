@@ -49,7 +49,7 @@ def executed(call: Callable[[], Any]) -> Executed:
 
 
 # What a training registers stays in the process and hands products on, in rounds as well.
-REGISTERED = "/train/products.py"
+REGISTERED = "/train/step/products.py"
 
 
 def _is_ours(file: str) -> bool:

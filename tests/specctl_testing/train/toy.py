@@ -25,10 +25,10 @@ from specctl.train.data.rows.supply import Order
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.distributed.sharding import Sharded
 from specctl.train.loop import Job
-from specctl.train.metrics import MeasuredAcceptance, MetricsLog
-from specctl.train.optim import Gradient, RecipeSchedule, build_optimizers
+from specctl.train.metrics.metrics import MeasuredAcceptance, MetricsLog
 from specctl.train.saving.checkpoint import Checkpoints
 from specctl.train.saving.state import seed_everything
+from specctl.train.step.optim import Gradient, RecipeSchedule, build_optimizers
 from specctl.train.stop import Stop
 
 VOCAB, WIDTH, NUM_ROWS, SEQ_LEN = 24, 12, 10, 9

@@ -15,9 +15,9 @@ from specctl.runtime.target.target import Target
 from specctl.train.assemble import measuring_prompts, measuring_rows
 from specctl.train.data.rows.growth import ids_key
 from specctl.train.data.rows.rows import TokenData
-from specctl.train.metrics import read_log
-from specctl.train.optim import learning_rate
+from specctl.train.metrics.metrics import read_log
 from specctl.train.saving.checkpoint import Checkpoints
+from specctl.train.step.optim import learning_rate
 from specctl.train.stop import Interrupted
 from specctl_testing.train import small_runs
 from specctl_testing.train.small_runs import Ran, Talk, run

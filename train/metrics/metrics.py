@@ -16,7 +16,7 @@ from torch import Tensor
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.storage.files import write_bytes
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.log import read_log as read_log
+from specctl.train.metrics.log import read_log as read_log
 
 Window = dict[str, tuple[float, float]]
 

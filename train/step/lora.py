@@ -29,7 +29,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.recipes.low_rank import LoraPart
 from specctl.runtime.target.variants.adapter import CONFIG, TENSORS, plain_config
-from specctl.train.optim import is_hidden_matrix
+from specctl.train.step.optim import is_hidden_matrix
 
 ADAPTER = "adapter"  # folder of a run
 _PREFIX = "base_model.model."  # peft's names are those of the module that it wraps, behind this

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specctl.train.metrics import read_log
+from specctl.train.metrics.metrics import read_log
 
 
 def save_learning_curve(log: Path, path: Path) -> Path | None:

@@ -20,7 +20,7 @@ from specctl.core.errors import RecipeError
 from specctl.recipes.schema import TrainPart
 from specctl.train.distributed.pieces import is_piece, local, with_piece
 from specctl.train.distributed.ranks import Ranks
-from specctl.train.muon import Muon
+from specctl.train.step.muon import Muon
 
 
 def is_hidden_matrix(parameter: Tensor, vocab_sizes: frozenset[int]) -> bool:
