@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specctl.core.errors import RecipeError, nearest
 
 if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.runtime.measure.bench import Contender
     from specctl.runtime.target.target import Target
 

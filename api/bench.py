@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from specctl.api.against import cannot_assist, parse_against, transformers_contenders
-from specctl.api.arguments import MOST_ROWS, check_count
-from specctl.api.attention_only import attention_only
+from specctl.api.arguments.arguments import MOST_ROWS, check_count
+from specctl.api.arguments.attention_only import attention_only
+from specctl.api.arguments.drafting import DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.progress import Progress, as_reporter
+from specctl.api.arguments.prompts import Prompt
+from specctl.api.arguments.targets import TargetLike, target_or_own
 from specctl.api.bench_questions import bench_material
-from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
 from specctl.api.failures import raises_user_errors
-from specctl.api.progress import Progress, as_reporter
-from specctl.api.prompts import Prompt
-from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.drafter import Drafter
 from specctl.runtime.measure import bench as measure
 from specctl.runtime.measure.bench import Contender, engine_contender, unread

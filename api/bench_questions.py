@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specctl.api.prompts import Prompt, are_chats, encode_prompts
+from specctl.api.arguments.prompts import Prompt, are_chats, encode_prompts
 from specctl.core.errors import RecipeError, SpecctlError, nearest, one_of_two
 from specctl.core.messages.printable import counted
 from specctl.runtime.measure.questions import Question, question_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from specctl.api.arguments import check_settings
+from specctl.api.arguments.arguments import check_settings
 from specctl.api.failures import raises_user_errors
 from specctl.core.errors import IncompatibleError
 from specctl.core.messages.table import Table, Tabled

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl.api.arguments.initial_shape import following_init
+from specctl.api.arguments.progress import Progress, as_reporter
+from specctl.api.arguments.recipe import RecipeLike, recipe_of
 from specctl.api.failures import raises_user_errors
-from specctl.api.initial_shape import following_init
-from specctl.api.progress import Progress, as_reporter
-from specctl.api.recipe import RecipeLike, recipe_of
 from specctl.core.errors import FileError, RecipeError, SpecctlError
 from specctl.core.storage.files import digest_of, sha256_file, write_json
 from specctl.recipes.made_for import DEMONSTRATION, is_same, made_for, target_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from specctl.api.arguments.progress import Progress, as_reporter
+from specctl.api.arguments.targets import TargetLike, target_or_own
 from specctl.api.failures import raises_user_errors
 from specctl.api.generate import generate
-from specctl.api.progress import Progress, as_reporter
-from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.errors import SpecctlError
 from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks

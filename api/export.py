@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specctl.api.arguments.outputs import check_folder
+from specctl.api.arguments.targets import TargetLike, target_or_own
 from specctl.api.failures import raises_user_errors
-from specctl.api.outputs import check_folder
-from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.errors import SpecctlError
 from specctl.core.messages.table import Table, Tabled
 from specctl.export.formats import PACKAGE, check_store, filled, find_format, format_for

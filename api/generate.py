@@ -7,14 +7,20 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specctl.api.arguments import MOST_ROWS, check_count, check_settings
-from specctl.api.attention_only import attention_only
-from specctl.api.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.arguments import MOST_ROWS, check_count, check_settings
+from specctl.api.arguments.attention_only import attention_only
+from specctl.api.arguments.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.images import ImageLike, encode_with_images
+from specctl.api.arguments.progress import Progress, as_reporter, warnings_of
+from specctl.api.arguments.prompts import (
+    EncodedPrompt,
+    Prompt,
+    are_chats,
+    empty_answers,
+    encode_prompts,
+)
+from specctl.api.arguments.targets import TargetLike, load_target, target_or_own
 from specctl.api.failures import raises_user_errors
-from specctl.api.images import ImageLike, encode_with_images
-from specctl.api.progress import Progress, as_reporter, warnings_of
-from specctl.api.prompts import EncodedPrompt, Prompt, are_chats, empty_answers, encode_prompts
-from specctl.api.targets import TargetLike, load_target, target_or_own
 from specctl.core.errors import IncompatibleError, one_of_two
 from specctl.core.messages.table import Table, Tabled
 from specctl.runtime import generate as runtime

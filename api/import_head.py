@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specctl.api.arguments.outputs import check_folder
+from specctl.api.arguments.progress import Progress, as_reporter
+from specctl.api.arguments.targets import TargetLike, target_or_own
 from specctl.api.failures import raises_user_errors
-from specctl.api.measurement import Measurement
-from specctl.api.outputs import check_folder
-from specctl.api.progress import Progress, as_reporter
-from specctl.api.targets import TargetLike, target_or_own
+from specctl.api.measured.measurement import Measurement
 from specctl.core.drafter import Drafter
 from specctl.core.messages.table import Table, Tabled
 from specctl.export.imports import Imported, Measured, Report, import_published

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specctl.api.arguments import MOST_ROWS, check_count
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.arguments import MOST_ROWS, check_count
+from specctl.api.arguments.drafting import load_draft
+from specctl.api.arguments.targets import tokenizer_of
 from specctl.api.failures import raises_user_errors
-from specctl.api.targets import tokenizer_of
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.recipes.schema import TrainPart

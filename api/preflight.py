@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specctl.api.outputs import check_folder
+from specctl.api.arguments.outputs import check_folder
 from specctl.core.errors import FileError, NetworkError, RecipeError, SpecctlError, unknown
 from specctl.core.messages.printable import counted
 from specctl.recipes.stages import PREFIX, stages_of

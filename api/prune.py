@@ -11,11 +11,11 @@ from typing import Any
 
 from accelerate import PartialState
 
+from specctl.api.arguments.progress import Progress, as_reporter, warnings_of
+from specctl.api.arguments.recipe import RecipeLike, recipe_of, run_folder, set_words
+from specctl.api.arguments.targets import TargetLike, in_memory, inflated_note
 from specctl.api.failures import raises_user_errors
 from specctl.api.preflight import check_out, check_run
-from specctl.api.progress import Progress, as_reporter, warnings_of
-from specctl.api.recipe import RecipeLike, recipe_of, run_folder, set_words
-from specctl.api.targets import TargetLike, in_memory, inflated_note
 from specctl.api.train import TrainResult, load_initial, packaged_acceptance, train_and_package
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.messages.table import Table, Tabled

@@ -9,13 +9,13 @@ from typing import Any
 
 from accelerate import PartialState
 
+from specctl.api.arguments.initial_shape import following_init
+from specctl.api.arguments.progress import Progress, as_reporter, warnings_of
+from specctl.api.arguments.recipe import RecipeLike, recipe_of, refuse_dependent, run_folder
+from specctl.api.arguments.targets import TargetLike, in_memory
 from specctl.api.failures import raises_user_errors
-from specctl.api.initial_shape import following_init
-from specctl.api.measurement import Measurement, run_words
+from specctl.api.measured.measurement import Measurement, run_words
 from specctl.api.preflight import check_allowed, check_out, check_run
-from specctl.api.progress import Progress, as_reporter, warnings_of
-from specctl.api.recipe import RecipeLike, recipe_of, refuse_dependent, run_folder
-from specctl.api.targets import TargetLike, in_memory
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.messages.table import Table, Tabled

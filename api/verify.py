@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specctl.api.attention_only import attention_only
-from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.attention_only import attention_only
+from specctl.api.arguments.drafting import DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.progress import Progress, as_reporter
+from specctl.api.arguments.prompts import Prompt, encode_prompts
+from specctl.api.arguments.targets import TargetLike, target_json, target_or_own
 from specctl.api.failures import raises_user_errors
-from specctl.api.measurement import target_words
-from specctl.api.progress import Progress, as_reporter
-from specctl.api.prompts import Prompt, encode_prompts
-from specctl.api.targets import TargetLike, target_json, target_or_own
+from specctl.api.measured.measurement import target_words
 from specctl.core.errors import RecipeError, SpecctlError, nearest
 from specctl.core.messages.printable import counted
 from specctl.core.messages.table import Table, Tabled

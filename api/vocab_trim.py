@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from specctl.api.attention_only import attention_only
-from specctl.api.drafting import DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.attention_only import attention_only
+from specctl.api.arguments.drafting import DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.outputs import check_folder
+from specctl.api.arguments.progress import Progress, as_reporter
+from specctl.api.arguments.targets import TargetLike, target_or_own
 from specctl.api.failures import raises_user_errors
-from specctl.api.measurement import Measurement
-from specctl.api.outputs import check_folder
-from specctl.api.progress import Progress, as_reporter
-from specctl.api.targets import TargetLike, target_or_own
+from specctl.api.measured.measurement import Measurement
 from specctl.api.train import packaged
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specctl.api.arguments.prompts import encode_prompts
+from specctl.api.arguments.targets import TargetLike, target_or_own
 from specctl.api.failures import raises_user_errors
-from specctl.api.prompts import encode_prompts
-from specctl.api.targets import TargetLike, target_or_own
 from specctl.core.messages.table import Table, Tabled
 from specctl.images.grid_net import DrawnGrids
 from specctl.images.zipar import RowWindow, zip_grids

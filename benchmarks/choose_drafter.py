@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specctl import load_target
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.drafting import load_draft
 from specctl.drafters.team import Team
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from specctl import generate, load_target
-from specctl.api.drafting import LoadedDraft, load_draft
+from specctl.api.arguments.drafting import LoadedDraft, load_draft
 from specctl.core.messages.printable import counted
 from specctl.runtime.target.target import Target
 

@@ -31,7 +31,7 @@ import torch
 from long_context import ORDER, prompts
 
 from specctl import load_target
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.drafting import load_draft
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel
 from specctl.runtime.engine.engine import Engine

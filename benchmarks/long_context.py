@@ -28,7 +28,7 @@ from statistics import mean, median, stdev
 import torch
 
 from specctl import load_target
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.drafting import load_draft
 from specctl.core.drafter import Drafter
 from specctl.drafters.states import short_context
 from specctl.runtime.engine.engine import Engine

@@ -266,7 +266,7 @@ def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
 
 
 def test_every_shipped_recipe_is_valid() -> None:
-    from specctl.api.families import check_options
+    from specctl.api.arguments.families import check_options
     from specctl.recipes.files import recipe_names
     from specctl.recipes.load import load_recipe
 

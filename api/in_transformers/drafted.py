@@ -36,11 +36,11 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from specctl.api.arguments import check_settings
-from specctl.api.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.arguments import check_settings
+from specctl.api.arguments.drafting import DRAFTING, DrafterLike, LoadedDraft, load_draft
+from specctl.api.arguments.targets import tokenizer_of
 from specctl.api.failures import raises_user_errors
 from specctl.api.generate import generate
-from specctl.api.targets import tokenizer_of
 from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.runtime.measure.stats import Stats
 from specctl.runtime.sampling.sampling import DRAWN_SEEDS, Sampling

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.api.against import parse_against
-from specctl.api.outputs import check_file, check_plot, write_report
-from specctl.api.targets import target_json
+from specctl.api.arguments.outputs import check_file, check_plot, write_report
+from specctl.api.arguments.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.options.flags import DRAFTING, Compile, Seed
@@ -124,7 +124,7 @@ def bench(
     target = target.or_own(*names)
     from specctl.api.bench import DEFAULT_DRAFTS
     from specctl.api.bench import bench as bench_
-    from specctl.api.machine import made_by
+    from specctl.api.measured.machine import made_by
 
     measured: list[BenchReport] = []  # the last one says all that was measured
     console.remains = partial(_remaining, console, measured, time.time())
@@ -186,7 +186,7 @@ def _write(
         _draw(report, written.plot)
         console.say(f"picture: {written.plot}")
     if written.card is not None:
-        from specctl.api.bench_card import bench_card
+        from specctl.api.measured.bench_card import bench_card
         from specctl.core.storage.files import write_bytes
 
         result["card"] = str(written.card)
@@ -199,7 +199,7 @@ def _write(
 def _remaining(console: Console, measured: Sequence[BenchReport], since: float) -> str | None:
     """What a benchmark that was stopped leaves: the table of what it had measured, which is shown,
     and the costs of rounds."""
-    from specctl.api.cost_cache import count_since
+    from specctl.api.measured.cost_cache import count_since
 
     count, kept = count_since(since), list[str]()
     if count:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.api.against import parse_against, transformers_contenders
-from specctl.api.families import check_options, family_infos
-from specctl.api.outputs import check_folder, check_plot
-from specctl.api.targets import inflated_note, target_json
+from specctl.api.arguments.families import check_options, family_infos
+from specctl.api.arguments.outputs import check_folder, check_plot
+from specctl.api.arguments.targets import inflated_note, target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import shown_error
 from specctl.cli.app.follow_up import with_text
@@ -49,7 +49,7 @@ from specctl.runtime.target.folders.checkpoint_folder import read_settings
 from specctl.train.runs.kept import kept_in
 
 if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.measure.bench import Contender
     from specctl.runtime.measure.bench_report import BenchRow

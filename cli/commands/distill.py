@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from specctl.api.recipe import INDEPENDENT, refuse_dependent
+from specctl.api.arguments.recipe import INDEPENDENT, refuse_dependent
 from specctl.cli.app.console import Console
 from specctl.cli.options.recipe_flags import TrainingFlags
 from specctl.cli.options.training import run_training

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 import specctl
-from specctl.api.machine import usable_cores
+from specctl.api.measured.machine import usable_cores
 from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
 from specctl.core.messages.installed import distribution_name, foreign_distributions, pip_install

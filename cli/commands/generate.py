@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specctl.api.targets import target_json
+from specctl.api.arguments.targets import target_json
 from specctl.cli.app.console import ACCEPTED, PLAIN_COLOUR, Console, has_colours
 from specctl.cli.app.follow_up import command_line, with_text
 from specctl.cli.app.settings import Setting
@@ -31,7 +31,7 @@ from specctl.core.errors import SpecctlError
 from specctl.runtime.measure.doubt import doubts
 
 if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.api.generate import GenerateResult
     from specctl.runtime.measure.stats import Stats
     from specctl.runtime.outline.answer import Outlining
@@ -218,7 +218,7 @@ class GenerateJob:
 def _given(target: Target, prompt: PromptText) -> Any:
     """A prompt as generate() takes it; with tools, encoded."""
     if prompt.tools:
-        from specctl.api.prompts import EncodedPrompt
+        from specctl.api.arguments.prompts import EncodedPrompt
 
         ids = target.encode_chat(prompt.messages, prompt.tools)
         return EncodedPrompt(tuple(ids), prompt.text, is_chat=True)
@@ -311,7 +311,7 @@ def _open_output(console: Console, job: GenerateJob, index: int, after: bool) ->
 
 def _compare(console: Console, job: GenerateJob) -> tuple[GenerateResult, dict[str, Any]]:
     """Plain and speculative decoding of the same prompts, side by side."""
-    from specctl.api.drafting import PLAIN
+    from specctl.api.arguments.drafting import PLAIN
 
     with console.task("compare", 4, "runs") as advance:
         runs = []

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specctl.api.outputs import check_folder
+from specctl.api.arguments.outputs import check_folder
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.options.flags import Out

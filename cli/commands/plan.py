@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.api.arguments.initial_shape import following_init
 from specctl.api.derive import is_derived
-from specctl.api.initial_shape import following_init
 from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line

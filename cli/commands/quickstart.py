@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
+from specctl.api.arguments.recipe import folder_name
 from specctl.api.preflight import check_out, check_run
-from specctl.api.recipe import folder_name
 from specctl.cli.app.console import Console
 from specctl.cli.commands.quickstart_chat import MEASURED, chat_story
 from specctl.cli.commands.quickstart_story import FULL_MINUTES, StoryPlace

@@ -27,7 +27,7 @@ from specctl.runtime.measure.doubt import PAYS, SLACK, SURE, standing
 from specctl.runtime.measure.round_cost import RoundCost
 
 if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.api.generate import GenerateResult
     from specctl.recipes.schema import DataPart, DrafterPart, Recipe, TrainPart
     from specctl.runtime.target.target import Target
@@ -96,7 +96,7 @@ def chat_story(place: StoryPlace, target: Target) -> None:
 
 def answer(console: Console, target: Target) -> dict[str, Any]:
     """One question, plainly and with guesses: the text, and how fast it came."""
-    from specctl.api.drafting import PLAIN, load_draft
+    from specctl.api.arguments.drafting import PLAIN, load_draft
     from specctl.api.generate import generate
     from specctl.runtime.sampling.sampling import Sampling
 

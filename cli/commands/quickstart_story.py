@@ -21,7 +21,7 @@ from specctl.core.storage.files import write_json
 from specctl.runtime.measure.reporter import Advance
 
 if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.proof.proof_report import Check
     from specctl.runtime.target.target import Target

@@ -23,7 +23,7 @@ from specctl.core.storage.files import write_json
 from specctl.runtime.measure.doubt import PAYS, doubts
 
 if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.recipes.schema import Recipe
     from specctl.runtime.generate import Generated
     from specctl.runtime.measure.cost_table import CostTable

@@ -59,7 +59,7 @@ def drafted(target: str, family: str) -> list[str]:
 
 def trains(family: str, joint: JointPart | None, has_stages: bool) -> bool:
     """Whether a recipe of that family trains anything."""
-    from specctl.api.families import family_infos
+    from specctl.api.arguments.families import family_infos
 
     is_joint = joint is not None and joint.alone is not None
     return has_stages or is_joint or family_infos()[family].trainable

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from specctl.api.families import family_infos
+from specctl.api.arguments.families import family_infos
 from specctl.cli.app.console import Console
 from specctl.core.errors import unknown
 from specctl.core.storage.model_folder import CONFIG, is_adapter_alone

@@ -186,7 +186,7 @@ def validate(
 
       specctl recipes validate my-eagle3.yaml
     """
-    from specctl.api.families import check_options
+    from specctl.api.arguments.families import check_options
     from specctl.recipes.lineage import lineage
     from specctl.recipes.load import load_recipe
     from specctl.recipes.whole import whole_text

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specctl.api.attention_only import is_recurrent, of_recipe
-from specctl.api.families import family_infos
+from specctl.api.arguments.attention_only import is_recurrent, of_recipe
+from specctl.api.arguments.families import family_infos
 from specctl.api.models_here import drafts_for
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line, with_text

@@ -32,7 +32,7 @@ from specctl.core.storage.traffic_files import has_records
 from specctl.recipes.published import path_named
 
 if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.runtime.batching import BatchCosts, Batching
     from specctl.runtime.sampling.sampling import Sampling
     from specctl.runtime.target.target import Target
@@ -349,7 +349,7 @@ def _shelf(
         return None
     target, rule, rows = service.target, service.rule, service.limits.max_batch
     given = {**flags.given(), "parallel": False}
-    from specctl.api.drafting import load_draft
+    from specctl.api.arguments.drafting import load_draft
     from specctl.runtime.verify.choice import verification_of
     from specctl.server.drafter_route import Shelf
     from specctl.server.engine_thread.exchange import Drafting
@@ -462,7 +462,7 @@ def priced(
 
 def _costs(console: Console, target: Target, draft: LoadedDraft, max_batch: int) -> BatchCosts:
     """Round costs up to the largest batch; measured once, kept between runs."""
-    from specctl.api.cost_cache import describe, read_costs, write_costs
+    from specctl.api.measured.cost_cache import describe, read_costs, write_costs
     from specctl.runtime.batching import BatchCosts
     from specctl.runtime.measure.cost import batch_sizes, measure_batch_costs
     from specctl.runtime.sampling.sampling import Sampling

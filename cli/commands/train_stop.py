@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specctl.api.outputs import check_file
+from specctl.api.arguments.outputs import check_file
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.loading import DraftChoice

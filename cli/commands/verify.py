@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specctl.api.outputs import check_file, write_report
-from specctl.api.targets import target_json
+from specctl.api.arguments.outputs import check_file, write_report
+from specctl.api.arguments.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
 from specctl.cli.options.flags import Allow, Chat, TranslateSetting

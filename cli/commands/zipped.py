@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specctl.api.targets import target_json
+from specctl.api.arguments.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import with_text
 from specctl.cli.commands.decoded_alone import changed_sampling, end_pictures, refuse_given

@@ -26,7 +26,7 @@ from specctl.core.errors import one_of_two
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.core.forward.attention_only import AttentionOnly
     from specctl.runtime.target.target import Target
 
@@ -66,7 +66,7 @@ class DraftingFlags:
     def wanted(self, *drafts: str, may_be_parallel: bool = True) -> Sequence[AttentionOnly]:
         """What these drafters need of the target that only one of attention alone has;
         `may_be_parallel`: whether they may draft beside it."""
-        from specctl.api.attention_only import attention_only
+        from specctl.api.arguments.attention_only import attention_only
 
         names = [draft for draft in drafts if draft != NO_DRAFTER]
         parallel = self.parallel if may_be_parallel else False
@@ -116,6 +116,6 @@ class DraftChoice(DraftingFlags):
 
     def load(self, target: Target) -> LoadedDraft:
         """The drafter with the policy and rule it is to be served by."""
-        from specctl.api.drafting import load_draft
+        from specctl.api.arguments.drafting import load_draft
 
         return load_draft(self.draft, target, **self.given())

@@ -46,7 +46,7 @@ def check_drafter(name: str) -> None:
         for part in parts:
             check_drafter(part)
         return
-    from specctl.api.families import family_infos
+    from specctl.api.arguments.families import family_infos
     from specctl.export.package.files import open_folder
     from specctl.recipes.files import recipe_names
     from specctl.recipes.published import published_names
@@ -104,7 +104,7 @@ def _check(kind: str, name: str | None, known: Iterable[str], flag: str) -> None
 
 def free_drafters() -> list[str]:
     """The families that draft without training."""
-    from specctl.api.families import family_infos
+    from specctl.api.arguments.families import family_infos
 
     return [name for name, info in family_infos().items() if not info.trainable]
 
@@ -137,7 +137,7 @@ def complete_draft(incomplete: str) -> list[str]:
 
 
 def complete_family(incomplete: str) -> list[str]:
-    from specctl.api.families import family_infos
+    from specctl.api.arguments.families import family_infos
 
     return _starting(incomplete, family_infos())
 

@@ -66,7 +66,7 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
 
 def tell_chat(console: Console, target: Target, chat: bool | None) -> None:
     """Say how texts are read, where nobody chose and it is not plain."""
-    from specctl.api.prompts import chat_note
+    from specctl.api.arguments.prompts import chat_note
 
     if note := chat_note(target, chat):
         console.say(note)

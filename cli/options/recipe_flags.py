@@ -95,7 +95,7 @@ class RecipeFlags:
 
     def load(self) -> Recipe:
         """The recipe with these changes, checked."""
-        from specctl.api.families import check_options
+        from specctl.api.arguments.families import check_options
         from specctl.recipes.load import load_recipe
 
         recipe = load_recipe(
@@ -121,7 +121,7 @@ class RecipeFlags:
 
     def folder(self, target: str, recipe: str) -> Path:
         """--out, or runs/TARGET-RECIPE by the names of both."""
-        from specctl.api.recipe import run_folder
+        from specctl.api.arguments.recipe import run_folder
 
         return self.out if self.out is not None else run_folder(target, recipe)
 

@@ -85,14 +85,14 @@ class TargetChoice:
     def or_own(self, *drafts: str) -> Self:
         """This choice; where none was named, the target that the first package was made for, else
         tiny."""
-        from specctl.api.families import check_stored
+        from specctl.api.arguments.families import check_stored
 
         check_stored(self.dtype, (part for draft in drafts for part in drafter_names(draft)))
         if self.name != OWN:
             return self
         if self.offline:
             go_offline()
-        from specctl.api.targets import own_target
+        from specctl.api.arguments.targets import own_target
 
         record = own_target(*drafts)
         if record is None:
@@ -204,7 +204,7 @@ class TargetChoice:
         if target.mixture is not None:
             console.warn(target.mixture.warning(self.name))
         if target.inflated:
-            from specctl.api.targets import inflated_note
+            from specctl.api.arguments.targets import inflated_note
 
             console.warn(inflated_note(target))
         return target

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from specctl.api.arguments.initial_shape import following_init
 from specctl.api.derive import is_derived, read_by
-from specctl.api.initial_shape import following_init
-from specctl.api.measurement import ESTIMATED
+from specctl.api.measured.measurement import ESTIMATED
 from specctl.api.preflight import (
     BEFORE,
     check_allowed,

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from specctl.api.bench import bench
     from specctl.api.denoise import denoise
     from specctl.api.derive import derive_recipe
-    from specctl.api.drafting import load_drafter
+    from specctl.api.arguments.drafting import load_drafter
     from specctl.api.export import export
     from specctl.api.generate import generate
     from specctl.api.in_transformers.drafted import custom_generate
     from specctl.api.policy import follow_policy
     from specctl.api.prune import prune
-    from specctl.api.targets import load_target
+    from specctl.api.arguments.targets import load_target
     from specctl.api.train import distill, train
     from specctl.api.verify import verify
     from specctl.api.vocab_trim import vocab_trim
@@ -48,8 +48,8 @@ _HOMES = {
     "export": "specctl.api.export",
     "follow_policy": "specctl.api.policy",
     "generate": "specctl.api.generate",
-    "load_drafter": "specctl.api.drafting",
-    "load_target": "specctl.api.targets",
+    "load_drafter": "specctl.api.arguments.drafting",
+    "load_target": "specctl.api.arguments.targets",
     "Outlining": "specctl.runtime.outline.answer",
     "prune": "specctl.api.prune",
     "Sampling": "specctl.runtime.sampling.sampling",

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import specctl
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.drafting import load_draft
 from specctl.api.train import TrainResult
 from specctl.drafters.small_lm import SmallLm
 from specctl.runtime.target.target import Target

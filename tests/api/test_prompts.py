@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.api.prompts import are_chats, chat_note, empty_answers, encode_prompts
+from specctl.api.arguments.prompts import are_chats, chat_note, empty_answers, encode_prompts
 from specctl.core.errors import SpecctlError
 from specctl.runtime.generate import Output
 from specctl_testing.runtime.chat_targets import spoken_with

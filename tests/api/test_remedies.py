@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specctl.api.drafting import load_drafter
+from specctl.api.arguments.drafting import load_drafter
 from specctl.api.import_head import import_head
 from specctl.core.errors import SpecctlError
 from specctl.recipes.targets import resolve

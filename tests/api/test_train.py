@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import specctl
-from specctl.api.progress import ProgressEvent
-from specctl.api.recipe import recipe_of
+from specctl.api.arguments.progress import ProgressEvent
+from specctl.api.arguments.recipe import recipe_of
 from specctl.api.train import TrainResult
 from specctl.recipes.load import load_recipe
 

@@ -39,7 +39,7 @@ def little_beside_a_run() -> Iterator[None]:
     looks at the curve of a run here, as tests/train/test_run.py does, nor but in test_costs.py at
     the costs that a benchmark measures before it begins."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specctl.api.drafting.COST_ROUNDS", 2)
+        patch.setattr("specctl.api.arguments.drafting.COST_ROUNDS", 2)
         patch.setattr("specctl.train.vocab.selectors.fr_spec.MOST_TOKENS", 20_000)
         patch.setattr("specctl.train.run.save_learning_curve", lambda log, path: None)
         yield

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.api.measurement import run_words
+from specctl.api.measured.measurement import run_words
 from specctl.api.train import packaged_acceptance
 from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.formats import export

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from specctl.api.drafting import LoadedDraft
+from specctl.api.arguments.drafting import LoadedDraft
 from specctl.cli.app.console import Console
 from specctl.cli.app.failures import INTERRUPTED
 from specctl.cli.commands.chat.repl import Interrupts, Lines

@@ -532,7 +532,9 @@ def test_the_verdict_of_the_quickstart_speaks_of_gains_beyond_the_noise() -> Non
 def test_a_tree_that_is_fitted_to_the_device_says_to_what(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specctl.api.drafting.COST_ROUNDS", 16)  # of two, costs may be too vague
+    monkeypatch.setattr(
+        "specctl.api.arguments.drafting.COST_ROUNDS", 16
+    )  # of two, costs may be too vague
     words = (
         *GENERATE,
         "def main(",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specctl.api.cost_cache import read_costs, write_costs
+from specctl.api.measured.cost_cache import read_costs, write_costs
 from specctl.runtime.measure.cost_table import CostTable
 
 BENCH = ("bench", "--num-prompts", "1", "--max-new-tokens", "4", "--repeats", "1")
@@ -32,7 +32,7 @@ ABOUT = {"device": "cpu x", "dtype": "float32", "batch": 1, "target": "abc"}
 def whole_costs(little_beside_a_run: None) -> Iterator[None]:
     """As many rounds of each draft length as the commands time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specctl.api.drafting.COST_ROUNDS", 16)
+        patch.setattr("specctl.api.arguments.drafting.COST_ROUNDS", 16)
         yield
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import specctl
-from specctl.api.drafting import DRAFTING, load_draft
-from specctl.api.targets import own_target
+from specctl.api.arguments.drafting import DRAFTING, load_draft
+from specctl.api.arguments.targets import own_target
 from specctl.core.errors import FileError
 from specctl.export.package.find import Kind, locate
 from specctl.export.package.folder import load_drafter

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from specctl.api.outputs import check_file
+from specctl.api.arguments.outputs import check_file
 from specctl.cli.app.command import command
 from specctl.cli.main import COMMANDS, load_command
 from specctl.drafters import families

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from specctl.api.arguments.targets import load_target
 from specctl.api.generate import generate
-from specctl.api.targets import load_target
 from specctl.core.errors import SpecctlError
 from specctl.runtime.target.text.image_files import read_image
 from specctl_testing.cli.ran import Run

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specctl.api.families import family_infos
+from specctl.api.arguments.families import family_infos
 from specctl.cli.app.console import Console
 from specctl.recipes.files import recipe_names
 from specctl.recipes.made_for import is_same, made_for

@@ -11,7 +11,7 @@ import torch
 
 import specctl
 import specctl.recipes
-from specctl.api.families import family_infos
+from specctl.api.arguments.families import family_infos
 from specctl.cli.commands.bench_families import recipes_of
 from specctl.core.errors import IncompatibleError
 from specctl.drafters import families

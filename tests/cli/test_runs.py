@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specctl.api.recipe import folder_name
+from specctl.api.arguments.recipe import folder_name
 from specctl.cli.app.console import Console
 from specctl.cli.commands import runs as runs_command
 from specctl.cli.commands.runs import resuming_words

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.drafting import load_draft
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import RoundView, Space
 from specctl.core.errors import RecipeError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specctl.api.families import family_infos
+from specctl.api.arguments.families import family_infos
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.drafters import families
 from specctl.drafters.losses.head_losses import LossOptions

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.drafting import load_draft
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.core.tree import NodeKind

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.drafting import load_draft
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.forward.row_additions import RowAdditions

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.api.drafting import load_draft
+from specctl.api.arguments.drafting import load_draft
 from specctl.core.drafter import Space
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters.attention.attention import attend_seen

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specctl.api.cost_cache import describe
+from specctl.api.measured.cost_cache import describe
 from specctl.core.drafter import Drafter
 from specctl.core.errors import (
     FileError,

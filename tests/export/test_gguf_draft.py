@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from specctl.api.arguments.drafting import load_drafter
 from specctl.api.bench import bench
-from specctl.api.drafting import load_drafter
 from specctl.api.generate import generate
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
 from specctl.core.storage.gguf_header import read_header

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.api.measurement import Measurement
+from specctl.api.measured.measurement import Measurement
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
 from specctl.core.errors import GateError, IncompatibleError

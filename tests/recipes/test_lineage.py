@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specctl.api.recipe import recipe_of
+from specctl.api.arguments.recipe import recipe_of
 from specctl.cli.main import main
 from specctl.core.errors import RecipeError
 from specctl.recipes.files import base_names, recipe_names

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from specctl.api.arguments.initial_shape import following_init
 from specctl.api.generate import generate
-from specctl.api.initial_shape import following_init
 from specctl.api.train import train
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError, IntegrityError, RecipeError

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from specctl.api.targets import target_json
+from specctl.api.arguments.targets import target_json
 from specctl.cli.app.console import ACCEPTED, PLAIN_COLOUR, Console
 from specctl.cli.commands.chat.session import ChatSession, ChatTurn
 from specctl.cli.options.prompts import check_text

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specctl.api.drafting import LoadedDraft
+    from specctl.api.arguments.drafting import LoadedDraft
     from specctl.runtime.engine.engine import Engine
     from specctl.runtime.engine.request import Completion, Emission
     from specctl.runtime.measure.stats import Stats

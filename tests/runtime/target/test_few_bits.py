@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import specctl
-from specctl.api.targets import target_json
+from specctl.api.arguments.targets import target_json
 from specctl.cli.app.console import Console
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.drafter import Drafter

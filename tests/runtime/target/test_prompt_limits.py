@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from specctl.api.prompts import encode_prompts
+from specctl.api.arguments.prompts import encode_prompts
 from specctl.core.errors import SpecctlError
 from specctl.runtime.cross_vocab.token_bytes import ALPHABET
 from specctl.runtime.generate import generate

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specctl import load_target
-from specctl.api.targets import in_memory
+from specctl.api.arguments.targets import in_memory
 from specctl.cli.options.target_choice import AnsweringChoice, WritingChoice
 from specctl.core.errors import IncompatibleError, NumbersError, RecipeError, SpecctlError
 from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specctl.api.attention_only import attention_only
+from specctl.api.arguments.attention_only import attention_only
 from specctl.cli.options.names import check_drafting
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.tree import DraftTree, NodeKind, chain_tree

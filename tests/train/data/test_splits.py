@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.api.recipe import recipe_of
+from specctl.api.arguments.recipe import recipe_of
 from specctl.cli.options.recipe_flags import RecipeFlags
 from specctl.core.errors import FileError, RecipeError
 from specctl.recipes.load import load_recipe

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specctl.api.families import check_options, family_infos
-from specctl.api.targets import TargetLike, load_target
+from specctl.api.arguments.families import check_options, family_infos
+from specctl.api.arguments.targets import TargetLike, load_target
 from specctl.core.errors import RecipeError, did_you_mean
 from specctl.recipes.load import IN_CALL, load_recipe, recipe_in_memory, with_fields
 from specctl.recipes.schema import Recipe

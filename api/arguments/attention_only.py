@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from specctl.api.families import family_infos
+from specctl.api.arguments.families import family_infos
 from specctl.core.errors import SpecctlError
 from specctl.core.forward.attention_only import AttentionOnly, borrowing, of_serving
 from specctl.core.storage.model_folder import CONFIG

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import __version__
-from specctl.api.machine import chip
+from specctl.api.measured.machine import chip
 from specctl.core.storage.cache_folder import cache_folder
 from specctl.models.native.library import INT8_SWITCH, SWITCH
 from specctl.models.native.threads import threads_used

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from specctl.api.prompts import EncodedPrompt, Prompt, messages_of, several
+from specctl.api.arguments.prompts import EncodedPrompt, Prompt, messages_of, several
 from specctl.core.errors import SpecctlError, one_of_two
 from specctl.runtime.engine.request import check_length
 from specctl.runtime.target.target import Target

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.api.arguments import MOST_DRAFTED, check_count
-from specctl.api.attention_only import attention_only
-from specctl.api.cost_cache import describe, read_costs, write_costs
+from specctl.api.arguments.arguments import MOST_DRAFTED, check_count
+from specctl.api.arguments.attention_only import attention_only
+from specctl.api.arguments.families import check_stored
+from specctl.api.arguments.targets import TargetLike, target_or_own
 from specctl.api.failures import raises_user_errors
-from specctl.api.families import check_stored
-from specctl.api.targets import TargetLike, target_or_own
+from specctl.api.measured.cost_cache import describe, read_costs, write_costs
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError, did_you_mean
 from specctl.drafters import family

@@ -1,0 +1,1 @@
+"""What each argument may be: a target, a drafter, prompts, images, a recipe, a place to write."""

@@ -1,0 +1,1 @@
+"""Measurements: on what machine they were made, kept between commands, recorded, shown."""
