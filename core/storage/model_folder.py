@@ -4,6 +4,7 @@ training, a GGUF, an adapter alone. Each is named, with a way on that ends other
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Iterable
@@ -78,7 +79,8 @@ def refuse_link(path: Path, folder: Path | None = None) -> None:
         )
 
 
-def _refuse_special(path: Path, folder: Path) -> None:
+def check_regular(path: Path, folder: Path) -> os.stat_result:
+    """The status of a regular file of the folder. A pipe or a device would be waited for."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise IntegrityError(
@@ -88,6 +90,11 @@ def _refuse_special(path: Path, folder: Path) -> None:
             do="remove it, or copy the checkpoint again",
             where=str(folder),
         )
+    return about
+
+
+def _refuse_special(path: Path, folder: Path) -> None:
+    about = check_regular(path, folder)
     longest = LONGEST.get(path.suffix.lower(), USUAL_LONGEST)
     if longest is not None and about.st_size > longest:
         raise IntegrityError(

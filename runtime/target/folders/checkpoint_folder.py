@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from specctl.core.storage.diffusion_kinds import diffusion_kind
 from specctl.core.storage.grid_kinds import grid_kind
 from specctl.core.storage.model_folder import (
     ADAPTER,
+    check_regular,
     is_adapter_alone,
     refuse_link,
     refuse_pointer,
@@ -182,16 +182,10 @@ def refuse_code(body: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """A pipe or a device would be waited for."""
+    """None but files and folders may lie there."""
     for path in sorted(folder.iterdir()):
-        if path.exists() and not (path.is_dir() or stat.S_ISREG(path.stat().st_mode)):
-            raise IntegrityError(
-                "the folder contains something that is no file",
-                found=ascii(path.name),
-                expected="regular files",
-                do="remove it, or copy the checkpoint again",
-                where=str(folder),
-            )
+        if path.exists() and not path.is_dir():
+            check_regular(path, folder)
 
 
 def _refuse_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
