@@ -137,12 +137,10 @@ def law(lm: LanguageModel, kv: SlotKV, root: int, text: Sequence[int], at: int) 
 def law_behind(
     target: Target, engine: Engine | KeptPrompts, prompt: Sequence[int], text: Sequence[int]
 ) -> torch.Tensor:
-    """The same behind what the target keeps of a prompt."""
+    """The same behind what the target keeps of the prompt that this engine has just answered."""
     tokens, lm = tuple(prompt), target.lm
-    if isinstance(engine, SpecKV):
-        engine.engine.open(len(prompt) + len(text) + 8)
-        request = Request(tokens, Sampling(max_new_tokens=len(text)))
-        tokens, lm = engine.kept(0, request).tokens, engine.lm
+    if isinstance(engine, SpecKV):  # its cache holds that, in front of the answer
+        tokens, lm = tokens[-engine.keep - 1 :], engine.lm
     if isinstance(engine, SpecPC):
         tokens = engine.shortened(tokens)
     inner = engine if isinstance(engine, Engine) else engine.engine
@@ -181,6 +179,7 @@ def main() -> None:
     parser.add_argument("--words", nargs="+", required=True)
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--count", type=int, default=4)
+    parser.add_argument("--skip", type=int, default=0, help="of these prompts, the first ones")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--needles", type=int, default=0)
     parser.add_argument("--needle-texts", type=int, default=2)
@@ -191,6 +190,7 @@ def main() -> None:
     target = load_target(words.target)
     beside = target if words.beside is None else load_target(words.beside)
     given = prompts(target, words.prompts, "summarization", words.texts, words.count)
+    given = given[words.skip :]
     hidden = needles(target, words.prompts, words.needle_texts, words.needles)
     longest = max(map(len, [*given, *(prompt for prompt, _ in hidden)])) + words.tokens
     most = min(longest, target.spec.max_positions)

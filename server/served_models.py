@@ -38,11 +38,12 @@ class ServedModels:
         return None if name == self.name else name
 
     def about(self, name: str) -> dict[str, Any]:
-        """A model as OpenAI's API describes one."""
+        """A model as OpenAI's API describes one, and the drafters that a request may choose."""
         about = {"id": name, "object": "model", "created": self.started}
         has_template = self.service.target.template_digest is not None
         of = {} if name == self.name else {"parent": self.name}
-        return {**about, "owned_by": "specctl", "chat_template": has_template, **of}
+        ours = {"chat_template": has_template, "drafters": list(self.service.status().drafters)}
+        return {**about, "owned_by": "specctl", **ours, **of}
 
     def about_for_anthropic(self, name: str) -> dict[str, Any]:
         """A model as Anthropic's API describes one."""

@@ -16,6 +16,7 @@ from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
 from specctl.runtime.engine.image_rows import with_images
 from specctl.runtime.engine.request import Emission, Request, Row
+from specctl.runtime.engine.team_drafter import drafter_names
 from specctl.runtime.measure.stats import RowStats
 from specctl.runtime.target.text.text_stream import TextStream, TokenDecoder
 from specctl.server.engine_thread.contract import (
@@ -302,13 +303,17 @@ class Worker:
         job = ServerJob(next(self._numbers), ticket, stream, ticket.since)  # an exchange held it
         self.jobs[job.index], self._index_of[ticket] = job, job.index
         try:
-            wanted = job.request
-            if self.engine.drafter is None:  # it could not be opened: whatever was chosen
-                wanted = replace(wanted, drafts=False)
+            wanted = replace(job.request, drafts=self._drafts(request.drafts))
             own = with_images(self.engine.target, wanted, request.images)
             self.engine.submit(job.index, own)
         except SpecctlError as error:
             self._leave(job, "error", error)
+
+    def _drafts(self, chosen: bool | str) -> bool | str:
+        """What a request has chosen, among the drafters of now: another may have come while it
+        waited, or the one that it chose could not be opened. The text is the same."""
+        names = drafter_names(self.engine.drafter)
+        return bool(names) if isinstance(chosen, str) and chosen not in names else chosen
 
     def _decoder(self, shown: frozenset[int]) -> TokenDecoder:
         """One for each set of control tokens that are spelled."""
@@ -327,7 +332,7 @@ class Worker:
         del self.jobs[job.index], self._index_of[job.ticket]
         if job.row is not None:
             job.ticket.stats, job.ticket.features = job.row.stats, job.row.features
-            if isinstance(name := job.request.drafts, str):
+            if isinstance(name := job.row.request.drafts, str):
                 self.counters.chosen.setdefault(name, RowStats()).add(job.row.stats)
         self._post(job.ticket, last)
         self.counters.requests[outcome] = self.counters.requests.get(outcome, 0) + 1

@@ -108,9 +108,10 @@ def check_content_type(request: Request) -> None:
         kind.strip().startswith("application/") and kind.strip().endswith("+json")
     )
     if not is_json or any(c.removeprefix("charset=").strip('"') != "utf-8" for c in charsets):
-        raise ApiError(
-            415, "the body must be sent as application/json in UTF-8", code="unsupported_media_type"
-        )
+        given = ascii(request.headers.get("content-type", "")[:100])
+        message = "the body must be sent as application/json in UTF-8, found the header "
+        message += f"Content-Type {given} (curl: -H 'Content-Type: application/json')"
+        raise ApiError(415, message, code="unsupported_media_type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "the body must not be compressed", code="unsupported_media_type")
 

@@ -57,6 +57,15 @@ def curl(command: str, address: str) -> httpx.Response:
     return httpx.request(method, url, headers=headers, content=given.d, timeout=120)
 
 
+def test_bodies_are_sent_as_what_the_server_accepts() -> None:
+    """Also those for servers that no test starts."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", "")
+    sent = [line for line in text.splitlines() if line.startswith("curl") and " -d " in line]
+    assert len(sent) > 6
+    assert [line for line in sent if '-H "Content-Type: application/json"' not in line] == []
+
+
 @pytest.mark.parametrize("command", CLIENTS)
 def test_what_curl_is_shown_to_ask_is_answered(command: str, address: str) -> None:
     ran = curl(command, address)

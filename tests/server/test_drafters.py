@@ -114,6 +114,7 @@ def test_what_is_chosen_is_seen(
     assert [line.get("draft") for line in logged] == ["none", None, "prompt-lookup"]
     status = got(app, "/v1/status").json()
     assert (status["drafter"], status["drafters"]) == ("mine", list(MEMBERS))
+    assert got(app, "/v1/models").json()["data"][0]["drafters"] == list(MEMBERS)
     found = service.counters.chosen["prompt-lookup"]
     assert found.drafted >= service.counters.drafted - before > 0
     metrics = got(app, "/metrics").text

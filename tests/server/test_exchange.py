@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specctl.core.errors import ResourceError, SpecctlError
 from specctl.drafters.prompt_lookup import PromptLookup
 from specctl.export.package.folder import save_package
 from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.team_drafter import drafter_names
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import Policy
 from specctl.runtime.sampling.sampling import Sampling
@@ -61,6 +63,7 @@ def another(target: Target, name: str = "suffix-automaton") -> Drafting:
 def test_answers_before_behind_and_during_an_exchange_are_what_they_are_alone(
     target: Target,
 ) -> None:
+    """Also of requests that have chosen the drafter which leaves while they wait."""
     requests = requests_of(18)
 
     async def run() -> tuple[list[Any], list[str | None], Service]:
@@ -76,7 +79,9 @@ def test_answers_before_behind_and_during_an_exchange_are_what_they_are_alone(
                     service.exchange(lambda name=name: another(target, name), 60)
                 )
                 await asyncio.sleep(0)
-                tasks += [asyncio.create_task(collect(service, request)) for request in own[4:]]
+                old = replace(own[4], drafts=drafter_names(service.drafting.drafter)[0])
+                late = asyncio.create_task(collect(service, old))
+                tasks += [late, asyncio.create_task(collect(service, own[5]))]
                 now = await change
                 names += [now.name, service.status().drafter]
                 answers += await asyncio.gather(*tasks)
