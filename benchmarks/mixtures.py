@@ -50,10 +50,18 @@ class Pair:
     drafter: Drafter
 
     def by(self, law: Mixture) -> Target:
-        """What writes by that law."""
-        if law.is_in_turns:
-            return in_turns(self.own, [self.beside], law)
-        return mixed(self.own, self.beside, law)
+        """What writes by that law; costs of a budget that it does not give are measured now, so
+        that they are the same for all texts."""
+        if not law.is_in_turns:
+            return mixed(self.own, self.beside, law)
+        whole = in_turns(self.own, [self.beside] * len(law.models), law)
+        if law.law != "reward-budget" or law.numbers[0] == 1 or all(law.numbers[2:]):
+            return whole
+        turns = generate(whole, [[0]], sampling=Sampling(max_new_tokens=1)).stats.turns
+        assert turns is not None
+        assert turns.spending is not None
+        print(f"{law}: {turns.spending}", file=sys.stderr, flush=True)
+        return self.by(parse(f"{turns.spending.again}={law.model}"))
 
     @classmethod
     def load(cls, target: str, beside: str) -> Pair:
@@ -147,9 +155,13 @@ def table(laws: Sequence[str], titles: str) -> None:
         )
 
 
+def cells(columns: Sequence[Sequence[float]]) -> str:
+    """The mean of each column, and its standard error."""
+    return " | ".join(f"{fmean(c):.3f} +- {stdev(c) / len(c) ** 0.5:.3f}" for c in columns)
+
+
 def row(law: str, t: float, columns: Sequence[Sequence[float]]) -> None:
-    cells = [f"{fmean(c):.3f} +- {stdev(c) / len(c) ** 0.5:.3f}" for c in columns]
-    print(f"| `{law}` | {t:g} | {' | '.join(cells)} |", flush=True)
+    print(f"| `{law}` | {t:g} | {cells(columns)} |", flush=True)
 
 
 def main() -> None:

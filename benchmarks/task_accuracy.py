@@ -7,9 +7,10 @@ benchmarks/answers), and the last number of an answer is compared, or that of it
 Of every way: how many answers are right, with the standard error of that share, how many are right
 that are wrong by the lossless way and the other way round, with the difference and its error over
 the same prompts, tokens a round, and processor seconds an answer. A way is `lossless`, a law of two
-models or one by which they write in turns (`--mix`), or a relaxed rule. The model beside the target
-drafts chains wherever anything drafts. All ways answer a prompt before the next one; with `--found`
-every answer is kept as a line of JSON, and those that stand there are not written again.
+models or one by which they write in turns (`--mix`; `reward:0.8=beside,beside` where the model
+beside the target judges its own steps), or a relaxed rule. That model drafts chains wherever any
+drafts. All ways answer a prompt before the next one; with `--found` every answer is kept as a line
+of JSON, and those that stand there are not written again.
 
     python benchmarks/task_accuracy.py --target qwen2.5-coder-1.5b --beside qwen2.5-coder-0.5b \\
         --prompts humaneval.jsonl --ways lossless contrast:0.5:0.1 entropy:1 reflect:0.3
@@ -122,14 +123,8 @@ def writer(way: str, pair: Pair) -> Write:
     if (rule := way.split(":")[0]) in RULES:
         length = 8 if rule == "reflect" else 5
         return lambda ids, how: drafted(own, ids, how, drafter, length, rule=way)
-    law = parse(f"{way}=beside")
+    law = parse(way if "=" in way else f"{way}=beside")
     whole = pair.by(law)
-    if law.law == "reward-budget" and 0 in law.numbers[2:]:  # costs are measured once for all
-        turns = generate(whole, [[0]], sampling=Sampling(max_new_tokens=1)).stats.turns
-        assert turns is not None
-        assert turns.spending is not None
-        print(f"{way}: {turns.spending}", file=sys.stderr, flush=True)
-        whole = pair.by(parse(f"{turns.spending.again}=beside"))
     if law.is_in_turns:
         return lambda ids, how: generate(whole, [ids], sampling=how)
     return lambda ids, how: drafted(whole, ids, how, drafter)

@@ -178,9 +178,9 @@ def measured_costs(turns: RewardTurns, step: int) -> StepCosts:
     judge = turns.judge.target
     timed: list[tuple[float, ...]] = []
     for _ in range(TIMES):  # all of them in turn, so that what slows the machine slows each
-        reading = _read(judge, step)
-        behind = reading if judge is target else _read(target, step)
-        timed.append((_written(target, room), _written(small, room), reading, behind))
+        reading = read(judge, step)
+        behind = reading if judge is target else read(target, step)
+        timed.append((written(target, room), written(small, room), reading, behind))
     own, other, reading, behind = map(min, zip(*timed, strict=True))
     return StepCosts(_rounded(other / own), _rounded((reading + behind) / own))
 
@@ -189,7 +189,7 @@ def _rounded(cost: float) -> float:
     return float(f"{cost:.{DIGITS}g}")
 
 
-def _written(target: Target, room: int) -> float:
+def written(target: Target, room: int) -> float:
     """Seconds of a token that the model writes alone; what it writes, and its ends, say nothing."""
     engine = Engine(target)
     engine.open(room)
@@ -204,7 +204,7 @@ def _written(target: Target, room: int) -> float:
     return min(seconds[1:] or seconds)
 
 
-def _read(target: Target, step: int) -> float:
+def read(target: Target, step: int) -> float:
     """Seconds of a token that the model reads and scores, a step at once."""
     judge = Judge(target)
     judge.open(step + 1)
