@@ -60,7 +60,7 @@ class Pair:
         turns = generate(whole, [[0]], sampling=Sampling(max_new_tokens=1)).stats.turns
         assert turns is not None
         assert turns.spending is not None
-        print(f"{law}: {turns.spending}", file=sys.stderr, flush=True)
+        print(f"{law}: {turns.spending.again}", file=sys.stderr, flush=True)
         return self.by(parse(f"{turns.spending.again}={law.model}"))
 
     @classmethod

@@ -26,13 +26,17 @@ class Spending:
         costs = drafted * (self.small + self.judge) + by_target
         return costs / tokens if tokens else 0.0
 
+    @property
+    def said_again(self) -> str:
+        """How a user has the same text again."""
+        return f"the same text again: --mix {self.again}=..."
+
     def __str__(self) -> str:
         deltas = self.thresholds or [0.0]
         return (
-            f"a budget of {self.budget:g} | costs of a token: {self.small:g} written by the other, "
-            f"{self.judge:g} read | {self.share:.0%} of the steps for the target | "
-            f"delta {min(deltas):.3f} to {max(deltas):.3f}, {fmean(deltas):.3f} on average | "
-            f"the same text again: {self.again}"
+            f"a budget of {self.budget:g} | a token costs {self.small:g} written by the other "
+            f"model, {self.judge:g} read | {self.share:.0%} of the steps for the target | delta "
+            f"{min(deltas):.3f} to {max(deltas):.3f}, {fmean(deltas):.3f} on average"
         )
 
     def to_json(self) -> dict[str, Any]:

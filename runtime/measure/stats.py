@@ -90,12 +90,17 @@ class TurnCounts:
         drafted = self.tokens - self.target_tokens + self.dropped
         return self.spending.spent(self.tokens, self.target_tokens, drafted)
 
+    def lines(self) -> tuple[str, ...]:
+        """Who wrote, and what a budget bought."""
+        if self.spending is None or self.spent is None:
+            return (str(self),)
+        return str(self), f"spent {self.spent:.2f} of {self.spending}", self.spending.said_again
+
     def __str__(self) -> str:
-        bought = "" if self.spending is None else f"\nspent {self.spent:.2f} of {self.spending}"
         return (
             f"the target wrote {self.by_target:,} of {counted(self.turns, 'turn')}, "
             f"{self.share:.0%} of the tokens | {counted(self.dropped, 'token')} of the other model "
-            f"dropped{bought}"
+            "dropped"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -194,7 +199,7 @@ class Stats(Tabled):
             f"{self.tokens:,} tokens in {self.seconds:.2f} s | "
             f"{self.tokens_per_second:.1f} tokens/s | drafting {self.draft_share:.0%} of the time "
             f"| repetition {self.repetition_rate:.2f} | verification {self.verification}",
-            *(() if self.turns is None else (str(self.turns),)),
+            *(() if self.turns is None else self.turns.lines()),
             *(() if self.kept is None else (str(self.kept),)),
         )
 
