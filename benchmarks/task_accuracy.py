@@ -143,9 +143,11 @@ def sums(questions: Sequence[str], answers: Mapping[str, Mapping[str, float]]) -
     return {text: partial(says, answers[digest(text)]["answer"]) for text in known}
 
 
-def answered(way: str, write: Write, own: Target, text: str, how: Sampling, check: Check) -> Found:
-    """One answer, and whether it is right."""
-    ids = prompt_ids(own, text)
+def answered(
+    way: str, write: Write, own: Target, text: str, also: str, how: Sampling, check: Check
+) -> Found:
+    """One answer, and whether it is right. `also`: what stands behind the question."""
+    ids = prompt_ids(own, f"{text} {also}" if also else text)
     began = process_time()
     made = write(ids, how)
     seconds = round(process_time() - began, 2)
@@ -187,6 +189,9 @@ def table(ways: Sequence[str], found: Sequence[Found]) -> str:
 def main() -> None:
     parser = options(__doc__, tokens=200)
     parser.add_argument("--answers", type=Path, help="numbers by question")
+    parser.add_argument(
+        "--also", default="", help="behind each question, so that answers are short"
+    )
     parser.add_argument("--longest", type=int, default=130, help="tokens of a function's prompt")
     parser.add_argument("--ways", nargs="+", required=True, help="compared with the first")
     parser.add_argument("--found", type=Path, help="where answers are kept")
@@ -211,7 +216,7 @@ def main() -> None:
         for way, write in ways.items():
             if (digest(text), way) in known:
                 continue
-            one = answered(way, write, own, text, sampling, checks[text])
+            one = answered(way, write, own, text, words.also, sampling, checks[text])
             found.append(one)
             print(json.dumps(asdict(one)), file=sys.stderr, flush=True)
             if words.found is not None:
