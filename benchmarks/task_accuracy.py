@@ -3,7 +3,8 @@
 Prompts are functions with examples in their docstrings (HumanEval as chats); the examples that
 stand in the prompt are run against what was answered, in a Python of their own with a time limit.
 With `--answers`, they are questions of mathematics with one number each (a part of Spec-Bench's,
-benchmarks/answers), and the last number of an answer is compared, or that of its last \\boxed{}.
+benchmarks/answers) behind one that is answered shortly, and the last number of an answer is
+compared, or that of its last \\boxed{}.
 Of every way: how many answers are right, with the standard error of that share, how many are right
 that are wrong by the lossless way and the other way round, with the difference and its error over
 the same prompts, tokens a round, and processor seconds an answer. A way is `lossless`, a law of two
@@ -53,8 +54,20 @@ test = doctest.DocTestParser().get_doctest(examples, names, "examples", None, 0)
 ran = doctest.DocTestRunner(verbose=False).run(test, out=lambda text: None)
 sys.exit(bool(ran.failed) or not ran.attempted)
 """
+EXAMPLE = (
+    {
+        "role": "user",
+        "content": "A baker makes 4 trays of 6 rolls each and sells 15 rolls. How many rolls are "
+        "left?",
+    },
+    {
+        "role": "assistant",
+        "content": "4 x 6 = 24 rolls are made. 24 - 15 = 9 rolls are left. The answer is 9.",
+    },
+)
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))")
 
+Talk = Sequence[Mapping[str, str]]
 Write = Callable[[list[int], Sampling], Generated]
 Check = Callable[[str], bool]
 
@@ -78,9 +91,9 @@ class Found:
     by_target: float | None  # of the tokens, where models write in turns
 
 
-def prompt_ids(target: Target, question: str) -> list[int]:
-    """The question as a user's turn."""
-    return list(target.encode_chat([{"role": "user", "content": question}]))
+def prompt_ids(target: Target, question: str, before: Talk = ()) -> list[int]:
+    """The question as a user's turn behind others."""
+    return list(target.encode_chat([*before, {"role": "user", "content": question}]))
 
 
 def code_in(text: str) -> str:
@@ -144,10 +157,10 @@ def sums(questions: Sequence[str], answers: Mapping[str, Mapping[str, float]]) -
 
 
 def answered(
-    way: str, write: Write, own: Target, text: str, also: str, how: Sampling, check: Check
+    way: str, write: Write, own: Target, text: str, example: Talk, how: Sampling, check: Check
 ) -> Found:
-    """One answer, and whether it is right. `also`: what stands behind the question."""
-    ids = prompt_ids(own, f"{text} {also}" if also else text)
+    """One answer, and whether it is right. `example`: what is said in front of the question."""
+    ids = prompt_ids(own, text, example)
     began = process_time()
     made = write(ids, how)
     seconds = round(process_time() - began, 2)
@@ -189,9 +202,6 @@ def table(ways: Sequence[str], found: Sequence[Found]) -> str:
 def main() -> None:
     parser = options(__doc__, tokens=200)
     parser.add_argument("--answers", type=Path, help="numbers by question")
-    parser.add_argument(
-        "--also", default="", help="behind each question, so that answers are short"
-    )
     parser.add_argument("--longest", type=int, default=130, help="tokens of a function's prompt")
     parser.add_argument("--ways", nargs="+", required=True, help="compared with the first")
     parser.add_argument("--found", type=Path, help="where answers are kept")
@@ -211,12 +221,13 @@ def main() -> None:
         found = [Found(**json.loads(line)) for line in kept]
     known = {(one.question, one.way) for one in found}
     ways = {way: writer(way, pair) for way in words.ways}
+    example: Talk = () if words.answers is None else EXAMPLE
     sampling = Sampling(0.0, max_new_tokens=words.tokens)
     for text in given:
         for way, write in ways.items():
             if (digest(text), way) in known:
                 continue
-            one = answered(way, write, own, text, words.also, sampling, checks[text])
+            one = answered(way, write, own, text, example, sampling, checks[text])
             found.append(one)
             print(json.dumps(asdict(one)), file=sys.stderr, flush=True)
             if words.found is not None:
