@@ -55,6 +55,8 @@ from specctl.train.pretrain.shapes import MARK, QUESTION, shapes_recipe, train_s
 PROMPT = f"{MARK} {QUESTION}"
 CHAIN = {"policy": "chain", "length": 4}
 
+Prompt = tuple[list[int], PromptImages]
+
 
 def make_target(folder: Path, steps: int, count: int) -> None:
     """Train the target on `count` scenes and save it with its processor."""
@@ -83,7 +85,7 @@ class Answered:
     text: tuple[int, ...]
 
 
-def seen(target: Target, seeds: Sequence[int]) -> list[tuple[list[int], PromptImages]]:
+def seen(target: Target, seeds: Sequence[int]) -> list[Prompt]:
     assert target.vision is not None
     ids = target.encode(PROMPT)
     return [target.vision.see(ids, [scene(seed).image]) for seed in seeds]
@@ -267,13 +269,48 @@ def right(target: Target, seeds: Sequence[int], done: Sequence[Completion]) -> t
     return statistics.fmean(true == said for true, said in pairs), statistics.fmean(shares)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+@dataclass(frozen=True, slots=True)
+class Captions:
+    """What drafters are measured on and learn from: prompts with images, the target's own captions
+    of them, others that it drew, and how many of the captions are right."""
+
+    prompts: list[Prompt]
+    plain: list[Completion]
+    lessons: list[Answered]
+    right: dict[str, float]
+
+
+def captions_of(
+    target: Target, see: Callable[[Target, Sequence[int]], list[Prompt]], test: int, train: int
+) -> Captions:
+    """Captions by that target of so many images for the measure and for training. `see`: the
+    prompts with the images of these seeds."""
+    seeds = range(1_000_000, 1_000_000 + test)
+    prompts = see(target, seeds)
+    plain = run(target, prompts)
+    given = see(target, range(2_000_000, 2_000_000 + train))
+    written = run(target, given, temperature=0.7)
+    lessons = [Answered(*p, c.tokens) for p, c in zip(given, written, strict=True)]
+    share, words = right(target, seeds, plain)
+    print(f"captions that are right {share:.2f}, of their words {words:.2f}", flush=True)
+    return Captions(prompts, plain, lessons, {"right": share, "right_words": words})
+
+
+def options(
+    about: str | None, target_steps: int, steps: int, train: int
+) -> argparse.ArgumentParser:
+    """The flags of a benchmark of drafters on images, with these defaults."""
+    parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=800)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--train", type=int, default=320)
+    parser.add_argument("--target-steps", type=int, default=target_steps)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--train", type=int, default=train)
     parser.add_argument("--test", type=int, default=64)
+    return parser
+
+
+def main() -> None:
+    parser = options(__doc__, target_steps=800, steps=120, train=320)
     parser.add_argument("--only", default="", help="beginnings of drafters' names, with commas")
     flags = parser.parse_args()
     folder = flags.out / "target" / "export"
@@ -281,19 +318,13 @@ def main() -> None:
         make_target(folder.parent, flags.target_steps, 4 * flags.train)
     target = load_target(str(folder), dtype="float32", device="cpu", images=True)
     assert target.vision is not None
-    seeds = range(1_000_000, 1_000_000 + flags.test)
-    prompts = seen(target, seeds)
-    plain = run(target, prompts)
-    lessons = seen(target, range(2_000_000, 2_000_000 + flags.train))
-    written = run(target, lessons, temperature=0.7)
-    answers = [Answered(*p, c.tokens) for p, c in zip(lessons, written, strict=True)]
+    captions = captions_of(target, seen, flags.test, flags.train)
+    prompts, plain, answers = captions.prompts, captions.plain, captions.lessons
     question = target.encode(QUESTION)
     unseen = run(target, [(question, None)] * flags.train, temperature=0.7)
     texts = [Answered(question, None, one.tokens) for one in unseen]
-    share, words = right(target, seeds, plain)
     swapped = run(target, [(p, prompts[at - 1][1]) for at, (p, _) in enumerate(prompts)])
     same = statistics.fmean(a.tokens == b.tokens for a, b in zip(plain, swapped, strict=True))
-    print(f"captions that are right {share:.2f}, of their words {words:.2f}", flush=True)
     print(f"the same with another image {same:.2f}", flush=True)
     with_ids = replace(target, vision=replace(target.vision, unsaid=()))
     lookup = family("prompt-lookup")
@@ -327,7 +358,7 @@ def main() -> None:
         ("flash, 2 latents, one token per forward",
          lambda: learn(target, flash(target, stride=1), answers, "images", flags.steps), target),
     ]  # fmt: skip
-    rows: dict[str, Any] = {"right": share, "right_words": words, "same_with_another_image": same}
+    rows: dict[str, Any] = {**captions.right, "same_with_another_image": same}
     for name, build, own in cases:
         if not name.startswith(tuple(flags.only.split(","))):
             continue

@@ -12,7 +12,6 @@ drafted text must be the plain one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from images_in import Answered, learn, right, run, tau
+from images_in import Prompt, captions_of, learn, options, run, tau
 
 from specctl.core.drafter import Drafter
-from specctl.core.forward.prompt_images import PromptImages
 from specctl.drafters import family
 from specctl.images.shapes import QUESTION, SIZE, Scene, scene
 from specctl.runtime.engine.request import Completion
@@ -124,7 +122,7 @@ def make_target(folder: Path, steps: int, count: int) -> None:
     processor.save_pretrained(folder)
 
 
-def seen(target: Target, seeds: Sequence[int]) -> list[tuple[list[int], PromptImages]]:
+def seen(target: Target, seeds: Sequence[int]) -> list[Prompt]:
     assert target.vision is not None
     ids = target.encode(OPENING)
     return [target.vision.see(ids, [sized(seed).image]) for seed in seeds]
@@ -150,12 +148,7 @@ def difference(one: Sequence[Completion], two: Sequence[Completion]) -> tuple[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=250)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--train", type=int, default=256)
-    parser.add_argument("--test", type=int, default=64)
+    parser = options(__doc__, target_steps=250, steps=80, train=256)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--only", default="eagle3", help="drafters, with commas")
     flags = parser.parse_args()
@@ -165,21 +158,15 @@ def main() -> None:
     target = load_target(str(folder), dtype="float32", device="cpu", images=True)
     assert target.vision is not None
     assert target.vision.axes is not None
-    seeds = range(1_000_000, 1_000_000 + flags.test)
-    prompts = seen(target, seeds)
-    plain = run(target, prompts)
-    lessons = seen(target, range(2_000_000, 2_000_000 + flags.train))
-    written = run(target, lessons, temperature=0.7)
-    answers = [Answered(*p, c.tokens) for p, c in zip(lessons, written, strict=True)]
-    share, words = right(target, seeds, plain)
-    print(f"captions that are right {share:.2f}, of their words {words:.2f}", flush=True)
+    captions = captions_of(target, seen, flags.test, flags.train)
+    prompts, plain = captions.prompts, captions.plain
     rows: list[dict[str, Any]] = []
     for name in flags.only.split(","):
         for seed in range(flags.seeds):
             done: list[list[Completion]] = []
             for mrope in (target.vision.axes.axis, ()):
                 drafter = fresh(target, name, mrope, seed)
-                learn(target, drafter, answers, "states", flags.steps)
+                learn(target, drafter, captions.lessons, "states", flags.steps)
                 done.append(run(target, prompts, drafter))
                 assert [c.tokens for c in done[-1]] == [c.tokens for c in plain], "not lossless"
             (axes, error), (index, other) = map(tau, done)
@@ -189,7 +176,7 @@ def main() -> None:
             rows.append({"drafter": name, "seed": seed, "axes": axes, "axes_error": error,
                          "index": index, "index_error": other, "difference": more,
                          "difference_error": doubt})  # fmt: skip
-    found = {"right": share, "right_words": words, "rows": rows}
+    found = {**captions.right, "rows": rows}
     (flags.out / "images_mrope.json").write_text(json.dumps(found, indent=2) + "\n")
 
 

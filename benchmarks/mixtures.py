@@ -19,9 +19,11 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from time import process_time
+from typing import Any
 
 import torch
 
@@ -32,11 +34,60 @@ from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants.mixed import in_turns, mixed
-from specctl.runtime.target.variants.mixture import parse
+from specctl.runtime.target.variants.mixture import Mixture, parse
 from specctl.runtime.turns.reward import Judge
 
 LAWS = ("contrast:0:0", "contrast:0:0.1", "contrast:0.2:0.1", "contrast:0.5:0.1", "contrast:1:0.1",
         "average:0.9", "average:0.5", "product:0.5", "switch:0.5", "switch:2")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target, the model beside it, and the same as a drafter of chains."""
+
+    own: Target
+    beside: Target
+    drafter: Drafter
+
+    def by(self, law: Mixture) -> Target:
+        """What writes by that law; costs of a budget that it does not give are measured now, so
+        that they are the same for all texts."""
+        if not law.is_in_turns:
+            return mixed(self.own, self.beside, law)
+        whole = in_turns(self.own, [self.beside] * len(law.models), law)
+        if law.law != "reward-budget" or law.numbers[0] == 1 or all(law.numbers[2:]):
+            return whole
+        turns = generate(whole, [[0]], sampling=Sampling(max_new_tokens=1)).stats.turns
+        assert turns is not None
+        assert turns.spending is not None
+        print(f"{law}: {turns.spending.again}", file=sys.stderr, flush=True)
+        return self.by(parse(f"{turns.spending.again}={law.model}"))
+
+    @classmethod
+    def load(cls, target: str, beside: str) -> Pair:
+        """Both, on one thread."""
+        torch.set_num_threads(1)
+        own = load_target(target)
+        return cls(own, load_target(beside), load_drafter(beside, own))
+
+
+def options(about: str | None, tokens: int) -> argparse.ArgumentParser:
+    """The flags of a benchmark of two models, with that limit of an answer."""
+    parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--beside", required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=tokens)
+    return parser
+
+
+def drafted(
+    whole: Target, ids: Sequence[int], how: Sampling, drafter: Drafter, length: int = 5, **more: Any
+) -> Generated:
+    """What is written with drafted chains of that length."""
+    policy = make_policy({"policy": "chain", "length": length})
+    return generate(whole, [ids], drafter=drafter, policy=policy, sampling=how, **more)
 
 
 def log_probs(target: Target, ids: Sequence[int]) -> torch.Tensor:
@@ -55,8 +106,7 @@ def measured(
     taus, distances, costs = [], [], []
     for seed, prompt in enumerate(prompts):
         sampling = Sampling(temperature=t, max_new_tokens=n, seed=seed)
-        policy = make_policy({"policy": "chain", "length": 5})
-        made = generate(whole, [prompt], drafter=drafter, policy=policy, sampling=sampling)
+        made = drafted(whole, prompt, sampling, drafter)
         text, at = made.outputs[0].token_ids, slice(len(prompt) - 1, -1)
         both = [log_probs(one, [*prompt, *text])[at] for one in (own, whole)]
         taus.append(made.stats.tau)
@@ -105,25 +155,23 @@ def table(laws: Sequence[str], titles: str) -> None:
         )
 
 
+def cells(columns: Sequence[Sequence[float]]) -> str:
+    """The mean of each column, and its standard error."""
+    return " | ".join(f"{fmean(c):.3f} +- {stdev(c) / len(c) ** 0.5:.3f}" for c in columns)
+
+
 def row(law: str, t: float, columns: Sequence[Sequence[float]]) -> None:
-    cells = [f"{fmean(c):.3f} +- {stdev(c) / len(c) ** 0.5:.3f}" for c in columns]
-    print(f"| `{law}` | {t:g} | {' | '.join(cells)} |", flush=True)
+    print(f"| `{law}` | {t:g} | {cells(columns)} |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--beside", required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser = options(__doc__, tokens=64)
     parser.add_argument("--longest", type=int, help="Leave out prompts of more tokens.")
     parser.add_argument("--laws", nargs="*", default=LAWS)
     parser.add_argument("--temperatures", nargs="*", type=float, default=(0.0, 1.0))
     words = parser.parse_args()
-    torch.set_num_threads(1)
-    own, beside = load_target(words.target), load_target(words.beside)
-    drafter = load_drafter(words.beside, own)
+    pair = Pair.load(words.target, words.beside)
+    own = pair.own
     lines = words.prompts.read_text(encoding="utf-8").splitlines()
     prompts = [own.encode_chat(json.loads(line)["messages"]) for line in lines]
     prompts = [one for one in prompts if words.longest is None or len(one) <= words.longest]
@@ -131,11 +179,12 @@ def main() -> None:
     laws = [parse(f"{law}={words.beside}") for law in words.laws]
     table([one.law for one in laws if not one.is_in_turns], "tau | distance")
     for one in (law for law in laws if not law.is_in_turns):
-        whole = mixed(own, beside, one)
         for t in words.temperatures:
-            row(one.law_text, t, measured(whole, own, drafter, prompts, t, words.tokens))
+            row(
+                one.law_text, t, measured(pair.by(one), own, pair.drafter, prompts, t, words.tokens)
+            )
     table([one.law for one in laws if one.is_in_turns], "target's share | time over plain")
-    turns = [in_turns(own, [beside], one) for one in laws if one.is_in_turns]
+    turns = [pair.by(one) for one in laws if one.is_in_turns]
     for t in words.temperatures if turns else ():
         found = measured_turns(turns, own, prompts, t, words.tokens)
         for whole, columns in zip(turns, found, strict=True):

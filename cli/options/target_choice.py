@@ -224,8 +224,8 @@ class AnsweringChoice(TargetChoice):
             "--mix",
             metavar="LAW=MODEL",
             help="Answer by a law of two models, not by the target's own: contrast:0.5:0.1=MODEL, "
-            "average, product or switch; entropy or reward: in turns; specpc or speckv: behind a "
-            "part of the prompt (docs/verification.md).",
+            "average, product or switch; entropy, reward or reward-budget: in turns; specpc or "
+            "speckv: behind a part of the prompt (docs/verification.md).",
         ),
     ] = None
 

@@ -17,6 +17,7 @@ from typing import Any
 from specctl.core.messages.printable import counted
 from specctl.core.messages.table import Table, Tabled
 from specctl.runtime.measure.doubt import FEW_COUNTS, counted_shares
+from specctl.runtime.measure.spending import Spending
 
 
 @dataclass(slots=True)
@@ -59,13 +60,15 @@ class RowStats:
 @dataclass(slots=True)
 class TurnCounts:
     """What two models did that write a text in turns (runtime/turns). `by_target`: turns whose text
-    is the target's; `dropped`: tokens of the other one that did not stay. One writer: the loop."""
+    is the target's; `dropped`: tokens of the other one that did not stay; `spending`: of a budget.
+    One writer: the loop."""
 
     turns: int = 0
     by_target: int = 0
     tokens: int = 0
     target_tokens: int = 0
     dropped: int = 0
+    spending: Spending | None = None
 
     def count(self, tokens: int, is_target: bool) -> None:
         """A turn whose text stays."""
@@ -78,6 +81,20 @@ class TurnCounts:
     def share(self) -> float:
         """Of the tokens, by the target."""
         return self.target_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def spent(self) -> float | None:
+        """By the costs of the budget, of what the target alone would need; None without one."""
+        if self.spending is None:
+            return None
+        drafted = self.tokens - self.target_tokens + self.dropped
+        return self.spending.spent(self.tokens, self.target_tokens, drafted)
+
+    def lines(self) -> tuple[str, ...]:
+        """Who wrote, and what a budget bought."""
+        if self.spending is None or self.spent is None:
+            return (str(self),)
+        return str(self), f"spent {self.spent:.2f} of {self.spending}", self.spending.said_again
 
     def __str__(self) -> str:
         return (
@@ -93,6 +110,11 @@ class TurnCounts:
             "target_tokens": self.target_tokens,
             "target_share": round(self.share, 4),
             "dropped": self.dropped,
+            **(
+                {}
+                if self.spending is None or self.spent is None
+                else {"budget": {**self.spending.to_json(), "spent": round(self.spent, 4)}}
+            ),
         }
 
 
@@ -177,7 +199,7 @@ class Stats(Tabled):
             f"{self.tokens:,} tokens in {self.seconds:.2f} s | "
             f"{self.tokens_per_second:.1f} tokens/s | drafting {self.draft_share:.0%} of the time "
             f"| repetition {self.repetition_rate:.2f} | verification {self.verification}",
-            *(() if self.turns is None else (str(self.turns),)),
+            *(() if self.turns is None else self.turns.lines()),
             *(() if self.kept is None else (str(self.kept),)),
         )
 

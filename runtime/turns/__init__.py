@@ -3,8 +3,9 @@
 A mixture (runtime/target/variants/mixture.py) has one distribution for every token, against which
 drafts are verified. Here whole stretches are another model's: `entropy` lets the models take turns
 by how unsure the one is that writes, `reward` lets the smaller one write steps that a third model
-judges. Each model has an engine of its own, and reads what the others wrote when it is its turn.
-The target's turns may be drafted, which changes nothing of them.
+judges, `reward-budget` drops as many of these as a text may cost. Each model has an engine of its
+own, and reads what the others wrote when it is its turn. The target's turns may be drafted, which
+changes nothing of them.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from specctl.runtime.target.variants.mixed import apart
 from specctl.runtime.turns.base import Turns
 from specctl.runtime.turns.entropy import EntropyTurns
 from specctl.runtime.turns.reward import RewardTurns
+from specctl.runtime.turns.reward_budget import BudgetTurns
 
-KINDS: Mapping[str, type[Turns]] = {"entropy": EntropyTurns, "reward": RewardTurns}
+KINDS: Mapping[str, type[Turns]] = {
+    "entropy": EntropyTurns,
+    "reward": RewardTurns,
+    "reward-budget": BudgetTurns,
+}
 
 __all__ = ["KINDS", "Turns", "make_turns"]
 

@@ -8,7 +8,8 @@ scores it. At `delta` or more the step stays, else the target writes the whole s
 (equation 2 there with the step function as weight). The papers' judge is a process reward model
 with a head of its own; ours is any causal language model of the same tokens, and the score is the
 geometric mean of the probabilities that it gives the step's tokens, 0 to 1. Above 1 nothing stays:
-the text is the target's own. At 0 or less it is the small model's.
+the text is the target's own. At 0 or less it is the small model's. Where `delta` is to follow from
+a budget: reward_budget.py.
 Letters: B rows, T fed tokens, V target vocabulary.
 """
 
@@ -84,6 +85,17 @@ class Judge:
         return ids_BT if out.logits_BTV is None else out.logits_BTV[0]
 
 
+class Threshold:
+    """The score below which a step of one text is dropped: the same for every step."""
+
+    def __init__(self, delta: float) -> None:
+        self.delta = delta
+
+    def drops(self, score: float) -> bool:
+        """Whether a step with this score is dropped."""
+        return score < self.delta
+
+
 class RewardTurns(Turns):
     """Turns by the score of a step. Of several others the last one judges, else the target."""
 
@@ -100,12 +112,17 @@ class RewardTurns(Turns):
     def prefill_seconds(self) -> float:
         return super().prefill_seconds + self.judge.seconds
 
+    def threshold(self) -> Threshold:
+        """What the scores of one text are compared with."""
+        return Threshold(self.delta)
+
     def rounds(self, row: Row) -> Iterator[tuple[int, ...]]:
+        threshold = self.threshold()
         while row.finished is None:
             began = row.num_new
             draft = list(self._step(self.small, row, seed_of(row)))
             tokens = [token for emission, count in draft for token in emission.tokens[:count]]
-            is_target = self.judge.score(row.tokens, tokens) < self.delta
+            is_target = threshold.drops(self.judge.score(row.tokens, tokens))
             self.counts.dropped += len(tokens) * is_target
             for emission, count in self._step(self.large, row) if is_target else draft:
                 yield self.extend(row, emission, count)

@@ -16,8 +16,10 @@ and a small model as functions of their logits):
     p' = weight p + (1 - weight) q      log p' ~ weight log p + (1 - weight) log q
     p' = p where H(q) > threshold (in nats), else q
 
-`entropy` and `reward` are no law of the next token: the models write in turns, which is approximate
-(runtime/turns). A third model may judge the second one's steps: `reward:0.7=MODEL,JUDGE`.
+`entropy`, `reward` and `reward-budget` are no law of the next token: the models write in turns,
+which is approximate (runtime/turns). A third model may judge the second one's steps:
+`reward:0.7=MODEL,JUDGE`, or `reward-budget:0.8=MODEL,JUDGE`, where the threshold follows from what
+a text may cost.
 
 With `specpc`, `speckv` and `speckvpc` the model beside the target reads a long prompt first, and
 says what of it the target keeps, which is approximate, too (runtime/kept_prompts).
@@ -152,6 +154,21 @@ TURNS: Mapping[str, MixingLaw] = {
             None,
             (("delta", 0.7, -1.0, 2.0), ("longest", 128, 1, LONGEST_TURN)),
             (2.0,),
+            most=2,
+            counts=(1,),
+        ),
+        MixingLaw(
+            "reward-budget",
+            "as many of the worst steps by the target as a budget of its cost allows",
+            "https://arxiv.org/abs/2501.19324",
+            None,
+            (
+                ("budget", 0.8, 0.0, 1.0),
+                ("longest", 32, 1, LONGEST_TURN),
+                ("small", 0.0, 0.0, 100.0),
+                ("judge", 0.0, 0.0, 100.0),
+            ),
+            (1.0,),
             most=2,
             counts=(1,),
         ),

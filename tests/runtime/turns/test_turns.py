@@ -26,8 +26,10 @@ from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants.mixed import in_turns, load_mixed, mixed
 from specctl.runtime.target.variants.mixture import parse
+from specctl.runtime.turns import reward_budget
 from specctl.runtime.turns.entropy import EntropyGate
 from specctl.runtime.turns.reward import Judge, seed_of
+from specctl.runtime.turns.reward_budget import GAIN, ShareThreshold
 from specctl_testing.hybrids import tiny_hybrid
 from specctl_testing.models import build_model
 
@@ -202,13 +204,22 @@ def test_a_judge_without_numbers_judges_nothing() -> None:
         judge.score([1, 2], [4, 0])
 
 
+def delta_of(scores: Sequence[float], dropped: Sequence[bool], share: float) -> float:
+    """The threshold behind these scores of a text, by the definition."""
+    level = share + GAIN * (share * len(scores) - sum(dropped))
+    if not 0 < level < 1:
+        return 2.0 * (level >= 1)
+    return float(np.quantile([0.0, *scores, 1.0], level))
+
+
+@pytest.mark.parametrize("word", ["reward:0.1:3", "reward-budget:0.9:3:0.3:0.2"])
 def test_greedy_steps_stay_where_their_score_reaches_delta(
-    models: tuple[Target, Target, Target],
+    models: tuple[Target, Target, Target], word: str
 ) -> None:
     large, small, judge = models
-    wanted, by_target = [], list[bool]()
+    wanted, by_target, deltas = [], list[bool](), list[float]()
     for prompt in PROMPTS:
-        text = list(prompt)
+        text, scores, first = list(prompt), list[float](), len(by_target)
         while len(text) < len(prompt) + LENGTH:
             steps = []
             for one in (small, large):
@@ -217,16 +228,75 @@ def test_greedy_steps_stay_where_their_score_reaches_delta(
                     step.append(int(log_probs(one, text + step).argmax()))
                 steps.append(step)
             logp = [float(log_probs(judge, text + steps[0][:i])[x]) for i, x in enumerate(steps[0])]
-            by_target.append(math.exp(sum(logp) / len(logp)) < 0.1)
+            deltas.append(0.1 if "budget" not in word else delta_of(scores, by_target[first:], 0.4))
+            scores.append(math.exp(sum(logp) / len(logp)))
+            by_target.append(scores[-1] < deltas[-1])
             text += steps[by_target[-1]]
         wanted.append(text[len(prompt) :])
-    made = generate(turned("reward:0.1:3", large, small, judge), PROMPTS, sampling=GREEDY)
+    made = generate(turned(word, large, small, judge), PROMPTS, sampling=GREEDY)
     assert tokens(made) == wanted
     turns = made.stats.turns
     assert turns is not None
     assert [turns.turns, turns.by_target] == [len(by_target), sum(by_target)]
     assert 0 < turns.by_target < turns.turns
     assert turns.dropped == turns.target_tokens
+    if turns.spending is None:
+        return
+    assert turns.spending.thresholds == pytest.approx(deltas, rel=1e-4)
+    assert turns.to_json()["budget"]["spent"] == pytest.approx(0.5 + turns.share, abs=1e-4)
+    assert "spent" in str(made.stats)
+
+
+def test_whatever_the_scores_the_share_of_dropped_steps_keeps_to_what_is_paid() -> None:
+    """Also where they are chosen against it; the dropped steps are the worst ones."""
+    rng = np.random.default_rng(3)
+    drawn = rng.beta(20, 2, 400).tolist()
+    for share in (0.0, 0.15, 0.5, 0.85):
+        for scores in (drawn, sorted(drawn), sorted(drawn)[::-1], [1.0] * 400, [0.0] * 400, "kept"):
+            used = list[float]()
+            threshold, dropped = ShareThreshold(share, used), list[bool]()
+            for at in range(400):
+                score = min(1.0, threshold.delta) if scores == "kept" else scores[at]
+                dropped.append(threshold.drops(score))
+                assert abs(share * len(dropped) - sum(dropped)) <= 1 + 1 / GAIN
+            assert len(used) == 400
+            if scores is drawn and share:
+                worst = [one for one, is_dropped in zip(drawn, dropped, strict=True) if is_dropped]
+                best = np.mean(sorted(drawn)[: len(worst)])  # by who had known them all
+                assert np.mean(worst) < (best + np.mean(drawn)) / 2
+
+
+def test_costs_are_measured_said_and_given_again(
+    models: tuple[Target, Target, Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = {one.fingerprint: cost for one, cost in zip(models, (0.1, 0.03, 0.02), strict=True)}
+    assert len(costs) == 3
+    monkeypatch.setattr(reward_budget, "written", lambda one, room: costs[one.fingerprint])
+    monkeypatch.setattr(reward_budget, "read", lambda one, step: costs[one.fingerprint] / 10)
+    made = generate(turned("reward-budget:0.9:3", *models), PROMPTS, sampling=DRAWN)
+    assert made.stats.turns is not None
+    spending = made.stats.turns.spending
+    assert spending is not None
+    assert (spending.small, spending.judge) == (0.3, 0.12)  # the judge's reading, and the target's
+    assert spending.share == pytest.approx(0.48)
+    assert spending.again == "reward-budget:0.9:3:0.3:0.12"
+    monkeypatch.undo()
+    again = generate(turned(spending.again, *models), PROMPTS, sampling=DRAWN)
+    assert tokens(again) == tokens(made)
+    assert again.stats.turns == made.stats.turns
+
+
+def test_a_budget_below_the_costs_is_refused_with_one_that_can_be_had(
+    models: tuple[Target, Target, Target],
+) -> None:
+    with pytest.raises(RecipeError, match="below what writing") as error:
+        generate(turned("reward-budget:0.49:3:0.3:0.201", *models), PROMPTS, sampling=GREEDY)
+    assert error.value.expected == "0.501 to 1"
+    word = str(error.value.do).removeprefix("write --mix ")
+    assert word == "reward-budget:0.51:3:0.3:0.201=m,m"
+    generate(turned(word.partition("=")[0], *models), PROMPTS[:1], sampling=GREEDY)
+    with pytest.raises(RecipeError, match="the target alone is cheaper"):  # these are of one size
+        generate(turned("reward-budget:0.2", *models), PROMPTS, sampling=GREEDY)
 
 
 def test_a_drawn_step_follows_the_law_of_both_models(
@@ -236,13 +306,14 @@ def test_a_drawn_step_follows_the_law_of_both_models(
     sampling = Sampling(temperature=4.0, max_new_tokens=1, seed=5)
     logp_V, logq_V, logr_V = (log_probs(one, PROMPTS[0]) for one in models)
     p_V, q_V, r_V = (logp_V / 4).softmax(-1), (logq_V / 4).softmax(-1), logr_V.exp()
-    delta = float(r_V.sort().values[3]) * 0.999  # half of the tokens reach it
+    delta = round(float(r_V.sort().values[3]) * 0.999, 6)  # half of the tokens reach it
     law_V = torch.where(r_V >= delta, q_V, 0.0) + q_V[r_V < delta].sum() * p_V
-    whole = turned(f"reward:{delta}:1", *models)
-    made = generate(whole, [PROMPTS[0]] * 900, sampling=sampling)
-    count_V = torch.bincount(torch.tensor(tokens(made))[:, 0], minlength=VOCAB)
     assert float(law_V.sum()) == pytest.approx(1)
-    assert float((count_V / 900 - law_V).abs().sum() / 2) < 0.04  # about .02 by chance alone
+    budgets = f"reward-budget:{0.5 + delta}:1:0.3:0.2"  # in front of a first score delta is q
+    for whole in (turned(f"reward:{delta}:1", *models), turned(budgets, *models)):
+        made = generate(whole, [PROMPTS[0]] * 600, sampling=sampling)
+        count_V = torch.bincount(torch.tensor(tokens(made))[:, 0], minlength=VOCAB)
+        assert float((count_V / 600 - law_V).abs().sum() / 2) < 0.05  # about .03 by chance alone
     for alone_V in (p_V, q_V):
         assert float((law_V - alone_V).abs().sum() / 2) > 0.08
 
@@ -258,18 +329,19 @@ def test_the_exact_end_of_each_knob_is_the_target_alone(
 ) -> None:
     large, small, _ = models
     plain = tokens(generate(large, PROMPTS, sampling=sampling))
-    for word in ("entropy:-1:2:1", "reward:1.01:5", "reward:2:1"):
+    for word in ("entropy:-1:2:1", "reward:1.01:5", "reward:2:1", "reward-budget:1"):
         made = generate(turned(word, large, small), PROMPTS, sampling=sampling)
         assert tokens(made) == plain
         assert made.stats.turns is not None
         assert made.stats.turns.share == 1
     other = generate(small, PROMPTS, sampling=sampling)
-    loose = generate(turned("reward:0:5", large, small), PROMPTS, sampling=sampling)
     assert tokens(other) != plain
-    if sampling is GREEDY:
-        assert tokens(loose) == tokens(other)
-    assert loose.stats.turns is not None
-    assert loose.stats.turns.share == 0
+    for word in ("reward:0:5", "reward-budget:0.5:5:0.3:0.2"):
+        loose = generate(turned(word, large, small), PROMPTS, sampling=sampling)
+        if sampling is GREEDY:
+            assert tokens(loose) == tokens(other)
+        assert loose.stats.turns is not None
+        assert loose.stats.turns.share == 0
 
 
 # -- one text --------------------------------------------------------------------------------------
@@ -290,7 +362,10 @@ def test_one_model_in_all_roles_writes_its_own_text(tiny: Target, sampling: Samp
     """Limits, stops and penalties count the whole text, however many turns it took."""
     prompts = ["class Tree:\n    def add("]
     plain = generate(tiny, prompts, sampling=sampling)
-    for word in ("entropy:0.7:1:1", "reward:1.5:4"):
+    words = ["entropy:0.7:1:1", "reward:1.5:4"]
+    if sampling.temperature == 0:  # drawn steps that stay have random numbers of their own
+        words.append("reward-budget:0.9:4:0.2:0.1")
+    for word in words:
         made = generate(turned(word, tiny, tiny), prompts, sampling=sampling)
         assert made.outputs == plain.outputs
         assert made.stats.turns is not None
@@ -351,7 +426,7 @@ def test_the_smallest_context_ends_the_text(models: tuple[Target, Target, Target
 @pytest.mark.parametrize(
     "word",
     ["entropy:1:2.5=tiny", "entropy:1:0=tiny", "entropy=tiny,tiny", "reward=tiny,tiny,tiny",
-     "reward:0.7=tiny,", "reward:3=tiny"],
+     "reward:0.7=tiny,", "reward:3=tiny", "reward-budget:1.1=tiny", "reward-budget:0.5:0=tiny"],
 )  # fmt: skip
 def test_what_names_no_turns_is_refused(word: str) -> None:
     with pytest.raises(RecipeError) as error:
