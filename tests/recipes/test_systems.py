@@ -80,6 +80,8 @@ def test_what_was_measured_stands_in_the_section_that_is_linked(system: System) 
     is_missing = system.measured.startswith("not measured: ")
     assert is_missing or parts, f"{system.name}: a link to a section, or 'not measured: REASON'"
     assert is_missing or re.search(r"\+- |95 %|no error", system.measured), system.measured
+    behind = LINK.sub("\0", system.measured).rpartition("\0")[2]
+    assert is_missing or not figures(behind), "a link stands behind the last figure"
     assert "[figures](" not in system.state, "a link to figures stands in `measured`"
     for text, page, anchor in parts:
         stale = figures(re.sub(r"`[^`]*`", "", text)) - figures(section(page, anchor))
@@ -97,17 +99,18 @@ def test_how_many_systems_have_no_figure() -> None:
 
 def linked_parts(cell: str) -> list[tuple[str, str, str]]:
     """The text in front of each link, behind the link before, with the link's page and heading."""
-    ends = [0, *(link.end() for link in LINK.finditer(cell))]
-    links = LINK.finditer(cell)
-    return [
-        (cell[start : link.start()], *link.groups())
-        for start, link in zip(ends, links, strict=False)
-    ]
+    found: list[tuple[str, str, str]] = []
+    start = 0
+    for link in LINK.finditer(cell):
+        found.append((cell[start : link.start()], link[1], link[2]))
+        start = link.end()
+    return found
 
 
 def section(page: str, anchor: str) -> str:
     """What stands below a heading, up to the next heading of any level."""
     text = (DOCS / page).read_text(encoding="utf-8")
+    text = re.sub(r"(?ms)^```.*?^```", lambda code: code[0].replace("\n#", "\n"), text)
     for part in re.split(r"^#+ +", text, flags=re.MULTILINE):
         title = re.sub(r"[^\w\s-]", "", part.partition("\n")[0].lower())
         if re.sub(r"[\s-]+", "-", title).strip("-") == anchor:
