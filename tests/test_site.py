@@ -116,8 +116,10 @@ def test_every_kind_of_method_has_a_table(tables: Any) -> None:
 
 def test_a_recipe_names_its_systems(tables: Any) -> None:
     head = "# specctl plan\n# system: A, B\n#   chapter: trees\n#   state: partly: x\n"
+    head += "#   measured: tau 2.1 +- .1 ([figures](x.md#y))\n"
     text = head + "# system: C\nsummary: x\n# system: D\n"
     about = {"chapter": "trees", "state": "partly: x"}
+    about["measured"] = "tau 2.1 +- .1 ([figures](x.md#y))"
     assert list(tables.named_systems(text, "x.yaml")) == [("A, B", about), ("C", {})]
     for wrong in ("chapter: forest", "page: 3"):
         with pytest.raises(AssertionError, match=r"x\.yaml"):

@@ -74,14 +74,15 @@ def plain(text: str) -> str:
 
 @dataclass(slots=True)
 class Listed:
-    """A row of docs/systems.md: what provides the system (recipes or a command), and what of the
-    paper it lacks."""
+    """A row of docs/systems.md: what provides the system (recipes or a command), what of the paper
+    it lacks, and what was measured of it."""
 
     name: str
     entries: list[str]
     chapter: str
     paper: str
     state: str
+    measured: str
 
     def order(self) -> tuple[bool, bool, str, str]:
         """Oldest papers first, what is not built last."""
@@ -89,13 +90,14 @@ class Listed:
 
     def __str__(self) -> str:
         called = ", ".join(f"`{entry}`" for entry in self.entries)
-        return row(self.name, called, self.paper, self.state)
+        return row(self.name, called, self.paper, self.state, self.measured)
 
 
 def systems_tables() -> Iterator[str]:
     systems = list(all_systems())
     for key, title in chapters().items():
-        yield from ("", f"## {title}", "", *table("system", "entry", "paper", "state"))
+        titles = ("system", "entry", "paper", "state", "measured")
+        yield from ("", f"## {title}", "", *table(*titles))
         yield from (str(one) for one in sorted(systems, key=Listed.order) if one.chapter == key)
 
 
@@ -116,7 +118,8 @@ def all_systems() -> Iterator[Listed]:
     for key, chapter in _chapters().items():
         for one in chapter["systems"]:
             entries = [] if one["entry"] == "-" else [one["entry"]]
-            yield Listed(one["name"], entries, key, one["paper"], one["state"])
+            said = (one["paper"], one["state"], one.get("measured", ""))
+            yield Listed(one["name"], entries, key, *said)
 
 
 def _of_recipes() -> dict[str, Listed]:
@@ -130,8 +133,8 @@ def _of_recipes() -> dict[str, Listed]:
                 continue
             assert system not in found, f"{path.name} and another recipe describe {system}"
             paper = about.get("paper") or ", ".join(ARXIV.findall(_recipe(name).paper)) or "-"
-            state = about.get("state", "whole")
-            found[system] = Listed(system, [name], about["chapter"], paper, state)
+            said = (paper, about.get("state", "whole"), about.get("measured", ""))
+            found[system] = Listed(system, [name], about["chapter"], *said)
     for system, name in more:
         assert system in found, f"{name}.yaml names {system}, of which no recipe says the chapter"
         found[system].entries.append(name)
@@ -144,7 +147,8 @@ def named_systems(text: str, file: str) -> Iterator[tuple[str, dict[str, str]]]:
     blocks = re.findall(r"^# system: (.+)\n((?:#   .+\n)*)", head[0] if head else "", re.MULTILINE)
     for system, below in blocks:
         about = dict(re.findall(r"^#   (\w+): (.+)$", below, re.MULTILINE))
-        assert set(about) <= {"chapter", "paper", "state"}, f"{file}: {system} has {set(about)}"
+        extra = set(about) - {"chapter", "paper", "state", "measured"}
+        assert not extra, f"{file}: {system} has {extra}"
         if "chapter" in about:
             known = ", ".join(chapters())
             assert about["chapter"] in chapters(), f"{file}: chapter {about['chapter']} ({known})"

@@ -1,4 +1,5 @@
-"""docs/systems.md: every system that is claimed has an entry, which names the system's paper."""
+"""docs/systems.md: every system that is claimed has an entry, which names the system's paper, and a
+measured effect, which stands in the section that it links."""
 
 from __future__ import annotations
 
@@ -15,10 +16,16 @@ from specctl.recipes.files import recipe_names
 from specctl.recipes.load import EMBEDDED, list_recipes, load_recipe
 from specctl_testing.cli import commands
 
-PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "systems.md"
 STATES = ("whole", "partly: ", "not built", "ours", "hardware: ")
 ABOUT_NO_SYSTEM = {"adapt", "quickstart"}  # specctl's own ways to use what stands in the table
-SYSTEMS = 127  # rows of the page; one may be added, none dropped
+SYSTEMS = 154  # rows of the page; one may be added, none dropped
+NOT_MEASURED = 3  # rows without a figure: may fall, not rise
+LINK = re.compile(r"\[[^\]]+\]\(([\w-]+\.md)#([\w-]+)\)")
+NUMBER = r"(?<![\w.,])[-+]?(?:\d[\d,]*)?\.?\d+"  # not in names, such as SmolLM2
+UNIT = r"(?: ?(?:s|ms|x|%))?"
+DIFFERENCE = r"[\d.]+ (?:against|and) [\d.]+ [^+();]*\([-+.\d]+ \+- [.\d]+\)"  # a line of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +36,15 @@ class System:
     entries: tuple[str, ...]
     paper: str
     state: str
+    measured: str
 
 
 def systems() -> list[System]:
-    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    cells = r" \| ".join(["(.+)"] * 5)
+    rows = re.findall(rf"^\| {cells} \|$", PAGE.read_text(), re.MULTILINE)
     return [
-        System(name, tuple(re.findall(r"`([^`]+)`", entry)), paper, state)
-        for name, entry, paper, state in rows
+        System(name, tuple(re.findall(r"`([^`]+)`", entry)), paper, state, measured)
+        for name, entry, paper, state, measured in rows
         if name != "system"
     ]
 
@@ -63,6 +72,68 @@ def test_a_system_has_its_entry_and_the_entry_its_paper(system: System) -> None:
             assert named_paper(words) in (None, system.paper), entry
         else:
             assert papers(system.paper) <= papers(load_recipe(entry).paper), entry
+
+
+@pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
+def test_what_was_measured_stands_in_the_section_that_is_linked(system: System) -> None:
+    parts = linked_parts(system.measured)
+    is_missing = system.measured.startswith("not measured: ")
+    assert is_missing or parts, f"{system.name}: a link to a section, or 'not measured: REASON'"
+    assert is_missing or re.search(r"\+- |95 %|no error", system.measured), system.measured
+    behind = LINK.sub("\0", system.measured).rpartition("\0")[2]
+    assert is_missing or not figures(behind), "a link stands behind the last figure"
+    assert "[figures](" not in system.state, "a link to figures stands in `measured`"
+    for text, page, anchor in parts:
+        stale = figures(re.sub(r"`[^`]*`", "", text)) - figures(section(page, anchor))
+        assert not stale, f"docs/{page}#{anchor} does not have {stale}"
+        lines = [figures(line) for line in section(page, anchor).splitlines()]
+        for difference in re.findall(DIFFERENCE, text):
+            wanted = figures(difference)
+            assert any(wanted <= line for line in lines), f"no line of docs/{page} has {wanted}"
+
+
+def test_how_many_systems_have_no_figure() -> None:
+    without = [row.name for row in systems() if row.measured.startswith("not measured: ")]
+    assert len(without) <= NOT_MEASURED, without
+
+
+def linked_parts(cell: str) -> list[tuple[str, str, str]]:
+    """The text in front of each link, behind the link before, with the link's page and heading."""
+    found: list[tuple[str, str, str]] = []
+    start = 0
+    for link in LINK.finditer(cell):
+        found.append((cell[start : link.start()], link[1], link[2]))
+        start = link.end()
+    return found
+
+
+def section(page: str, anchor: str) -> str:
+    """What stands below a heading, up to the next heading of any level."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    text = re.sub(r"(?ms)^```.*?^```", lambda code: code[0].replace("\n#", "\n"), text)
+    for part in re.split(r"^#+ +", text, flags=re.MULTILINE):
+        title = re.sub(r"[^\w\s-]", "", part.partition("\n")[0].lower())
+        if re.sub(r"[\s-]+", "-", title).strip("-") == anchor:
+            return part
+    raise AssertionError(f"docs/{page} has no section {anchor}")
+
+
+def figures(text: str) -> set[str]:
+    """Numbers with their errors as one, such as `-.05 +- .03`, and those without; written alike."""
+    text = text.replace("±", "+-").replace("*", "")
+    pair = rf"({NUMBER}){UNIT}\s*\+-\s*({NUMBER})"
+    pairs = {f"{alike(mean)} +- {alike(error)}" for mean, error in re.findall(pair, text)}
+    alone = re.findall(NUMBER, re.sub(pair, "", text))
+    return pairs | {alike(number).lstrip("-") for number in alone}
+
+
+def alike(number: str) -> str:
+    return re.sub(r"^(-?)0+(?=\.)", r"\1", number.replace(",", "").lstrip("+"))
+
+
+def test_figures_are_compared_with_their_errors_and_signs() -> None:
+    found = figures("tau 0.32 ± 0.05, -0.1 +- .02, 35.7 s +- 2.8 s, 1,024 tokens of SmolLM2")
+    assert found == {".32 +- .05", "-.1 +- .02", "35.7 +- 2.8", "1024"}
 
 
 def named_paper(words: list[str]) -> str | None:
