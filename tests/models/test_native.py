@@ -6,8 +6,8 @@ import copy
 import ctypes
 import os
 import platform
-import subprocess
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
