@@ -99,10 +99,11 @@ inline float weighted(float *scores, int count, float scale) {
     for (int i = 0; i < count; i += LANES) {
         const Lanes score = load(scores + i) * scale;
         store(scores + i, score);
-        greatest = score > greatest ? score : greatest;
+        greatest = larger(score, greatest);
     }
-    float most = greatest[0];
-    for (int i = 1; i < LANES; i++) most = greatest[i] > most ? greatest[i] : most;
+    float most = -INFINITY, each[LANES];
+    store(each, greatest);
+    for (int i = 0; i < LANES; i++) most = each[i] > most ? each[i] : most;
     Lanes sums = {};
     for (int i = 0; i < count; i += LANES) {
         store(scores + i, exponential(load(scores + i) - most));

@@ -12,15 +12,6 @@ namespace {
 constexpr int STEPS = 64;       // that are added up in float32
 constexpr float LOWEST = -1e30f;  // behind the last number of a row
 
-template <class V> inline V larger(V x, V y) { return x > y ? x : y; }
-template <class V> inline V smaller(V x, V y) { return x < y ? x : y; }
-template <class V> inline Pair<V> larger(Pair<V> x, Pair<V> y) {
-    return {larger(x.lo, y.lo), larger(x.hi, y.hi)};
-}
-template <class V> inline Pair<V> smaller(Pair<V> x, Pair<V> y) {
-    return {smaller(x.lo, y.lo), smaller(x.hi, y.hi)};
-}
-
 // Up to sixteen numbers.
 inline Lanes load_some(const float *at, int count) {
     if (count >= LANES) return load(at);

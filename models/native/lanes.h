@@ -169,6 +169,16 @@ inline f4 totals(const Lanes &a, const Lanes &b, const Lanes &c, const Lanes &d)
 }
 inline float total(const Lanes &x) { return totals(x, Lanes{}, Lanes{}, Lanes{})[0]; }
 
+// Of each two numbers the larger, or the smaller; the second where one of them is none.
+template <class V> inline V larger(V x, V y) { return x > y ? x : y; }
+template <class V> inline V smaller(V x, V y) { return x < y ? x : y; }
+template <class V> inline Pair<V> larger(Pair<V> x, Pair<V> y) {
+    return {larger(x.lo, y.lo), larger(x.hi, y.hi)};
+}
+template <class V> inline Pair<V> smaller(Pair<V> x, Pair<V> y) {
+    return {smaller(x.lo, y.lo), smaller(x.hi, y.hi)};
+}
+
 // e^x of numbers of at most 88: 2^n by the exponent, the rest by a polynomial (error 2e-7).
 template <class V> inline V exponential(V x) {
     const V zero = {};

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ Calibrate = Callable[[Recipe, TargetShape], Pace | None]
 VocabSize = int | str | None  # of vocab.size: so many ids, those that the data need, all
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what it holds is worked out once
 class RunPlan:
     """Counts, bytes by purpose, and the parts of the run with the basis of their seconds."""
 
@@ -95,7 +96,7 @@ class RunPlan:
     def cluster(self) -> Cluster:
         return self.weighing.cluster
 
-    @property
+    @cached_property
     def held(self) -> Held:
         """What each process holds; worked out when asked for, which takes seconds."""
         return self.weighing.held()
@@ -379,7 +380,7 @@ def _estimated_time(work: Sequence[Work], cluster: Cluster, flops: float | None)
     speed = flops or matrix_speed()
     return _Timed(
         tuple(part.timed(speed) for part in work),
-        f"estimate from FLOPs at {speed / 1e9:,.0f} GFLOP/s measured in 1 s here",
+        f"estimate from FLOPs at {speed / 1e9:,.0f} GFLOP/s measured here",
     )
 
 
@@ -392,11 +393,15 @@ def measured_step_seconds(out: Path) -> tuple[float, int] | None:
     return lines[-1]["seconds"] / lines[-1]["step"], lines[-1]["step"]
 
 
-def matrix_speed(seconds: float = 1.0) -> float:
+@cache  # stages and further plans of a process are estimated by one measurement
+def matrix_speed(seconds: float = 0.25) -> float:
     """Floating-point operations per second of large float32 products on this machine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = 4096 if device.type == "cuda" else 768
     left, right = (torch.randn(size, size, device=device) for _ in range(2))
+    left @ right  # the first one prepares the library
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     done, began = 0, time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds or done == 0:
         left @ right
