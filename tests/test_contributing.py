@@ -232,8 +232,16 @@ def test_the_families_of_the_page_keep_the_contract(product: Path) -> None:
     assert int(passed[1]) >= 32
 
 
-def test_their_recipes_are_listed_checked_and_used(product: Path) -> None:
-    listed, validated, used, _ = run(product, "-c", RECIPES).stdout.split("\nEND\n", 3)
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What commands show with the families of the page and one module of each other kind, in one
+    process: to start it takes longer than they do."""
+    both = beside(tmp_path_factory.mktemp("both"), {**SHOWN, **OTHERS})
+    return run(both, "-c", KNOWN + COMMANDS + RECIPES).stdout.split("\nEND\n")
+
+
+def test_their_recipes_are_listed_checked_and_used(shown: list[str]) -> None:
+    listed, validated, used, _ = shown[-4:]
     assert "successor" in listed
     assert "valid (eagle-tv for tiny)" in validated
     assert '"successor"' in used
@@ -246,10 +254,8 @@ def test_code_of_the_page_is_as_tidy_as_the_product(product: Path) -> None:
     run(product, "-m", "ruff", "format", "--no-cache", "--check", *names)
 
 
-def test_one_module_is_enough_for_every_other_kind(tmp_path: Path) -> None:
-    product = beside(tmp_path, OTHERS)
-    told = run(product, "-c", KNOWN + COMMANDS).stdout
-    schema, rules, serve, _ = told.split("\nEND\n", 3)
+def test_one_module_is_enough_for_every_other_kind(shown: list[str]) -> None:
+    schema, rules, serve, _ = shown[:4]
     for name in ("twin", "mood", "at-once", "never", "echo", "nothing"):
         assert f'"{name}"' in schema, name
     assert "echo" in rules

@@ -48,6 +48,7 @@ def stopping(step: Callable[[Engine], Any], after: int) -> Callable[[Engine], An
     return step_
 
 
+@pytest.mark.proof  # a stream's end is in the next test, a process's in test_main.py
 def test_one_ctrl_c_ends_a_stream_with_130_and_a_word() -> None:
     with Terminal(LONG) as terminal:
         terminal.until("\n")
@@ -84,7 +85,7 @@ def test_texts_that_were_generated_before_ctrl_c_are_in_the_answer(
     assert all(output["text"] in shown.out for output in outputs)
 
 
-def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(training: list[str]) -> None:
+def test_training_stops_with_75(training: list[str]) -> None:
     with Terminal(training) as terminal:
         terminal.until("/5000")
         terminal.press()
@@ -93,6 +94,10 @@ def test_training_stops_with_75_and_a_second_ctrl_c_leaves_at_once(training: lis
         assert "is saved" in terminal.shown
         assert "specctl distill --out" in terminal.shown
         assert terminal.cursor_is_shown
+
+
+@pytest.mark.proof  # within a process it is in test_loop.py
+def test_a_second_ctrl_c_leaves_training_at_once(training: list[str]) -> None:
     with Terminal(training) as terminal:
         terminal.until("/5000")
         terminal.press()

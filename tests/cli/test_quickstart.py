@@ -101,6 +101,19 @@ def test_a_chat_model_is_trained_for_proved_measured_and_judged(
 
     monkeypatch.setattr("specctl.recipes.published.published_room", lambda: Path("room").absolute())
     shutil.copytree("runs/quickstart-chatty/package", "room/chatty-eagle3")
+    fields, what = story.begun_from("chatty", load_recipe("eagle3").drafter)
+    assert what == "the published drafter chatty-eagle3"
+    assert (fields["drafter.family"], fields["drafter.init"]) == ("eagle3", "chatty-eagle3")
+
+
+@pytest.mark.proof  # two whole stories; which drafter is begun from is in the tests beside it
+def test_a_published_drafter_is_trained_further(
+    run: Run, words: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = run(*words)
+    assert ran.code == 0, ran.err[-3000:]
+    monkeypatch.setattr("specctl.recipes.published.published_room", lambda: Path("room").absolute())
+    shutil.copytree("runs/quickstart-chatty/package", "room/chatty-eagle3")
     named = ["chatty" if word == "./chatty" else word for word in words]
     begun = run(*named, "--out", "second")
     assert begun.code == 0, begun.err[-3000:]

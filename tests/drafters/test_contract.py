@@ -75,8 +75,12 @@ ALIKE = (
     "blockwise", "calm", "coral", "del", "depth-decay", "eagle", "eesd", "flash", "hass",
     "hidden-transfer", "layer-skip", "m2r2", "mlp-speculator", "msd", "recurrent", "stand",
 )  # fmt: skip
+# Each of these policies draws from the other of the two.
+OTHERWISE = {("eagle3", "chain"), ("eagle3", "static-tree"), ("small-lm", "dynamic-tree")}
 SAMPLED = [
-    pytest.param(*case, {}, marks=pytest.mark.proof) if case[0] in SLOW + ALIKE else (*case, {})
+    pytest.param(*case, {}, marks=pytest.mark.proof)
+    if case[0] in SLOW + ALIKE or case in OTHERWISE
+    else (*case, {})
     for case in TYPICAL
 ]
 # Heads that draw from two of the six tokens, with every policy of theirs.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ Calibrate = Callable[[Recipe, TargetShape], Pace | None]
 VocabSize = int | str | None  # of vocab.size: so many ids, those that the data need, all
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what it holds is worked out once
 class RunPlan:
     """Counts, bytes by purpose, and the parts of the run with the basis of their seconds."""
 
@@ -96,7 +96,7 @@ class RunPlan:
     def cluster(self) -> Cluster:
         return self.weighing.cluster
 
-    @property
+    @cached_property
     def held(self) -> Held:
         """What each process holds; worked out when asked for, which takes seconds."""
         return self.weighing.held()
