@@ -1,4 +1,4 @@
-"""`specctl serve`: a target behind an OpenAI-compatible HTTP API, its answers drafted ahead."""
+"""`specctl serve`: a target behind the APIs of OpenAI and Anthropic; answers are drafted ahead."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def serve(
         typer.Option(
             "--keep-traffic",
             metavar="DIR",
-            help="Keep prompts and answers in this folder, for train-draft --follow; but those of "
+            help="Keep prompts and answers in this folder, for train-draft --follow; nothing of "
             "requests with store: false.",
         ),
     ] = None,
@@ -151,7 +151,7 @@ def serve(
 
     Examples:
 
-      specctl serve prompt-lookup
+      specctl serve auto --target model.gguf
       specctl serve prompt-lookup+token-recycling (a request may choose: "draft": "prompt-lookup")
       specctl serve runs/eagle3 --target qwen3-8b --max-batch 16 --port 0
       specctl serve --host 0.0.0.0 --api-key-file keys.txt --record traffic.jsonl
