@@ -123,6 +123,39 @@ def test_every_command_of_ours_is_understood(page: str, command: str) -> None:
         check_level(words[words.index("--level") + 1])
 
 
+SHOWN_ONLY = sorted(
+    {  # in blocks that nothing runs (as long ones, or ones of other machines), and in sentences
+        (page.name, " ".join(found.split()))
+        for page in PAGES
+        for found in [
+            *re.findall(
+                r"`(specctl [^`]+)`",
+                re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S),
+            ),
+            *(
+                re.sub(r"\s{2,}#.*", "", line)
+                for block in blocks(page)
+                if block.language not in ("console", "sh")
+                for line in re.sub(r"\\\n\s*", "", block.text).splitlines()
+                if line.startswith("specctl ")
+            ),
+        ]
+    }
+)
+# A sentence may name a command, or one of its flags, and leave the rest to the reader.
+UNFINISHED = ("Missing parameter", "requires an argument", "requires 1 argument")
+
+
+@pytest.mark.parametrize(("page", "command"), SHOWN_ONLY)
+def test_commands_that_nothing_runs_are_understood_as_well(page: str, command: str) -> None:
+    """Flags exist, values are of their kind, keys of `--set` are those of the command."""
+    words = shlex.split(command, comments=True)[1:]
+    if {"--install-completion", "--version"} & set(words):
+        return  # of the program itself
+    why = commands.why_not(words)
+    assert why is None or any(part in why for part in UNFINISHED), f"{page}: {command}: {why}"
+
+
 def launched(words: list[str]) -> list[str]:
     """What a launcher starts, as the launcher's own parser takes it apart; other words as are."""
     if words[:2] == ["accelerate", "launch"]:
