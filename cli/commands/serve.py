@@ -455,7 +455,10 @@ def priced(
 
     if not isinstance(draft.policy, Switch):
         return draft
-    say("measuring what a round costs, unless that is known from an earlier start")
+    say(
+        "measuring what a round costs, unless that is known from an earlier start; with several "
+        "drafters and on a busy CPU this takes minutes"
+    )
     costs = draft.costs(target, [target.encode(SAMPLE)], sampled=True)
     return replace(draft, policy=equip(draft.policy, costs).policy)
 
