@@ -87,6 +87,14 @@ def _os_error(error: OSError) -> SpecctlError | None:
             expected="room for the target",
             do="close other programs, or choose a smaller target",
         )
+    if error.errno == errno.ENOTDIR and place:
+        return FileError(
+            f"cannot write into {place}",
+            where=place,
+            found="a file, or a path that leads through one",
+            expected="a folder, or a path where nothing is yet",
+            do="choose another path, such as runs/NAME",
+        )
     if error.errno in _FILE_ERRORS and place:
         return FileError(
             f"cannot use {place}",

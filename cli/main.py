@@ -57,7 +57,7 @@ COMMANDS = {
     "pretrain": Entry("pretrain", TRAIN, "Train the embedded target from scratch."),
     "generate": Entry("generate", USE, "Continue prompts, faster and with the same answers."),
     "chat": Entry("chat", USE, "Chat with a target in the terminal."),
-    "serve": Entry("serve", USE, "An OpenAI-compatible server for many users at once."),
+    "serve": Entry("serve", USE, "OpenAI's and Anthropic's APIs, for many users at once."),
     "bench": Entry("bench", USE, "Compare drafters: tau, tokens per second, speed-up."),
     "bench-families": Entry(
         "bench_families", USE, "Train drafter families alike and compare them."
@@ -132,7 +132,8 @@ Make your language model answer faster, without changing its answers.
 specctl trains a small drafter for your target model, trims its vocabulary, proves that generation
 with it is lossless, measures the speed-up on your hardware, and packages it.
 
-Start with: specctl quickstart   (ten minutes on two CPU cores, no download)
+Start with: specctl quickstart   (ten minutes on two CPU cores, no download), or a model of yours,
+as a GGUF file, folder or hub id: specctl generate --target MODEL --draft auto --compare "TEXT"
 """
 
 

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from specctl.api.verify import check_level
+from specctl.recipes.files import recipe_names
+from specctl.recipes.load import load_recipe
 from specctl_testing.cli import commands
 
 ROOT = Path(__file__).parents[1]
@@ -118,9 +121,58 @@ def is_cheap(command: str) -> bool:
 def test_every_command_of_ours_is_understood(page: str, command: str) -> None:
     words = launched(shlex.split(command.rpartition("| ")[2], comments=True))
     assert words[0] == "specctl", f"{page}: {command}"
-    assert commands.why_not(words[1:]) is None, commands.why_not(words[1:])
+    context = commands.parsed(words[1:])
+    assert not isinstance(context, str), context
+    if context is not None:
+        check_recipe(context)
     if words[1] == "verify" and "--level" in words:
         check_level(words[words.index("--level") + 1])
+
+
+SHOWN_ONLY = sorted(
+    {  # in blocks that nothing runs (as long ones, or ones of other machines), and in sentences
+        (page.name, " ".join(found.split()))
+        for page in PAGES
+        for found in [
+            *re.findall(
+                r"`(specctl [^`]+)`",
+                re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S),
+            ),
+            *(
+                re.sub(r"\s{2,}#.*", "", line)
+                for block in blocks(page)
+                if block.language not in ("console", "sh")
+                for line in re.sub(r"\\\n\s*", "", block.text).splitlines()
+                if line.startswith("specctl ")
+            ),
+        ]
+    }
+)
+# A sentence may name a command, or one of its flags, and leave the rest to the reader.
+UNFINISHED = ("Missing parameter", "requires an argument", "requires 1 argument")
+
+
+@pytest.mark.parametrize(("page", "command"), SHOWN_ONLY)
+def test_commands_that_nothing_runs_are_understood_as_well(page: str, command: str) -> None:
+    """Flags exist, values are of their kind, keys of `--set` are the command's or the recipe's."""
+    words = shlex.split(command, comments=True)[1:]
+    if {"--install-completion", "--version"} & set(words):
+        return  # of the program itself
+    found = commands.parsed(words)
+    if isinstance(found, str):
+        assert any(part in found for part in UNFINISHED), f"{page}: {command}: {found}"
+    elif found is not None:
+        check_recipe(found)
+
+
+def check_recipe(context: Any) -> None:
+    """A shipped recipe takes the changes that a command line makes to it."""
+    given = {p.opts[0]: context.params.get(p.name) for p in context.command.params if p.opts}
+    name, changes = given.get("--recipe"), [*(given.get("--set") or ())]
+    if select := given.get("--select"):  # a flag that other keys go with
+        changes.append(f"train.select={select}")
+    if name in recipe_names() and context.info_name != "pretrain":
+        load_recipe(str(name), changes)
 
 
 def launched(words: list[str]) -> list[str]:
@@ -267,8 +319,6 @@ def test_every_recipe_begins_with_a_command_that_is_understood() -> None:
 
 def test_every_shipped_recipe_is_valid() -> None:
     from specctl.api.arguments.families import check_options
-    from specctl.recipes.files import recipe_names
-    from specctl.recipes.load import load_recipe
 
     for name in recipe_names():
         check_options(load_recipe(name), name)

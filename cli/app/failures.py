@@ -51,6 +51,18 @@ GONE = {
     "--no-show-accepted": "use --no-color",
 }
 
+# What other tools call our flags, by what is typed first.
+MEANT_FLAGS = {
+    "--model": "--target", "-m": "--target", "--model-path": "--target", "--hf-repo": "--target",
+    "-md": "--draft", "--model-draft": "--draft", "--assistant-model": "--draft",
+    "--speculative-model": "--draft", "-n": "--max-new-tokens", "--n-predict": "--max-new-tokens",
+    "--predict": "--max-new-tokens", "--temp": "--temperature", "--ctx-size": "--max-len",
+    "-c": "--max-len", "--max-model-len": "--max-len", "-np": "--max-batch",
+    "--parallel": "--max-batch", "--max-num-seqs": "--max-batch", "--api-key": "--api-key-file",
+    "--served-model-name": "--name", "--alias": "--name", "--draft-max": "--length",
+    "--num-speculative-tokens": "--length",
+}  # fmt: skip
+
 _SIGNALS: list[int] = []  # the signal that unwinds this command
 
 
@@ -172,7 +184,8 @@ def _usage(error: Exception) -> SpecctlError:
     if option is not None and context is not None and message.startswith("No such option"):
         as_word = _instead_of(option, path, context.command)
         is_set = as_word.startswith("use --set ")
-        message = f"{option} is a setting now" if is_set else f"unknown flag {option}"
+        shown = _typed_flag(option)
+        message = f"{shown} is a setting now" if is_set else f"unknown flag {shown}"
     if context is not None and message.startswith("Got unexpected extra argument"):
         close = _meant_recipe(message, context.command.params)
     is_flag = close.startswith("-")
@@ -193,14 +206,26 @@ def _instead_of(flag: str, path: str, command: Any) -> str:
     behind = dict(zip(sys.argv, [*sys.argv[1:], ""], strict=True))
     joined = (word.partition("=")[2] for word in sys.argv if word.startswith(f"{flag}="))
     value = next(joined, behind.get(flag, ""))
-    if setting := settings_of(command).instead_of(flag, "" if value.startswith("-") else value):
+    dashed = flag[:2] + flag[2:].replace("_", "-")
+    if setting := settings_of(command).instead_of(dashed, "" if value.startswith("-") else value):
         return f"use {setting}  ({path} --help-all)"
     if flag in GONE and any("--grammar" in p.opts for p in command.params):
         return GONE[flag]
     options = [p for p in command.params if p.param_type_name == "option"]
     flags = {f.strip("-"): f for p in options for f in (*p.opts, *p.secondary_opts)}
+    typed = _typed_flag(flag)
+    meant = MEANT_FLAGS.get(typed, typed.replace("_", "-"))
+    if meant != typed and meant in flags.values():
+        return f"use {meant}  ({path} --help)"
+    if typed in ("-p", "--prompt") and any(p.name == "words" for p in command.params):
+        return f'give the text as the last word: {path} "TEXT"'
     near = alike(flag.strip("-"), flags)
     return f"use {flags[near[0]]}  ({path} --help)" if near else ""
+
+
+def _typed_flag(option: str) -> str:
+    """The flag as it was typed: of `-md FILE` the parser reports `-m`."""
+    return next((w for w in sys.argv if w.startswith(option)), option).partition("=")[0]
 
 
 def _typed() -> str:

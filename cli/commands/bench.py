@@ -107,6 +107,7 @@ def bench(
 
     Examples:
 
+      specctl bench auto prompt-lookup --target model.gguf --prompts prompts.txt
       specctl bench runs/quickstart prompt-lookup --plot bench.png
       specctl bench prompt-lookup --suite humaneval,gsm8k --limit 4 --card bench.md
       specctl bench runs/distill --against hf --dtype float32
@@ -118,6 +119,7 @@ def bench(
     check_choice(generation_config)
     names = list(dict.fromkeys([*(drafters or ()), *(draft or ())]))
     drafting.check(*names)
+    questions.check()
     check_plot(written.plot)
     for file in (written.out, written.card):
         check_file(file)

@@ -92,6 +92,7 @@ def generate(
     Examples:
 
       specctl generate "def main("
+      specctl generate --target model.gguf --draft auto --compare "Why is the sky blue?"
       specctl generate --draft prompt-lookup --compare "def add(self, other):"
       specctl generate runs/quickstart --temperature 0.8 --stats "class Tree:"
       specctl generate -f prompts.txt --batch 4 --json

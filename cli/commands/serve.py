@@ -1,4 +1,4 @@
-"""`specctl serve`: a target behind an OpenAI-compatible HTTP API, its answers drafted ahead."""
+"""`specctl serve`: a target behind the APIs of OpenAI and Anthropic; answers are drafted ahead."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def serve(
         typer.Option(
             "--keep-traffic",
             metavar="DIR",
-            help="Keep prompts and answers in this folder, for train-draft --follow; but those of "
+            help="Keep prompts and answers in this folder, for train-draft --follow; nothing of "
             "requests with store: false.",
         ),
     ] = None,
@@ -151,7 +151,7 @@ def serve(
 
     Examples:
 
-      specctl serve prompt-lookup
+      specctl serve auto --target model.gguf
       specctl serve prompt-lookup+token-recycling (a request may choose: "draft": "prompt-lookup")
       specctl serve runs/eagle3 --target qwen3-8b --max-batch 16 --port 0
       specctl serve --host 0.0.0.0 --api-key-file keys.txt --record traffic.jsonl
@@ -455,7 +455,10 @@ def priced(
 
     if not isinstance(draft.policy, Switch):
         return draft
-    say("measuring what a round costs, unless that is known from an earlier start")
+    say(
+        "measuring what a round costs, unless that is known from an earlier start; with several "
+        "drafters and on a busy CPU this takes minutes"
+    )
     costs = draft.costs(target, [target.encode(SAMPLE)], sampled=True)
     return replace(draft, policy=equip(draft.policy, costs).policy)
 

@@ -71,6 +71,16 @@ class QuestionFlags:
         """The suites, one by one."""
         return tuple(word for given in self.suite or () for word in given.split(",") if word)
 
+    def check(self) -> None:
+        """Refuse a suite or a file that is not there, before the target is loaded."""
+        from specctl.train.data.heldout import check_prompts
+        from specctl.train.data.suites import check_suite
+
+        for suite in self.suites:
+            check_suite(suite)
+        if self.prompts is not None:
+            check_prompts(self.prompts)
+
     def words(self) -> list[str]:
         """The flags that run the same suite again; nothing of other prompts."""
         limit = ["--limit", str(self.limit)] if self.limit and self.suites else []

@@ -38,6 +38,11 @@ MISTAKES = {
     "unknown command": Mistake(("genrate",), 2, "specctl generate --help"),
     "unknown flag": Mistake((*G, "--tempratur", "1", "x"), 2, "--temperature"),
     "word left out of a flag": Mistake((*G, "--max-tokens", "4", "x"), 2, "use --max-new-tokens "),
+    "flag of llama.cpp": Mistake((*G, "--temp", "1", "x"), 2, "use --temperature "),
+    "short flag of llama.cpp": Mistake((*G, "-md", "x.gguf", "x"), 2, "use --draft "),
+    "flag of transformers": Mistake((*G, "--top_k", "4", "x"), 2, "--set sample.top_k=4"),
+    "model of vLLM": Mistake(("serve", "--model", "tiny"), 2, "use --target "),
+    "prompt as a flag": Mistake((*G, "-p", "x"), 2, "specctl generate"),
     "flag like no other": Mistake((*G, "--xyzzy", "x"), 2, "specctl generate --help"),
     "flag of another command": Mistake(("runs", "ls", "--in", "x"), 2, "specctl runs ls --help"),
     "a plan without the hub": Mistake(("plan", "-t", "some/model", "--offline"), 9, "specctl plan"),
@@ -142,9 +147,11 @@ MISTAKES = {
         ("train-draft", "-r", "prompt-lookup"), 3, "specctl generate --draft prompt-lookup"
     ),
     "distilling another family": Mistake(("distill", "-r", "eagle3"), 3, "specctl train-draft"),
-    "output that is a file": Mistake(("train-draft", "-r", "distill", "-o", "EMPTY"), 4, ""),
+    "output that is a file": Mistake(
+        ("train-draft", "-r", "distill", "-o", "EMPTY/x"), 4, "choose another path"
+    ),
     "no such data": Mistake(
-        ("train-draft", "-r", "distill", "--data", "absent.jsonl", "-o", "NEW"), 4, ""
+        ("train-draft", "-r", "distill", "--data", "absent.jsonl", "-o", "NEW"), 4, "give self"
     ),
     "more GPUs than there are": Mistake(("train-draft", "--gpus", "64"), 6, "--gpus"),
     "unknown size": Mistake(("vocab-trim", "-d", "x", "-o", "NEW", "--size", "big"), 3, "--size"),
@@ -162,6 +169,11 @@ MISTAKES = {
     "unknown level": Mistake(("verify", "x", "--level", "all"), 3, "--level"),
     "verify what is nowhere": Mistake(("verify", "./absent"), 4, "specctl train-draft"),
     "verify no package": Mistake(("verify", "FOLDER"), 4, ""),
+    "unknown suite": Mistake(("bench", "-t", "no/such", "--suite", "eviryday"), 3, "everyday"),
+    "suite that is nowhere": Mistake(
+        ("bench", "-t", "no/such", "--suite", "gsm8k=absent"), 4, "path"
+    ),
+    "no file to measure on": Mistake(("bench", "-t", "no/such", "-f", "absent"), 4, "correct the"),
     "unknown baseline": Mistake(("bench", "--against", "hg"), 3, "--against hf"),
     "format that cannot hold the family": Mistake(
         ("train-draft", "-r", "medusa", "-o", "NEW", "--set", "export.formats=[specctl,hf]"),

@@ -28,7 +28,7 @@ PLACES = {
     "changed target": FOLDER,
 }
 ELSEWHERE = (
-    "take a smaller target, or a machine that holds it; what one takes is told by: "
+    "take a smaller target, or a machine that holds it; what a GPU needs is shown by: "
     "specctl plan --target {target} --recipe {recipe} --gpu h100"
 )
 

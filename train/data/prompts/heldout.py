@@ -109,13 +109,25 @@ def _prompts(file: Path) -> Iterator[FilePrompt]:
         open_regular(file).close()
         yield from file_prompts(file, TEXTS, turns_first=False)
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(
-            "the file of held-out prompts cannot be read",
-            where=str(file),
-            found=getattr(error, "strerror", None) or f"no UTF-8 text: {error}",
-            expected="a text file with one prompt per line, or records as for training",
-            do="correct the path, or leave it out to use the embedded prompts",
-        ) from error
+        raise _unreadable(file, error) from error
+
+
+def check_prompts(file: Path) -> None:
+    """Refuse a file of prompts that cannot be opened; nothing is read."""
+    try:
+        open_regular(file).close()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> FileError:
+    return FileError(
+        "the file of held-out prompts cannot be read",
+        where=str(file),
+        found=getattr(error, "strerror", None) or f"no UTF-8 text: {error}",
+        expected="a text file with one prompt per line, or records as for training",
+        do="correct the path, or leave it out to use the embedded prompts",
+    )
 
 
 def _by_ids(target: Target, sample: Sample) -> HeldoutPrompt:

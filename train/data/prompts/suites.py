@@ -96,15 +96,16 @@ class SuiteQuestions:
     withheld: int = 0
 
 
-def read_suite(word: str) -> SuiteQuestions:
-    """The suite of a word NAME[:CONFIG] (of the hub) or NAME=PATH (a file or folder), or a file of
-    one's own."""
-    name, has_path, place = word.partition("=")
-    name = name.strip()
-    if not has_path and name.partition(":")[0] not in SUITES and Path(name).expanduser().exists():
-        place, name = name, Path(name).stem
+def check_suite(word: str) -> None:
+    """Refuse what is no suite, and one whose file is not named or not there; nothing is read."""
+    name, _, place = (part.strip() for part in word.partition("="))
     suite = SUITES.get(name.partition(":")[0])
-    if suite is None and not place:
+    file = Path(place or name).expanduser()
+    if place or suite is None:
+        if file.exists():
+            return
+        if place:
+            raise _no_such_place(place, file)
         raise RecipeError(
             f"unknown suite {name!r}",
             where="--suite",
@@ -112,7 +113,25 @@ def read_suite(word: str) -> SuiteQuestions:
             expected="one of " + ", ".join(SUITES) + ", NAME=FILE, or a file of questions",
             do=f"--suite {nearest(name, SUITES, 1)}",
         )
-    suite = suite or SuiteSource()
+    if not suite.shipped and not suite.hub:
+        raise RecipeError(
+            f"suite {name} is no data set of the hub",
+            where="--suite",
+            found=name,
+            expected="the file of its questions, or a folder that has it",
+            do=f"curl -LO {suite.address} and give --suite {name}=question.jsonl",
+        )
+
+
+def read_suite(word: str) -> SuiteQuestions:
+    """The suite of a word NAME[:CONFIG] (of the hub) or NAME=PATH (a file or folder), or a file of
+    one's own."""
+    name, has_path, place = word.partition("=")
+    name = name.strip()
+    if not has_path and name.partition(":")[0] not in SUITES and Path(name).expanduser().exists():
+        place, name = name, Path(name).stem
+    check_suite(word)
+    suite = SUITES.get(name.partition(":")[0]) or SuiteSource()
     found, withheld = list[SuiteQuestion](), 0
     for where, record in _records(suite, name, place.strip()):
         question = _question(suite, where, record, name)
@@ -150,14 +169,6 @@ def _records(suite: SuiteSource, name: str, place: str) -> Iterator[tuple[str, A
     """Place and value of every record."""
     if suite.shipped and not place:
         place = str(files("specctl.recipes") / suite.shipped)
-    if not place and not suite.hub:
-        raise RecipeError(
-            f"suite {name} is no data set of the hub",
-            where="--suite",
-            found=name,
-            expected="the file of its questions, or a folder that has it",
-            do=f"curl -LO {suite.address} and give --suite {name}=question.jsonl",
-        )
     repo, _, config = suite.hub.partition(":")
     config = name.partition(":")[2] or config
     source = find_source(*_source(suite, place, config, repo))

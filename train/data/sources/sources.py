@@ -377,10 +377,10 @@ def _no_such_path(source: str, path: Path) -> FileError:
     close = f"; nearby: {nearest(path.name, names)}" if names else ""
     return FileError(
         "the data source does not exist",
-        where="data.source",
+        where="--data, or data.source of the recipe",
         found=source + close,
         expected="'corpus', 'self', a file or folder, or a hub data set such as owner/name",
-        do="correct data.source",
+        do="check the path; without data of your own, --data self lets a chat model write it",
     )
 
 
