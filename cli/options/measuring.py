@@ -73,8 +73,8 @@ class QuestionFlags:
 
     def check(self) -> None:
         """Refuse a suite or a file that is not there, before the target is loaded."""
-        from specctl.train.data.heldout import check_prompts
-        from specctl.train.data.suites import check_suite
+        from specctl.train.data.prompts.heldout import check_prompts
+        from specctl.train.data.prompts.suites import check_suite
 
         for suite in self.suites:
             check_suite(suite)
