@@ -3,8 +3,8 @@
 Prompts are functions with examples in their docstrings (HumanEval as chats); the examples that
 stand in the prompt are run against what was answered, in a Python of their own with a time limit.
 With `--answers`, they are questions of mathematics with one number each (a part of Spec-Bench's,
-benchmarks/answers) behind three with short answers, and the last number of an answer is
-compared, or that of its last \\boxed{}.
+benchmarks/answers), with `--short` behind three that are answered in a line, and the last number
+of an answer is compared, or that of its last \\boxed{}.
 Of every way: how many answers are right, with the standard error of that share, how many are right
 that are wrong by the lossless way and the other way round, with the difference and its error over
 the same prompts, tokens a round, and processor seconds an answer. A way is `lossless`, a law of two
@@ -15,7 +15,7 @@ of JSON, and those that stand there are not written again.
 
     python benchmarks/task_accuracy.py --target qwen2.5-coder-1.5b --beside qwen2.5-coder-0.5b \\
         --prompts humaneval.jsonl --ways lossless contrast:0.5:0.1 entropy:1 reflect:0.3
-    python benchmarks/task_accuracy.py ... --prompts specbench.jsonl --tokens 96 \\
+    python benchmarks/task_accuracy.py ... --prompts specbench.jsonl --tokens 220 \\
         --answers benchmarks/answers/spec_bench_math.json --found math.jsonl
 """
 
@@ -200,6 +200,7 @@ def table(ways: Sequence[str], found: Sequence[Found]) -> str:
 def main() -> None:
     parser = options(__doc__, tokens=200)
     parser.add_argument("--answers", type=Path, help="numbers by question")
+    parser.add_argument("--short", action="store_true", help="behind three short answers to sums")
     parser.add_argument("--longest", type=int, default=130, help="tokens of a function's prompt")
     parser.add_argument("--ways", nargs="+", required=True, help="compared with the first")
     parser.add_argument("--found", type=Path, help="where answers are kept")
@@ -220,7 +221,7 @@ def main() -> None:
     known = {(one.question, one.way) for one in found}
     ways = {way: writer(way, pair) for way in words.ways}
     speakers = cycle(("user", "assistant"))
-    said = zip(speakers, () if words.answers is None else EXAMPLES, strict=False)
+    said = zip(speakers, EXAMPLES if words.short else (), strict=False)
     before = [{"role": speaker, "content": text} for speaker, text in said]
     sampling = Sampling(0.0, max_new_tokens=words.tokens)
     for text in given:
