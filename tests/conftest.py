@@ -40,10 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
 
 
+def pytest_sessionstart() -> None:
+    """What is imported and collected stays: garbage is not looked for meanwhile."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Full collections of garbage leave out all that was imported and all tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -450,8 +450,9 @@ def test_registers_of_every_width_compute_the_same(
     if processor[-1] in "34" and int(processor[-1]) > wide:
         return
     plain = make()
-    # of whole inputs one may be rounded to its other neighbour: all else agrees to 1e-6
-    few = [(each, 2e-3) for each in (plain.in_bits(8), plain.in_bits(4), *packed_models())]
+    # of whole inputs some may be rounded to their other neighbour, most without fused products: all
+    # else agrees to 1e-6
+    few = [(each, 5e-3) for each in (plain.in_bits(8), plain.in_bits(4), *packed_models())]
     for lm, error in ((plain, 1e-6), *few):
         own = lm.module.native(lm.bits)
         assert own is not None
