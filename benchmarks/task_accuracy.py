@@ -3,8 +3,7 @@
 Prompts are functions with examples in their docstrings (HumanEval as chats); the examples that
 stand in the prompt are run against what was answered, in a Python of their own with a time limit.
 With `--answers`, they are questions of mathematics with one number each (a part of Spec-Bench's,
-benchmarks/answers), with `--short` behind three that are answered in a line, and the last number
-of an answer is compared, or that of its last \\boxed{}.
+benchmarks/answers), and the last number of an answer is compared, or that of its last \\boxed{}.
 Of every way: how many answers are right, with the standard error of that share, how many are right
 that are wrong by the lossless way and the other way round, with the difference and its error over
 the same prompts, tokens a round, and processor seconds an answer. A way is `lossless`, a law of two
@@ -15,7 +14,7 @@ of JSON, and those that stand there are not written again.
 
     python benchmarks/task_accuracy.py --target qwen2.5-coder-1.5b --beside qwen2.5-coder-0.5b \\
         --prompts humaneval.jsonl --ways lossless contrast:0.5:0.1 entropy:1 reflect:0.3
-    python benchmarks/task_accuracy.py ... --prompts specbench.jsonl --tokens 220 \\
+    python benchmarks/task_accuracy.py ... --prompts specbench.jsonl --tokens 300 \\
         --answers benchmarks/answers/spec_bench_math.json --found math.jsonl
 """
 
@@ -29,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
-from itertools import cycle
 from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
@@ -55,17 +53,8 @@ test = doctest.DocTestParser().get_doctest(examples, names, "examples", None, 0)
 ran = doctest.DocTestRunner(verbose=False).run(test, out=lambda text: None)
 sys.exit(bool(ran.failed) or not ran.attempted)
 """
-EXAMPLES = (
-    "A baker makes 4 trays of 6 rolls each and sells 15 rolls. How many rolls are left?",
-    "4 x 6 = 24. 24 - 15 = 9. The answer is 9.",
-    "Tom has read 12 pages a day for 5 days and has 30 pages left. How many pages has the book?",
-    "12 x 5 = 60. 60 + 30 = 90. The answer is 90.",
-    "A coat of $80 is sold for 25% less. Two people share the price. How much does each pay?",
-    "80 x 0.75 = 60. 60 / 2 = 30. The answer is 30.",
-)
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))")
 
-Talk = Sequence[Mapping[str, str]]
 Write = Callable[[list[int], Sampling], Generated]
 Check = Callable[[str], bool]
 
@@ -89,9 +78,9 @@ class Found:
     by_target: float | None  # of the tokens, where models write in turns
 
 
-def prompt_ids(target: Target, question: str, before: Talk = ()) -> list[int]:
-    """The question as a user's turn behind others."""
-    return list(target.encode_chat([*before, {"role": "user", "content": question}]))
+def prompt_ids(target: Target, question: str) -> list[int]:
+    """The question as a user's turn."""
+    return list(target.encode_chat([{"role": "user", "content": question}]))
 
 
 def code_in(text: str) -> str:
@@ -154,11 +143,9 @@ def sums(questions: Sequence[str], answers: Mapping[str, Mapping[str, float]]) -
     return {text: partial(says, answers[digest(text)]["answer"]) for text in known}
 
 
-def answered(
-    way: str, write: Write, own: Target, text: str, before: Talk, how: Sampling, check: Check
-) -> Found:
-    """One answer, and whether it is right. `before`: what is said in front of the question."""
-    ids = prompt_ids(own, text, before)
+def answered(way: str, write: Write, own: Target, text: str, how: Sampling, check: Check) -> Found:
+    """One answer, and whether it is right."""
+    ids = prompt_ids(own, text)
     began = process_time()
     made = write(ids, how)
     seconds = round(process_time() - began, 2)
@@ -200,7 +187,6 @@ def table(ways: Sequence[str], found: Sequence[Found]) -> str:
 def main() -> None:
     parser = options(__doc__, tokens=200)
     parser.add_argument("--answers", type=Path, help="numbers by question")
-    parser.add_argument("--short", action="store_true", help="behind three short answers to sums")
     parser.add_argument("--longest", type=int, default=130, help="tokens of a function's prompt")
     parser.add_argument("--ways", nargs="+", required=True, help="compared with the first")
     parser.add_argument("--found", type=Path, help="where answers are kept")
@@ -220,15 +206,12 @@ def main() -> None:
         found = [Found(**json.loads(line)) for line in kept]
     known = {(one.question, one.way) for one in found}
     ways = {way: writer(way, pair) for way in words.ways}
-    speakers = cycle(("user", "assistant"))
-    said = zip(speakers, EXAMPLES if words.short else (), strict=False)
-    before = [{"role": speaker, "content": text} for speaker, text in said]
     sampling = Sampling(0.0, max_new_tokens=words.tokens)
     for text in given:
         for way, write in ways.items():
             if (digest(text), way) in known:
                 continue
-            one = answered(way, write, own, text, before, sampling, checks[text])
+            one = answered(way, write, own, text, sampling, checks[text])
             found.append(one)
             print(json.dumps(asdict(one)), file=sys.stderr, flush=True)
             if words.found is not None:
