@@ -141,7 +141,9 @@ MISTAKES = {
     "set out of range": Mistake(("plan", "--set", "train.steps=0"), 3, "--set train.steps=600"),
     "set of an unknown key": Mistake(("plan", "--set", "train.stps=3"), 3, "steps"),
     "copy over a file": Mistake(("recipes", "cp", "eagle3", "TYPO"), 4, "--force"),
-    "copy to nowhere": Mistake(("recipes", "cp", "eagle3", "EMPTY/x/y.yaml"), 4, "ls -ld"),
+    "copy to nowhere": Mistake(
+        ("recipes", "cp", "eagle3", "EMPTY/x/y.yaml"), 4, "choose another path"
+    ),
     # training, trimming, packages
     "training what has no weights": Mistake(
         ("train-draft", "-r", "prompt-lookup"), 3, "specctl generate --draft prompt-lookup"
@@ -151,7 +153,7 @@ MISTAKES = {
         ("train-draft", "-r", "distill", "-o", "EMPTY/x"), 4, "choose another path"
     ),
     "no such data": Mistake(
-        ("train-draft", "-r", "distill", "--data", "absent.jsonl", "-o", "NEW"), 4, "give self"
+        ("train-draft", "-r", "distill", "--data", "absent.jsonl", "-o", "NEW"), 4, "--data self"
     ),
     "more GPUs than there are": Mistake(("train-draft", "--gpus", "64"), 6, "--gpus"),
     "unknown size": Mistake(("vocab-trim", "-d", "x", "-o", "NEW", "--size", "big"), 3, "--size"),
