@@ -39,12 +39,22 @@ def bench_material(
 ) -> BenchMaterial:
     """The questions for the target. Suites exclude prompts; `limit` is of theirs, a category each,
     `num_prompts` of a file or the held-out prompts."""
+    check_question_flags(suites, prompts is not None, num_prompts, limit)
     is_chat = target.is_chat if chat is None else chat
+    if suites:
+        return _of_suites(target, suites, limit, domain, is_chat)
+    return _plain(target, prompts, num_prompts or HELDOUT, domain, is_chat)
+
+
+def check_question_flags(
+    suites: Sequence[str], has_prompts: bool, num_prompts: int | None, limit: int | None
+) -> None:
+    """Refuse what says nothing beside the suites, or without them."""
     if not suites:
         if limit is not None:
             raise _ignored("--limit", "without --suite", "give --num-prompts instead")
-        return _plain(target, prompts, num_prompts or HELDOUT, domain, is_chat)
-    if prompts is not None:
+        return
+    if has_prompts:
         raise one_of_two(
             "a suite and prompts of one's own were given",
             f"--suite {','.join(suites)} and prompts",
@@ -52,7 +62,6 @@ def bench_material(
         )
     if num_prompts is not None:
         raise _ignored("--num-prompts", "with --suite", "give --limit, of every category")
-    return _of_suites(target, suites, limit, domain, is_chat)
 
 
 def _plain(

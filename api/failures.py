@@ -89,7 +89,7 @@ def _os_error(error: OSError) -> SpecctlError | None:
         )
     if error.errno == errno.ENOTDIR and place:
         return FileError(
-            f"cannot write into {place}",
+            f"cannot use {place}",
             where=place,
             found="a file, or a path that leads through one",
             expected="a folder, or a path where nothing is yet",

@@ -72,10 +72,13 @@ class QuestionFlags:
         return tuple(word for given in self.suite or () for word in given.split(",") if word)
 
     def check(self) -> None:
-        """Refuse a suite or a file that is not there, before the target is loaded."""
+        """Refuse flags that say nothing, and a suite or a file that is not there, before the target
+        is loaded."""
+        from specctl.api.bench_questions import check_question_flags
         from specctl.train.data.prompts.heldout import check_prompts
         from specctl.train.data.prompts.suites import check_suite
 
+        check_question_flags(self.suites, self.prompts is not None, self.num_prompts, self.limit)
         for suite in self.suites:
             check_suite(suite)
         if self.prompts is not None:
