@@ -316,6 +316,12 @@ class Drafter(ABC):
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:
         self.options, self.spec, self.vocab = options, spec, vocab
 
+    @property
+    def positions(self) -> int | None:
+        """How many positions it was made for, where that is known and may be fewer than the
+        target's: what it drafts behind them is seldom accepted."""
+        return None
+
     def needs(self) -> Needs:
         """Nothing, unless a family says otherwise."""
         return Needs()

@@ -285,6 +285,10 @@ class SmallLm(Drafter):
     def head_width(self) -> int | None:
         return self.module.shape.hidden_size if isinstance(self.module, LlamaModel) else None
 
+    @property
+    def positions(self) -> int | None:
+        return self.lm.spec.max_positions if self.options.context is None else None
+
     def needs(self) -> Needs:
         routed = self.router is not None  # groups are of the target's LM-head rows
         return Needs(teacher=self.options.loss != "ce", teacher_rows=True, borrow=routed)

@@ -91,6 +91,11 @@ class Team(Drafter):
         options = TeamOptions(tuple(m.family for m in members))
         return cls(options, members[0].spec, None, members)
 
+    @property
+    def positions(self) -> int | None:
+        known = [most for member in self.members if (most := member.positions) is not None]
+        return min(known, default=None)
+
     def needs(self) -> Needs:
         all_needs = [m.needs() for m in self.members]
         return Needs(

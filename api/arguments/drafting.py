@@ -61,6 +61,12 @@ class LoadedDraft:
             return
         if self.drafter.note:
             reporter.say(self.drafter.note)
+        most, whole = self.drafter.positions, self.drafter.spec.max_positions
+        if most is not None and most < whole:
+            reporter.say(
+                f"the draft model was made for {most:,} positions, the target for {whole:,}: "
+                f"behind {most:,} tokens drafts are seldom accepted; the answers are the same"
+            )
         if (how := how_head_is_read(self.drafter)) is not None:
             reporter.say(how)
         for name, is_approximate in (

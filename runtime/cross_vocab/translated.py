@@ -62,6 +62,10 @@ class Translated(Drafter):
         self.inner, self.reader, self.translation = inner, reader, about
         self.module, self.note = inner.module, about.line
 
+    @property
+    def positions(self) -> int | None:
+        return self.inner.positions
+
     def check_served(self) -> None:
         if self.options.context is not None:
             raise RecipeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import specctl
 from specctl.api.arguments.drafting import load_draft
 from specctl.api.train import TrainResult
 from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.team import Team
+from specctl.runtime.measure.reporter import EventReporter
 from specctl.runtime.target.target import Target
 
 SHORT: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
@@ -90,6 +94,27 @@ def test_errors_of_the_system_are_errors_of_ours(tiny_target: Target, tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(specctl.SpecctlError, match="cannot use"):
         specctl.train(tiny_target, out=tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(("positions", "context", "is_said"), [
+    (64, None, True), (64, 128, False), (None, None, False),
+])  # fmt: skip
+def test_a_draft_model_of_a_shorter_context_says_so(
+    tiny_target: Target, positions: int | None, context: int | None, is_said: bool
+) -> None:
+    """Not where it reads a part of the prompt, whose positions are its own."""
+    lm, whole = copy(tiny_target.lm), tiny_target.spec.max_positions
+    lm.spec = replace(lm.spec, max_positions=positions or whole)
+    drafter = SmallLm.from_lm(lm, tiny_target.spec)
+    drafter.options = replace(drafter.options, context=context)
+    team = Team.of([drafter, load_draft("prompt-lookup", tiny_target).drafter])
+    for one in (drafter, team):
+        said = list[dict[str, Any]]()
+        load_draft(one, tiny_target).announce(EventReporter(said.append))
+        found = [
+            f"made for 64 positions, the target for {whole:,}:" in line["text"] for line in said
+        ]
+        assert any(found) == is_said
 
 
 def test_another_policy_has_a_rule_of_its_own(tiny_target: Target) -> None:
