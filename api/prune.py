@@ -20,7 +20,7 @@ from specctl.api.train import TrainResult, load_initial, packaged_acceptance, tr
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.messages.table import Table, Tabled
 from specctl.core.spec import ModelSpec
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.export.package.check import check_package
 from specctl.export.package.folder import save_package
 from specctl.export.package.origin import redacted

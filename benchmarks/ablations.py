@@ -63,7 +63,7 @@ from specctl import load_drafter, load_target
 from specctl.api.train import train_and_package
 from specctl.core.drafter import Drafter
 from specctl.drafters import families
-from specctl.drafters.sorted_lm import SortedLm
+from specctl.drafters.lm.sorted_lm import SortedLm
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import stages_of

@@ -30,7 +30,7 @@ from specctl import Sampling, generate, load_target
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.storage.files import write_json
 from specctl.core.vocab import VocabMap
-from specctl.drafters.eagle3 import Eagle3
+from specctl.drafters.features.eagle3 import Eagle3
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.target.target import Target
 from specctl.train.data.prompts.heldout import heldout_prompts

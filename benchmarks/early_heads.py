@@ -26,7 +26,7 @@ from torch import Tensor
 from specctl import load_drafter, load_target
 from specctl.core.storage.files import write_json
 from specctl.core.tree import DraftTree
-from specctl.drafters.propd import ProPD
+from specctl.drafters.heads.propd import ProPD
 from specctl.recipes.load import load_recipe
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specctl import load_target
-from specctl.drafters.xpress import XPress
+from specctl.drafters.blocks.xpress import XPress
 from specctl.export.formats import ExportSource, export
 from specctl.export.formats.vllm_xpress import at_the_root
 from specctl.export.layouts.blocks import check_confidence

@@ -44,7 +44,7 @@ from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Space
 from specctl.core.language_model import Borrowed
 from specctl.core.storage.files import write_json
-from specctl.drafters.eagle3 import Eagle3, Eagle3Options, Eagle3State
+from specctl.drafters.features.eagle3 import Eagle3, Eagle3Options, Eagle3State
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import SilentReporter

@@ -46,7 +46,7 @@ from safetensors.torch import load_file, save_file
 from specctl import load_drafter, load_target
 from specctl.core.batch import TrainBatch
 from specctl.core.storage.files import write_json
-from specctl.drafters.dflash import DFlash, DFlashOptions
+from specctl.drafters.blocks.dflash import DFlash, DFlashOptions
 from specctl.drafters.nets.taps import even_taps
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe

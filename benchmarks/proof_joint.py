@@ -38,7 +38,7 @@ from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
 from specctl.drafters.frames.self_drafter import SelfDrafter
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.drafters.team import Team
 from specctl.runtime.cross_vocab.translate import translated
 from specctl.runtime.engine.engine import Engine

@@ -39,11 +39,11 @@ from torch import Tensor
 from specctl import load_drafter, load_target
 from specctl.core.drafter import Drafter, DraftState, Outcome, RoundView, Space
 from specctl.drafters import family
-from specctl.drafters.calm import CalmState
-from specctl.drafters.ppd import PpdState
-from specctl.drafters.quantspec import QuantSpecState
-from specctl.drafters.skip_layers import SkipLayersOptions
+from specctl.drafters.self_speculation.calm import CalmState
+from specctl.drafters.self_speculation.quantspec import QuantSpecState
+from specctl.drafters.self_speculation.skip_layers import SkipLayersOptions
 from specctl.drafters.states.borrowed_state import BorrowedState
+from specctl.drafters.tokens.ppd import PpdState
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.stats import add_counts, shares

@@ -218,12 +218,20 @@ def _entry(call: ast.expr | None, module: str) -> Declared:
 
 
 def _sources(package: str, attribute: str) -> dict[str, str]:
-    """The modules of a package that define an entry, and the lines that do so."""
+    """The modules of a package, and of those in it, that define an entry, and the lines that do
+    so."""
     entry = re.compile(rf"^{attribute} = .*\n(?:[ )].*\n)*", re.MULTILINE)
-    files = sorted(_folder(package).iterdir(), key=lambda file: str(file.name))
-    texts = {f.name: _text(f) for f in files if f.name.endswith(".py")}
-    found = {name.removesuffix(".py"): entry.search(text + "\n") for name, text in texts.items()}
-    return {f"{package}.{name}": match[0] for name, match in found.items() if match}
+    found = {name: entry.search(text + "\n") for name, text in _modules(_folder(package), package)}
+    return {name: match[0] for name, match in found.items() if match}
+
+
+def _modules(folder: Any, package: str) -> Iterator[tuple[str, str]]:
+    """Every module with its source, those of packages within behind their names."""
+    for file in sorted(folder.iterdir(), key=lambda file: str(file.name)):
+        if file.name.endswith(".py"):
+            yield f"{package}.{file.name.removesuffix('.py')}", _text(file)
+        elif file.is_dir() and file.joinpath("__init__.py").is_file():
+            yield from _modules(file, f"{package}.{file.name}")
 
 
 def _text(file: Any) -> str:

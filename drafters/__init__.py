@@ -1,4 +1,4 @@
-"""Drafter families: one module of this folder per method, found by its FAMILY."""
+"""Drafter families: one module per method, in the folder of its chapter, found by its FAMILY."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from specctl.core.tree import DraftTree, NodeKind, empty_tree
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
 from specctl.drafters.option_checks import Options
-from specctl.drafters.quantspec import pays_rounded
+from specctl.drafters.self_speculation.quantspec import pays_rounded
 
 QUANTSPEC = "quantspec"
 

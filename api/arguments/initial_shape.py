@@ -54,7 +54,7 @@ def _with_architecture(
     tree: dict[str, Any], said_by: Mapping[str, str], architecture: dict[str, Any]
 ) -> Recipe:
     """The recipe of a tree of values, whose origin is `said_by`, with that architecture."""
-    from specctl.drafters.small_lm import LLAMA_ONLY
+    from specctl.drafters.lm.small_lm import LLAMA_ONLY
 
     origin = dict(said_by)
     options = tree["drafter"]["options"]

@@ -24,6 +24,7 @@ from specctl.core.drafter import Needs, RoundView, Space
 from specctl.core.forward.masks import chain_mask
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.kept_rows import KeptRows
 from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.frames.parallel_heads import ParallelHeads, first_ranks
 from specctl.drafters.losses.align import AlignedRows, aim, behind, random_anchors, shifted
@@ -31,7 +32,6 @@ from specctl.drafters.nets.block_net import Block, BlockNet
 from specctl.drafters.nets.prefix import PrefixState
 from specctl.drafters.nets.taps import default_taps, taps_of
 from specctl.drafters.states.head_state import DraftFeatures
-from specctl.drafters.states.kept_rows import KeptRows
 
 
 class BlockDrafter(ParallelHeads):

@@ -18,6 +18,7 @@ from specctl.core.drafter import Outcome, RoundView, Space
 from specctl.core.forward.masks import chain_mask
 from specctl.core.kv_cache import SlotKV
 from specctl.core.spec import ModelSpec
+from specctl.drafters.attention.kept_rows import KeptRows
 from specctl.drafters.attention.recompute import is_large, run
 from specctl.drafters.attention.seen import AttentionWindow, Seen, SeenPart, seen_text
 from specctl.drafters.nets.blocks import (
@@ -27,7 +28,6 @@ from specctl.drafters.nets.blocks import (
     attending,
     rotary,
 )
-from specctl.drafters.states.kept_rows import KeptRows
 
 Gather = Callable[[Mapping[int, Tensor]], Tensor]  # taps -> states [..., I]
 Rows = Callable[[Tensor, Tensor], Tensor]  # (states [B, T, I], next ids [B, T]) -> [B, T, D]

@@ -24,11 +24,11 @@ from specctl.core.forward.masks import chain_mask
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.kv_cache import Aim, SlotKV
 from specctl.core.language_model import ChainDraws, Feed, LmOut, Masks, WholeChain
+from specctl.drafters.attention.kept_rows import KeptRows
 from specctl.drafters.attention.seen import AttentionWindow
 from specctl.drafters.nets.axes import axes_of
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.heads import BorrowingDrafter
-from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.recorded import RecordedCall, RecordedCalls
 from specctl.drafters.states.recorded_draws import RecordedDraws
 from specctl.drafters.states.row_axes import RowAxes

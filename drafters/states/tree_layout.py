@@ -21,7 +21,7 @@ from specctl.core.drafter import Outcome, RoundView
 from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Masks
 from specctl.core.tree import chain_parent
-from specctl.drafters.states.kept_rows import KeptRows
+from specctl.drafters.attention.kept_rows import KeptRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.dfly import DFly
+from specctl.drafters.blocks.dfly import DFly
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.blocks import blocks_of
 from specctl.export.layouts.engines import dump_json, refuse_scaled_embedding

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.core.errors import GateError, IncompatibleError
-from specctl.drafters.shared_kv import GROUPS, ORDER, SharedKv, listed
+from specctl.drafters.features.shared_kv import GROUPS, ORDER, SharedKv, listed
 from specctl.export.formats import ExportSource, Format
 from specctl.export.imports.gemma4_assistant import (
     CENTROIDS,

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.core.errors import GateError, IncompatibleError
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.drafters.nets.routed import PREFIX
-from specctl.drafters.small_lm import SmallLm
 from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.layouts.engines import (
     draft_length,

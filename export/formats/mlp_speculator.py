@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.mlp_speculator import MlpSpeculator
+from specctl.drafters.heads.mlp_speculator import MlpSpeculator
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts import tgi
 from specctl.export.layouts.engines import dtype_fields, dump_json, vllm_command

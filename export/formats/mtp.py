@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from specctl.core.errors import GateError, IncompatibleError
 from specctl.core.storage.model_folder import is_inside
-from specctl.drafters.mtp import Mtp
+from specctl.drafters.features.mtp import Mtp
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import dump_json
 from specctl.export.package.files import read_header

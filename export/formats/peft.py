@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.uno import Uno
+from specctl.drafters.tokens.uno import Uno
 from specctl.export.formats import TARGET, ExportSource, Format
 from specctl.export.layouts.adapter import published
 from specctl.export.layouts.engines import dump_json

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from specctl.drafters.xpress import XPress
+from specctl.drafters.blocks.xpress import XPress
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts.engines import dump_json, refuse_scaled_embedding, vllm_command
 from specctl.export.layouts.sglang import blocks

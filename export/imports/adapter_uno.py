@@ -12,7 +12,7 @@ from typing import Any
 
 from specctl.core.errors import GateError
 from specctl.core.forward.row_additions import ATTENTION, MLP
-from specctl.drafters.uno import Uno, UnoOptions
+from specctl.drafters.tokens.uno import Uno, UnoOptions
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import ELSEWHERE, refused

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from specctl.drafters import families
-from specctl.drafters.dflash import DFlashOptions, InjectedBlocks
+from specctl.drafters.blocks.dflash import DFlashOptions, InjectedBlocks
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.export.imports.heads import (
     ELSEWHERE,

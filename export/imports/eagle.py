@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.drafters.eagle import Eagle, EagleOptions
+from specctl.drafters.features.eagle import Eagle, EagleOptions
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import (

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.drafters.eagle3 import Eagle3, Eagle3Options
+from specctl.drafters.features.eagle3 import Eagle3, Eagle3Options
 from specctl.export.imports.heads import (
     OTHER_TARGET,
     REPAIR,

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from specctl.core.forward.row_additions import ATTENTION, MLP
-from specctl.drafters.jump import Jump, JumpOptions, JumpPath
+from specctl.drafters.self_speculation.jump import Jump, JumpOptions, JumpPath
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import (

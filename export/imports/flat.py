@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from specctl.drafters.dflash import InjectedBlocks
+from specctl.drafters.blocks.dflash import InjectedBlocks
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported
 from specctl.export.imports.blocks import (

@@ -23,7 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from specctl.drafters.eagle3 import Eagle3
+from specctl.drafters.features.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.eagle3 import FED_BACK, default_layers, drafter_of

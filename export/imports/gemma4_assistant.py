@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specctl.drafters.features.shared_kv import GROUPS, ORDER, SharedKv, SharedKvOptions
 from specctl.drafters.nets.routed import PREFIX
-from specctl.drafters.shared_kv import GROUPS, ORDER, SharedKv, SharedKvOptions
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import (

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 from types import SimpleNamespace
 from typing import Any
 
-from specctl.drafters.medusa import Medusa, MedusaOptions
+from specctl.drafters.heads.medusa import Medusa, MedusaOptions
 from specctl.export.formats.medusa import FILE, compare_heads
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import count_of, filled, refused

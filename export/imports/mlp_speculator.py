@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.drafters.mlp_speculator import MlpOptions, MlpSpeculator
+from specctl.drafters.heads.mlp_speculator import MlpOptions, MlpSpeculator
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.heads import (

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from specctl.core.drafter import Drafter
-from specctl.drafters.mtp import Mtp, MtpOptions
+from specctl.drafters.features.mtp import Mtp, MtpOptions
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.published import Published

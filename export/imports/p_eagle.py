@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.drafters.p_eagle import PEagle, PEagleOptions
+from specctl.drafters.features.p_eagle import PEagle, PEagleOptions
 from specctl.export.formats import ExportSource
 from specctl.export.imports import Imported, Importer
 from specctl.export.imports.blocks import own_mask

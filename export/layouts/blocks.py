@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.dflash import InjectedBlocks
-from specctl.drafters.dspark import GATED, PLAIN, RNN, DSpark
+from specctl.drafters.blocks.dflash import InjectedBlocks
+from specctl.drafters.blocks.dspark import GATED, PLAIN, RNN, DSpark
 from specctl.drafters.nets.heads import head_rows
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.block_names import published_name

@@ -13,7 +13,7 @@ from typing import Any
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
 from specctl.core.storage.gguf_header import read_header
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.export.package.load import read_package
 from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.export.package.pretrained import (

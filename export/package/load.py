@@ -28,8 +28,8 @@ from specctl.core.messages.installed import way_to_newer
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.nets.options import read_options
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.export.package.compat import (
     Mismatch,
     check_compatible,

@@ -16,8 +16,8 @@ from specctl.core.drafter import Drafter, Family
 from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.drafters.nets.heads import fitting_rows
-from specctl.drafters.small_lm import SmallLm
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError,
 from specctl.core.language_model import LanguageModel
 from specctl.core.messages.foreign_calls import is_panic
 from specctl.core.storage.model_folder import is_adapter_alone, refuse_stand_ins
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.package.compat import Mismatch, check_allow, check_compatible, raise_first
 from specctl.export.package.files import (
     TensorEntry,

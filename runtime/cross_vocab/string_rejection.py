@@ -33,7 +33,7 @@ from torch import Tensor
 from specctl.core.drafter import Outcome, RoundView, Space, StepState
 from specctl.core.errors import IncompatibleError
 from specctl.core.spec import ModelSpec
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.cross_vocab.string_match import as_target
 from specctl.runtime.cross_vocab.token_bytes import Reader, TokenBytes
 from specctl.runtime.cross_vocab.translated import Texts, Translated, Translation

@@ -24,7 +24,7 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.cross_vocab.string_match import StringMatch
 from specctl.runtime.cross_vocab.string_rejection import StringRejection
 from specctl.runtime.cross_vocab.token_bytes import Reader, Shared, TokenBytes

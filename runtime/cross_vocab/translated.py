@@ -17,7 +17,7 @@ from specctl.core.drafter import Drafter, RoundView, Space
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.cross_vocab.token_bytes import Reader
 
 CATCH_UP = 8  # tokens read in one step with a round's root; more are a new prefill

@@ -10,7 +10,7 @@ To understand EAGLE-3 with a dynamic tree and sampling, read, in this order:
  6. runtime/engine/round_drafter.py     a drafter's state, grown into a tree by a policy
  7. runtime/policies/dynamic_tree.py    the policy
  8. runtime/policies/beam.py            how it grows the tree
- 9. drafters/eagle3.py                  the family: weights, loss, state
+ 9. drafters/features/eagle3.py                  the family: weights, loss, state
 10. drafters/states/feature_state.py    its memory: true rows, drafted nodes, what comes after
 11. runtime/engine/target_reader.py     the target's forward of root and nodes, and its KV cache
 12. runtime/sampling/sampling.py        from logits to the target's distribution

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from specctl.core.errors import FileError, IncompatibleError, IntegrityError, SpecctlError
-from specctl.drafters.mtp import LAST_NORM, Mtp, MtpOptions
+from specctl.drafters.features.mtp import LAST_NORM, Mtp, MtpOptions
 from specctl.models.hf.foreign_layer import as_published, from_published, one_layer, read_config
 from specctl.models.hf.spread import whole_weight
 from specctl.models.weights.fused_qkv import FUSED, fused, says_fused, unfused

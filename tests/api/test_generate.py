@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import specctl
 from specctl.api.arguments.drafting import load_draft
 from specctl.api.train import TrainResult
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.drafters.team import Team
 from specctl.runtime.measure.reporter import EventReporter
 from specctl.runtime.target.target import Target

@@ -14,7 +14,7 @@ import torch
 
 from specctl.api.measured.measurement import run_words
 from specctl.api.train import packaged_acceptance
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.formats import export
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest

@@ -115,7 +115,7 @@ def test_a_failed_proof_exits_with_8_and_is_kept_as_failed(
 def test_an_approximate_drafter_is_announced_and_refused_by_verify(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specctl.drafters.prompt_lookup import PromptLookup
+    from specctl.drafters.training_free.prompt_lookup import PromptLookup
 
     monkeypatch.setattr(PromptLookup, "lossless", False)
     answer = run(*GENERATE, "--draft", "prompt-lookup", "--json")

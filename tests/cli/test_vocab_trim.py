@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specctl.api.vocab_trim import split
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.export.package.folder import save_package
 from specctl.runtime.target.target import Target
 from specctl.train.data.prompts.heldout import HeldoutPrompt

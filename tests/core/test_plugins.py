@@ -86,7 +86,7 @@ def test_a_method_is_loaded_without_the_others() -> None:
     words = [sys.executable, "-c", ONE_OF_EACH]
     done = subprocess.run(words, cwd=ROOT / "src", capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "specctl.drafters.eagle3",
+        "specctl.drafters.features.eagle3",
         "specctl.drafters.losses.divergences",
         "specctl.runtime.policies.dynamic_tree",
         "specctl.runtime.stops.svip",

@@ -12,11 +12,11 @@ import torch
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.aded import Aded, AdedOptions, Puct, most_visited
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import NgramStore
 from specctl.drafters.retrieval.trie import Trie
 from specctl.drafters.states.ngram_distributions import learn, learn_text
+from specctl.drafters.training_free.aded import Aded, AdedOptions, Puct, most_visited
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy
@@ -81,7 +81,7 @@ def test_the_papers_tree_search_is_the_default(
             asked.append(name)
             return maker(*given)
 
-        monkeypatch.setattr(f"specctl.drafters.aded.{name}", spy)
+        monkeypatch.setattr(f"specctl.drafters.training_free.aded.{name}", spy)
     for options in (AdedOptions(), AdedOptions(maker="best-first")):
         state = Aded(options, target.spec).open(
             Space(1, 64, 16, torch.device("cpu"), torch.float32)

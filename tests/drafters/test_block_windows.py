@@ -19,7 +19,7 @@ from specctl.core.drafter import RoundView, Space
 from specctl.core.errors import RecipeError
 from specctl.drafters import families
 from specctl.drafters.attention.seen import AttentionWindow
-from specctl.drafters.dflash import DFlashOptions
+from specctl.drafters.blocks.dflash import DFlashOptions
 from specctl.drafters.frames.block_drafter import BlockState
 from specctl.drafters.nets.block_net import Block
 from specctl.runtime.generate import generate

@@ -14,7 +14,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.blockwise import BACKOFF, Blockwise, BlockwiseOptions, NgramCounts
+from specctl.drafters.heads.blockwise import BACKOFF, Blockwise, BlockwiseOptions, NgramCounts
 from specctl.drafters.nets.rescore import NONE, Rescoring
 from specctl_testing.drafters.head_cases import fit, make_heads, nearly_markov
 from specctl_testing.drafters.parallel_runs import decode

@@ -14,8 +14,8 @@ from specctl.core.forward.exit_states import ExitStates
 from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.kv_cache import SlotKV
 from specctl.drafters import family
+from specctl.drafters.self_speculation.swift import SwiftState
 from specctl.drafters.states.borrowed_state import BorrowedState
-from specctl.drafters.swift import SwiftState
 from specctl.models.llama.llama import LlamaModel
 from specctl.models.native import library as built
 from specctl.models.native.chain import NextToken

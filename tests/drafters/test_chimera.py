@@ -9,7 +9,7 @@ import torch
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
-from specctl.drafters.chimera import ChimeraOptions
+from specctl.drafters.features.chimera import ChimeraOptions
 from specctl.drafters.losses.align import aim
 from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
 from specctl_testing.drafters.head_cases import fit, make_heads

@@ -10,7 +10,7 @@ import torch
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.copyspec import CopySpec, CopySpecOptions
+from specctl.drafters.training_free.copyspec import CopySpec, CopySpecOptions
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.following import check_rows_are_private, follow
 

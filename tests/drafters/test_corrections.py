@@ -17,10 +17,10 @@ from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.tree import NodeKind
 from specctl.core.vocab import VocabMap
-from specctl.drafters.corrected_blocks import CorrectedBlocks
+from specctl.drafters.blocks.corrected_blocks import CorrectedBlocks
+from specctl.drafters.blocks.dspark import DSparkOptions
 from specctl.drafters.corrections.selector import choice_loss, forced_in
 from specctl.drafters.corrections.slot_conv import SlotConv
-from specctl.drafters.dspark import DSparkOptions
 from specctl.runtime.proof.enumerate import Case, Distributions, enumerate_case
 from specctl_testing.drafters.head_cases import make_heads, nearly_markov, train
 

@@ -10,7 +10,7 @@ import torch
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
-from specctl.drafters.dflash import DFlashOptions
+from specctl.drafters.blocks.dflash import DFlashOptions
 from specctl.drafters.nets.taps import even_taps
 from specctl_testing.drafters.block_cases import passes
 from specctl_testing.drafters.head_cases import fit, make_heads, train

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import IntegrityError, RecipeError, ResourceError
-from specctl.drafters.dresd import DenseIndex, Dresd, DresdOptions, Projection
-from specctl.drafters.rest import Rest, RestOptions
+from specctl.drafters.training_free.dresd import DenseIndex, Dresd, DresdOptions, Projection
+from specctl.drafters.training_free.rest import Rest, RestOptions
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling

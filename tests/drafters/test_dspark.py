@@ -12,7 +12,7 @@ import torch
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
-from specctl.drafters.dspark import DSparkOptions
+from specctl.drafters.blocks.dspark import DSparkOptions
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import CostTable

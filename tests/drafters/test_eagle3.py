@@ -15,7 +15,7 @@ from specctl.core.drafter import Outcome
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.tree import NodeKind, chain_tree, empty_tree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.eagle3 import FAMILY, Eagle3, Eagle3Options
+from specctl.drafters.features.eagle3 import FAMILY, Eagle3, Eagle3Options
 from specctl.drafters.losses.align import ahead_mask
 from specctl.drafters.nets.taps import default_taps
 from specctl.export.package.load import parse_options

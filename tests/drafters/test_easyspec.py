@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specctl.core.drafter import Space
-from specctl.drafters.easyspec import EasySpec, EasySpecOptions, EasySpecState
+from specctl.drafters.self_speculation.easyspec import EasySpec, EasySpecOptions, EasySpecState
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.falcon import FalconOptions, Glance, choose
+from specctl.drafters.features.falcon import FalconOptions, Glance, choose
 from specctl.drafters.nets.stride_net import TextLstm
 from specctl_testing.drafters.head_cases import alphas, make_heads, nearly_markov, train
 from specctl_testing.drafters.parallel_runs import decode

@@ -9,8 +9,8 @@ import torch
 
 from specctl.core.drafter import Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.fastcot import FastCot, FastCotOptions, FastCotState
-from specctl.drafters.jacobi import Jacobi, JacobiOptions
+from specctl.drafters.windows.fastcot import FastCot, FastCotOptions, FastCotState
+from specctl.drafters.windows.jacobi import Jacobi, JacobiOptions
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling

@@ -11,7 +11,7 @@ import torch
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.glide import Glide, GlideOptions
+from specctl.drafters.features.glide import Glide, GlideOptions
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.variants.inflate import inflate
 from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor

@@ -12,7 +12,7 @@ from specctl.core.drafter import Budget, Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
 from specctl.drafters import families
-from specctl.drafters.goose import Goose, GooseOptions, GooseState, Rates
+from specctl.drafters.training_free.goose import Goose, GooseOptions, GooseState, Rates
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

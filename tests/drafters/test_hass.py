@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specctl.drafters.coral import CoralOptions
+from specctl.drafters.features.coral import CoralOptions
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead
 from specctl.drafters.losses.step_losses import topk_loss

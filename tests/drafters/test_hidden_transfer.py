@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.hidden_transfer import HiddenTransfer, HiddenTransferOptions
+from specctl.drafters.tokens.hidden_transfer import HiddenTransfer, HiddenTransferOptions
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.head_cases import fit, make_heads
 from specctl_testing.drafters.parallel_runs import copying_target, decode, repeating_batch

@@ -9,7 +9,7 @@ import torch
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import FileError, RecipeError
-from specctl.drafters.hierarchy import Hierarchy, HierarchyOptions, HierarchyState
+from specctl.drafters.training_free.hierarchy import Hierarchy, HierarchyOptions, HierarchyState
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

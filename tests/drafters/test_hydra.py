@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.hydra import HydraOptions
+from specctl.drafters.heads.hydra import HydraOptions
 from specctl_testing.drafters.head_cases import learned, make_heads, nearly_markov
 
 

@@ -10,7 +10,7 @@ import torch
 
 from specctl.core.drafter import Budget, Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.jacobi import Jacobi, JacobiOptions, JacobiState
+from specctl.drafters.windows.jacobi import Jacobi, JacobiOptions, JacobiState
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import PROMPTS, Ran, decode
 

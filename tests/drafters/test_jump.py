@@ -14,9 +14,9 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.forward.sub_layers import SubLayers
 from specctl.core.language_model import Feed
 from specctl.core.tree import NodeKind
-from specctl.drafters.jump import Jump, JumpOptions
 from specctl.drafters.losses.head_losses import weighted_sum
-from specctl.drafters.uno import Uno, UnoOptions
+from specctl.drafters.self_speculation.jump import Jump, JumpOptions
+from specctl.drafters.tokens.uno import Uno, UnoOptions
 from specctl.runtime.proof.enumerate import Case, enumerate_case
 from specctl.runtime.target.target import Target
 

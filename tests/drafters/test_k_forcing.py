@@ -12,7 +12,7 @@ import torch
 from specctl.core.drafter import Budget, RoundView, SharedNoise, Space
 from specctl.core.inverse_cdf import inverse_cdf
 from specctl.drafters import family
-from specctl.drafters.k_forcing import KForcing, KForcingOptions, Rollout
+from specctl.drafters.tokens.k_forcing import KForcing, KForcingOptions, Rollout
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy

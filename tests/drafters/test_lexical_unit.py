@@ -10,7 +10,7 @@ import torch
 
 from specctl.core.batch import TrainBatch
 from specctl.core.language_model import Feed
-from specctl.drafters.lexical_unit import LexicalUnit, LexicalUnitOptions, unit_lengths
+from specctl.drafters.tokens.lexical_unit import LexicalUnit, LexicalUnitOptions, unit_lengths
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import PROMPTS, decode
 

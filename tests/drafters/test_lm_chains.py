@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specctl.core.drafter import RoundView, Space
 from specctl.core.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
 from specctl.models.llama import fast_llama
 from specctl.models.native import library as built

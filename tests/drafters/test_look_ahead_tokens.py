@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.look_ahead_tokens import LookAhead, LookAheadOptions
+from specctl.drafters.tokens.look_ahead_tokens import LookAhead, LookAheadOptions
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.head_cases import fit
 from specctl_testing.drafters.parallel_runs import copying_target, decode, repeating_batch

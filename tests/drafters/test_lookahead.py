@@ -9,7 +9,7 @@ import torch
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.lookahead import Lookahead, LookaheadOptions, LookaheadState, Window
+from specctl.drafters.windows.lookahead import Lookahead, LookaheadOptions, LookaheadState, Window
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import PROMPTS, Ran, decode
 

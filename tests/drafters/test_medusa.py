@@ -11,8 +11,8 @@ from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.parallel_heads import MAX_RANK, default_tree
+from specctl.drafters.heads.medusa import Medusa, MedusaOptions
 from specctl.drafters.losses.align import aim
-from specctl.drafters.medusa import Medusa, MedusaOptions
 from specctl.drafters.states.template import compile_template
 
 TEXT = [5, 17, 3, 88, 41, 9, 9, 60]

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, Qwen2Config, Qwen2ForCausalLM
 
 from specctl import load_target
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.drafters.mtp import Mtp
+from specctl.drafters.features.mtp import Mtp
 from specctl.models.hf.from_config import lm_from
 from specctl.recipes.load import load_recipe
 from specctl.runtime.target.mtp_checkpoint import own_module

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.mlp_speculator import MlpOptions, MlpSpeculator
+from specctl.drafters.heads.mlp_speculator import MlpOptions, MlpSpeculator
 from specctl_testing.drafters.head_cases import learned, nearly_markov
 
 TEXT = [5, 17, 3, 88, 41, 9]

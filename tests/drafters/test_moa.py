@@ -12,7 +12,7 @@ import torch
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.drafters.attention.seen import Seen
-from specctl.drafters.moa import Moa, MoaOptions
+from specctl.drafters.features.moa import Moa, MoaOptions
 from specctl.drafters.nets.blocks import attending
 from specctl_testing.drafters.cross_cases import check_no_depth_sees_a_feature_behind_its_anchor
 from specctl_testing.drafters.head_cases import alphas, attending_target, fit, make_heads

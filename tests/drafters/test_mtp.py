@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from specctl.core.drafter import RoundView
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.mtp import Mtp, MtpNet, MtpOptions
+from specctl.drafters.features.mtp import Mtp, MtpNet, MtpOptions
 from specctl.models.hf.foreign_layer import ForeignLayer, as_published, one_layer, read_config
 from specctl.models.weights.mtp_layout import KINDS
 from specctl.runtime.generate import generate

@@ -17,8 +17,8 @@ from transformers.modeling_layers import MtpModel
 from specctl.core.drafter import Outcome
 from specctl.core.errors import RecipeError
 from specctl.core.tree import NodeKind, chain_tree
-from specctl.drafters.mtp import Mtp, MtpOptions
-from specctl.drafters.states.mtp_state import ModulesState
+from specctl.drafters.features.mtp import Mtp, MtpOptions
+from specctl.drafters.features.mtp_state import ModulesState
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.p_eagle import PEagleOptions
+from specctl.drafters.features.p_eagle import PEagleOptions
 from specctl_testing.drafters.block_cases import passes
 from specctl_testing.drafters.head_cases import make_heads
 

@@ -11,8 +11,8 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.language_model import Feed, LanguageModel
-from specctl.drafters.ppd import Ppd, PpdOptions
 from specctl.drafters.states.prompt_tree import TreePlan, even_trees, plan_trees
+from specctl.drafters.tokens.ppd import Ppd, PpdOptions
 from specctl.models.hf.hf_lm import HfLM
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode

@@ -9,7 +9,7 @@ import torch
 
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.propd import ProPD, ProPDOptions
+from specctl.drafters.heads.propd import ProPD, ProPDOptions
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.generate import generate
 from specctl.runtime.policies.propd import Progressive

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.kv_cache import KVShape
-from specctl.drafters.quantspec import QuantSpec, QuantSpecOptions, QuantSpecState
+from specctl.drafters.self_speculation.quantspec import QuantSpec, QuantSpecOptions, QuantSpecState
 from specctl.drafters.states.plane_kv import PlaneKV, rounded
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.native.library import no_int8

@@ -13,7 +13,7 @@ from torch import Tensor
 from specctl.core.drafter import Budget, DraftState, RoundView, Space
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree
-from specctl.drafters.rasd import Rasd, RasdOptions, RasdState, _RasdRound
+from specctl.drafters.lm.rasd import Rasd, RasdOptions, RasdState, _RasdRound
 from specctl.drafters.retrieval.trie import Trie, counted, pack
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
@@ -200,7 +200,7 @@ def test_where_retrieval_answers_for_all_rows_the_model_rests(target: Target) ->
 
 
 def test_a_drafter_that_does_not_retrieve_is_refused(target: Target, make_model: Any) -> None:
-    from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+    from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 
     drafter = SmallLm(SmallLmOptions(), target.spec)
     with pytest.raises(RecipeError, match="retrieves"):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.recurrent import RecurrentOptions
+from specctl.drafters.heads.recurrent import RecurrentOptions
 from specctl_testing.drafters.head_cases import alphas, make_heads, nearly_markov, train
 from specctl_testing.drafters.parallel_runs import decode
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import specctl.recipes
 from specctl.core.drafter import RoundView, Space, tensor_bytes
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.recurrent_lm_state import RecurrentLmState
 from specctl.export.package.pretrained import load_pretrained
@@ -116,7 +116,7 @@ class Compared(RecurrentLmState):
 def test_every_node_is_read_on_its_own_path_behind_whatever_was_rejected(
     kind: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specctl.drafters.small_lm.RecurrentLmState", Compared)
+    monkeypatch.setattr("specctl.drafters.lm.small_lm.RecurrentLmState", Compared)
     target, near = pair(kind)
     drafter, before = SmallLm.from_lm(near.lm, target.spec), Compared.num_compared
     wanted = [done.tokens for done in run(target, None, policy, 3, new=12)]

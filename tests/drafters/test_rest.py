@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from specctl.core.drafter import Budget
 from specctl.core.errors import IncompatibleError, IntegrityError, RecipeError
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.drafters.rest import Rest, RestOptions
 from specctl.drafters.retrieval.corpus import BREAK, joined
 from specctl.drafters.retrieval.suffix_array import SuffixArray, suffix_order
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.rest import Rest, RestOptions
 from specctl.export.package.folder import load_drafter, save_package
 from specctl.recipes.load import load_recipe
 from specctl.runtime.generate import generate

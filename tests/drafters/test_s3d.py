@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.s3d import Skipping, SkippingOptions, skipped
-from specctl.drafters.skip_layers import SkipLayers, SkipLayersOptions
+from specctl.drafters.self_speculation.s3d import Skipping, SkippingOptions, skipped
+from specctl.drafters.self_speculation.skip_layers import SkipLayers, SkipLayersOptions
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode
 

@@ -8,7 +8,7 @@ import pytest
 
 from specctl.core.errors import IncompatibleError
 from specctl.drafters import family
-from specctl.drafters.shared_kv import SharedKv, SharedKvOptions
+from specctl.drafters.features.shared_kv import SharedKv, SharedKvOptions
 from specctl.runtime.target.target import Target
 from specctl.train.assemble import what_trains
 from specctl_testing.export.gemma4 import gemma4_target

@@ -9,8 +9,8 @@ import torch
 
 from specctl.core.drafter import RoundView, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.rasd import RasdOptions
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.rasd import RasdOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.short_context import PARTS, bm25, shortened
 from specctl.runtime.generate import generate

@@ -10,7 +10,7 @@ import torch
 
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions, draft_shape
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions, draft_shape
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy

@@ -12,7 +12,7 @@ import torch
 from specctl.core.drafter import Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.core.forward.masks import tree_mask
-from specctl.drafters.sorted_lm import ExitState, SortedLm, SortedOptions, default_exits
+from specctl.drafters.lm.sorted_lm import ExitState, SortedLm, SortedOptions, default_exits
 from specctl.drafters.states.tree_layout import TreeLayout
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.engine.engine import Engine

@@ -8,7 +8,7 @@ import pytest
 
 from specctl.core.errors import RecipeError
 from specctl.drafters import family
-from specctl.drafters.speculative_jacobi import FILLS
+from specctl.drafters.windows.speculative_jacobi import FILLS
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

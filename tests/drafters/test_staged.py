@@ -9,9 +9,9 @@ import torch
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.staged import INNER, Staged, StagedOptions, StagedState
 from specctl.drafters.retrieval.best_ngrams import BestNgrams
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.drafters.staged import INNER, Staged, StagedOptions, StagedState
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import Ran, decode
 

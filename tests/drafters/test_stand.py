@@ -12,7 +12,7 @@ import torch
 from specctl.core.drafter import Space
 from specctl.core.errors import RecipeError
 from specctl.core.tree import DraftTree, NodeKind, QRows, fitted
-from specctl.drafters.stand import Stand, StandOptions, StandState
+from specctl.drafters.training_free.stand import Stand, StandOptions, StandState
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.drafters.suffix_automaton import (
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.suffix_automaton import (
     Match,
     SuffixAutomaton,
     SuffixAutomatonDrafter,

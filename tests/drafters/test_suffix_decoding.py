@@ -19,12 +19,12 @@ from specctl.core.errors import RecipeError
 from specctl.drafters.nets.options import served_anew
 from specctl.drafters.retrieval.corpus import BREAK
 from specctl.drafters.retrieval.responses import ID_BYTES, ResponseStore, continued, suffixes
-from specctl.drafters.suffix_decoding import (
+from specctl.drafters.team import Team
+from specctl.drafters.training_free.suffix_decoding import (
     SuffixDecoding,
     SuffixDecodingOptions,
     SuffixDecodingState,
 )
-from specctl.drafters.team import Team
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies.direct import Direct

@@ -9,8 +9,8 @@ import torch
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.drafters.superposed import Superposed, SuperposedOptions, SuperposedState
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.superposed import Superposed, SuperposedOptions, SuperposedState
 from specctl.models.hf.hf_lm import HfLM
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import Ran, decode

@@ -11,7 +11,7 @@ from specctl.core.drafter import Budget, DraftState, Space
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.spec import Identity
 from specctl.drafters.states.template import greedy_paths
-from specctl.drafters.token_recycling import (
+from specctl.drafters.training_free.token_recycling import (
     Pages,
     RecycledStore,
     TokenRecycling,

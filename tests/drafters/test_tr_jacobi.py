@@ -9,7 +9,7 @@ import torch
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.tr_jacobi import TrJacobi, TrJacobiOptions, TrJacobiState
+from specctl.drafters.windows.tr_jacobi import TrJacobi, TrJacobiOptions, TrJacobiState
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import counting_target, decode
 

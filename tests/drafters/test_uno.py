@@ -16,7 +16,7 @@ from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.forward.row_additions import RowAdditions
 from specctl.core.language_model import Feed
 from specctl.core.tree import NodeKind
-from specctl.drafters.uno import Uno, UnoOptions
+from specctl.drafters.tokens.uno import Uno, UnoOptions
 from specctl.models.hf.hf_lm import HfLM
 from specctl.runtime.proof.enumerate import Case, enumerate_case
 from specctl.runtime.target.target import Target

@@ -12,11 +12,11 @@ from torch import Tensor
 from specctl.core.batch import HeadRows, TrainBatch
 from specctl.core.drafter import Space
 from specctl.core.forward.prompt_images import PromptImages
-from specctl.drafters.flash import Flash, runs_of
+from specctl.drafters.features.flash import Flash, runs_of
+from specctl.drafters.features.msd import documents_drawn, multimodal_share
 from specctl.drafters.frames.feature_drafter import FeatureDrafter
 from specctl.drafters.frames.text_alone import without
 from specctl.drafters.frames.visual_drafter import VISUAL, VisualDrafter
-from specctl.drafters.msd import documents_drawn, multimodal_share
 from specctl.drafters.states.feature_state import FeatureState
 from specctl.runtime.target.target import Target, load_target
 from specctl_testing.drafters.head_cases import shaken_heads

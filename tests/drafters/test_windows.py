@@ -15,9 +15,9 @@ from specctl.api.arguments.drafting import load_draft
 from specctl.core.drafter import Space
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.drafters.attention.attention import attend_seen
+from specctl.drafters.attention.kept_rows import KeptRows
 from specctl.drafters.attention.seen import AttentionWindow, Seen, SeenWindow, seen_ahead
-from specctl.drafters.eagle3 import Eagle3, Eagle3Options
-from specctl.drafters.states.kept_rows import KeptRows
+from specctl.drafters.features.eagle3 import Eagle3, Eagle3Options
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling

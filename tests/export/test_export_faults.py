@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specctl.core.errors import FileError, IncompatibleError, ResourceError
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.export.formats import export
 from specctl.export.package.atomic import new_folder
 from specctl.export.package.folder import own_files

@@ -24,8 +24,9 @@ from specctl.core.errors import (
     SpecctlError,
 )
 from specctl.core.vocab import VocabMap
-from specctl.drafters import families, quantspec
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters import families
+from specctl.drafters.lm.small_lm import SmallLm
+from specctl.drafters.self_speculation import quantspec
 from specctl.drafters.team import Team
 from specctl.export.package.find import Kind, locate
 from specctl.export.package.folder import load_drafter

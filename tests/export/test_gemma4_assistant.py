@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from specctl.core.drafter import Outcome, RoundSeconds, RoundView, Space
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.shared_kv import ORDER, SharedKv, SharedKvOptions
+from specctl.drafters.features.shared_kv import ORDER, SharedKv, SharedKvOptions
 from specctl.export.formats import export
 from specctl.export.formats.gemma4_assistant import _rope as written_rope
 from specctl.export.imports import import_published

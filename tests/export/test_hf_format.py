@@ -17,7 +17,7 @@ from specctl.core.errors import FileError, GateError, IncompatibleError, Specctl
 from specctl.core.forward.masks import document_mask
 from specctl.core.language_model import Masks
 from specctl.core.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.export.formats import export, formats
 from specctl.export.layouts.widen import MARGIN, residual_bound, widen
 from specctl.export.package.check import check_package

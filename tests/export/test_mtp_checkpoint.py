@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specctl.core.errors import GateError, IncompatibleError, SpecctlError
-from specctl.drafters.mtp import Mtp, MtpNet, MtpOptions
+from specctl.drafters.features.mtp import Mtp, MtpNet, MtpOptions
 from specctl.export.formats import export
 from specctl.export.imports import import_published
 from specctl.export.imports.published import read_published

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from specctl.core.errors import IncompatibleError, IntegrityError, RecipeError, SpecctlError
 from specctl.core.forward.row_additions import RowAdditions
 from specctl.core.language_model import Feed
-from specctl.drafters.uno import Uno, UnoOptions
+from specctl.drafters.tokens.uno import Uno, UnoOptions
 from specctl.export.formats import export, format_for
 from specctl.export.imports import import_published
 from specctl.export.package.load import read_package

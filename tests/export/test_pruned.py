@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.export.formats import export
 from specctl.export.package.folder import load_drafter, save_package
 from specctl.models.llama.slice import Inside, Keep, sliced

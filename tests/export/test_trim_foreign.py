@@ -12,7 +12,7 @@ import torch
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.export.formats import export
 from specctl.export.package.folder import load_drafter
 from specctl.runtime.engine.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.models import compiled
 from specctl.models.compiled import SPAN, WIDTHS, CompiledLM
 from specctl.models.hf.hf_lm import HfLM

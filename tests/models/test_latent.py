@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Drafter
 from specctl.core.tree import DraftTree, NodeKind
-from specctl.drafters.mtp import Mtp
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.features.mtp import Mtp
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.models.hf import latent
 from specctl.models.hf.hf_lm import HfLM
 from specctl.models.hf.latent import LatentHeads

@@ -12,10 +12,10 @@ import torch
 from scipy.stats import chi2
 
 from specctl.core.errors import RecipeError, SpecctlError
-from specctl.drafters.eagle3 import Eagle3, Eagle3Options
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
-from specctl.drafters.token_recycling import TokenRecycling, TokenRecyclingOptions
+from specctl.drafters.features.eagle3 import Eagle3, Eagle3Options
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.token_recycling import TokenRecycling, TokenRecyclingOptions
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate
 from specctl.runtime.pearl import LONGEST_RUN, Pearl, PearlRow

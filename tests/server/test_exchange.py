@@ -21,7 +21,7 @@ from specctl.cli.commands.serve import _name_in, _shelf
 from specctl.cli.options.loading import DraftChoice
 from specctl.core.drafter import DraftState, Space
 from specctl.core.errors import ResourceError, SpecctlError
-from specctl.drafters.prompt_lookup import PromptLookup
+from specctl.drafters.training_free.prompt_lookup import PromptLookup
 from specctl.export.package.folder import save_package
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.team_drafter import drafter_names

@@ -24,7 +24,7 @@ from specctl.core.storage.kept_features import (
     text_key,
 )
 from specctl.core.storage.traffic_files import Writer, newest_lines, segments
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.models.native.library import no_int8
 from specctl.runtime.engine.row_features import RowFeatures, layers_kept
 from specctl.runtime.policies import make_policy

@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from specctl.api.generate import generate
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.target.target import Target, load_target
 from specctl.runtime.target.text.image_prompts import turn_tokens
 from specctl.runtime.target.vision import Vision

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from specctl.core.errors import ResourceError
-from specctl.drafters.suffix_decoding import SuffixDecoding, SuffixDecodingOptions
+from specctl.drafters.training_free.suffix_decoding import SuffixDecoding, SuffixDecodingOptions
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.target.target import Target
 from specctl.server.engine_thread.service import Limits, Service

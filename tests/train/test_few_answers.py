@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.drafters import family
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.target.target import Target
 
 VOCAB, STEPS, LAST = 48, 160, 40

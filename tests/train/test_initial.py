@@ -15,8 +15,8 @@ from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.vocab import VocabMap
 from specctl.drafters import families
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
-from specctl.drafters.staged import Staged
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.drafters.lm.staged import Staged
 from specctl.models.llama.fast_llama import fast_llama_from_hf
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specctl.core.errors import SpecctlError
-from specctl.drafters.mtp import Mtp
+from specctl.drafters.features.mtp import Mtp
 from specctl.runtime.target.mtp_checkpoint import own_module
 from specctl.train.planning.plan import plan
 from specctl.train.run import train_draft

@@ -19,7 +19,7 @@ from specctl.api.generate import generate
 from specctl.api.train import train
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError, IntegrityError, RecipeError
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.export.formats import export
 from specctl.export.package.folder import load_drafter
 from specctl.export.package.load import load_package

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel
 from specctl.models.llama.slice import Keep, sliced, with_layers
 from specctl.runtime.generate import generate

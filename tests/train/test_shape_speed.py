@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.target import Target
 from specctl.train.prune.shapes import Candidate, DraftShape, agreement

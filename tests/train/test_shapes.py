@@ -10,7 +10,7 @@ import torch
 
 from specctl.core.errors import SpecctlError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.models.llama.llama import LlamaShape
 from specctl.runtime.measure.cost import measure_costs
 from specctl.runtime.measure.cost_table import CostTable

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import Recipe
 from specctl.recipes.stages import stages_of

@@ -23,9 +23,9 @@ from specctl.core.errors import FileError, IncompatibleError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters import family
-from specctl.drafters.mtp import Mtp
+from specctl.drafters.features.mtp import Mtp
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.drafters.nets.heads import fitting_rows
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.llama.fast_llama import LlamaModel
 from specctl.recipes.load import load_recipe
 from specctl.recipes.schema import DataPart, DrafterPart, VocabPart

@@ -18,8 +18,8 @@ from specctl.core.batch import TrainBatch
 from specctl.core.errors import IncompatibleError, RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.drafters.nets.heads import cut_rows
-from specctl.drafters.small_lm import SmallLm
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.llama.llama import LlamaShape
 from specctl.models.llama.slice import Inside, Keep, sliced

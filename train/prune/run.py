@@ -16,7 +16,7 @@ import torch
 
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions, options_of
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions, options_of
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.models.llama.llama import LlamaShape
 from specctl.models.llama.slice import Keep, sliced

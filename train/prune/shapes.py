@@ -36,7 +36,7 @@ from torch import Tensor
 from specctl.core.drafter import Drafter
 from specctl.core.errors import SpecctlError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.models.llama.llama import LlamaModel, LlamaShape
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request

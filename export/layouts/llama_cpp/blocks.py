@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.dflash2 import DFlash2
-from specctl.drafters.dspark import DSpark
+from specctl.drafters.blocks.dflash2 import DFlash2
+from specctl.drafters.blocks.dspark import DSpark
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import (
     block_tensors,

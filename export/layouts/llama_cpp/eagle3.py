@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.eagle3 import Eagle3
+from specctl.drafters.features.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     hidden_state_ids,

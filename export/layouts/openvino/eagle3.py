@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.eagle3 import Eagle3
+from specctl.drafters.features.eagle3 import Eagle3
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import (
     dump_json,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.dflash import InjectedBlocks
-from specctl.drafters.dspark import DSpark
+from specctl.drafters.blocks.dflash import InjectedBlocks
+from specctl.drafters.blocks.dspark import DSpark
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import (
     MARKOV,

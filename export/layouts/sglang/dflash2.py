@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specctl.drafters.dflash2 import DFlash2
+from specctl.drafters.blocks.dflash2 import DFlash2
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.sglang import blocks
 from specctl.export.layouts.sglang.layout import Flat, FlatFolder

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.domino import Domino
+from specctl.drafters.blocks.domino import Domino
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import sglang_command
 from specctl.export.layouts.sglang import blocks

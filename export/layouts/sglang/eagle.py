@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.eagle import BlindNet
+from specctl.drafters.features.eagle import BlindNet
 from specctl.drafters.frames.feature_drafter import FeatureDrafter
 from specctl.drafters.nets.routed import PREFIX
 from specctl.drafters.nets.trunk import TrunkNet

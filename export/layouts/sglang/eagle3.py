@@ -16,7 +16,7 @@ import shlex
 from pathlib import Path
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.eagle3 import Eagle3
+from specctl.drafters.features.eagle3 import Eagle3
 from specctl.export.formats import TARGET, ExportSource
 from specctl.export.layouts.engines import (
     draft_length,

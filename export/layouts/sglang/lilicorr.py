@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.lilicorr import LiLiCorr
+from specctl.drafters.blocks.lilicorr import LiLiCorr
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.sglang import blocks
 from specctl.export.layouts.sglang.layout import Flat, FlatFolder

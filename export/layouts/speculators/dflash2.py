@@ -4,7 +4,7 @@ and the selector. It chooses among all of the target's ids, by the target's own 
 
 from __future__ import annotations
 
-from specctl.drafters.dflash2 import DFlash2
+from specctl.drafters.blocks.dflash2 import DFlash2
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import refuse_part
 from specctl.export.layouts.engines import refuse_scaled_head

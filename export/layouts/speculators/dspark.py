@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specctl.drafters.dspark import DSpark
+from specctl.drafters.blocks.dspark import DSpark
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.blocks import check_confidence, mask_row
 from specctl.export.layouts.speculators import dflash

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specctl.drafters.attention.seen import AttentionWindow
-from specctl.drafters.eagle3 import Eagle3
+from specctl.drafters.features.eagle3 import Eagle3
 from specctl.drafters.nets.blocks import LayerShape
 from specctl.drafters.nets.routed import PREFIX
 from specctl.export.formats import ExportSource

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from specctl.core.errors import IncompatibleError
+from specctl.drafters.features.p_eagle import PEagle
 from specctl.drafters.nets.blocks import LayerShape
-from specctl.drafters.p_eagle import PEagle
 from specctl.export.formats import ExportSource
 from specctl.export.layouts.engines import draft_length
 from specctl.export.layouts.speculators.eagle3 import (

@@ -8,7 +8,7 @@ import pytest
 from specctl.core.drafter import RoundSeconds
 from specctl.core.errors import RecipeError
 from specctl.drafters import family
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.batching import Batching, RowView, make_batching
 from specctl.runtime.batching.fixed import Bass, Fixed
 from specctl.runtime.batching.goodput import Goodput

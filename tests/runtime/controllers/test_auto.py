@@ -11,9 +11,9 @@ import torch
 
 from specctl.core.drafter import RoundView, Space
 from specctl.core.tree import NodeKind, chain_tree
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.team import Team, TeamOptions
-from specctl.drafters.token_recycling import TokenRecyclingState
+from specctl.drafters.training_free.token_recycling import TokenRecyclingState
 from specctl.runtime.controllers.auto import GLANCE, SELDOM, Auto, Survival
 from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
 from specctl.runtime.controllers.cascade import Cascade

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.team import Team, TeamOptions
-from specctl.drafters.token_recycling import TokenRecycling, TokenRecyclingOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.token_recycling import TokenRecycling, TokenRecyclingOptions
 from specctl.runtime.controllers.bandit import Exp3, Ucb
 from specctl.runtime.controllers.base import OFF, Arm, Controller, Prices, Score
 from specctl.runtime.controllers.cascade import Cascade

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.engine import reflection
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.generate import generate

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specctl.cli.options.target_choice import AnsweringChoice
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import Generated, generate

@@ -11,7 +11,7 @@ import pytest
 
 import specctl
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.generate import Generated, generate
 from specctl.runtime.outline import answer as planned
 from specctl.runtime.outline.answer import OutlinedAnswer, Outlining

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from specctl.drafters.ppd import Ppd, PpdOptions
 from specctl.drafters.states.prompt_tree import plan_trees
+from specctl.drafters.tokens.ppd import Ppd, PpdOptions
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost import TREE_SIZES, equip, measure_costs

@@ -9,7 +9,7 @@ import pytest
 
 from specctl.core.drafter import RoundSeconds
 from specctl.core.errors import IncompatibleError, RecipeError
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.generate import generate

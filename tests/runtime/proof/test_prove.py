@@ -12,7 +12,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.kv_cache import SlotKV
 from specctl.core.tree import QRows
 from specctl.drafters import family
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime import verify
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.policies import make_policy

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from specctl.core.drafter import RoundView
 from specctl.core.tree import DraftTree, NodeKind
 from specctl.drafters import family
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies import make_policy

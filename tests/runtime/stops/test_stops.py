@@ -16,7 +16,7 @@ from torch import Tensor
 from specctl.core.drafter import Budget, Outcome, RoundSeconds, RoundView, Space, StepState
 from specctl.core.errors import FileError, RecipeError
 from specctl.core.tree import NodeKind, chain_tree
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.runtime.policies import make_policy
 from specctl.runtime.policies.base import GrowRequest, fresh
 from specctl.runtime.policies.chain import Chain

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters import prompt_lookup
+from specctl.drafters.training_free import prompt_lookup
 from specctl.models.hf import hf_probe
 from specctl.models.hf.hf_lm import HfLM
 from specctl.models.hf.hf_spec import head_scale, spec_of

@@ -20,7 +20,7 @@ from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.drafter import Drafter
 from specctl.core.errors import IncompatibleError, SpecctlError
 from specctl.drafters import families
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.models.native.library import no_int8
 from specctl.runtime.target.target import Target
 from specctl.runtime.target.variants import few_bits, rounding

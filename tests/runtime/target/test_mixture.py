@@ -9,7 +9,7 @@ import torch
 
 from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.core.language_model import Feed
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.models.mixed_lm import MixedKV, MixedLM
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from specctl.core.errors import IncompatibleError
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.engine.commit import cut
 from specctl.runtime.engine.request import Request, Row
 from specctl.runtime.generate import generate

@@ -12,8 +12,8 @@ import torch
 from specctl.core.errors import SpecctlError
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.drafters import family
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.drafters.states.lm_state import LmState
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.engine import prefill
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.image_rows import with_images

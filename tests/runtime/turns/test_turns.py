@@ -15,8 +15,8 @@ from specctl import load_target
 from specctl.api.arguments.targets import in_memory
 from specctl.cli.options.target_choice import AnsweringChoice, WritingChoice
 from specctl.core.errors import IncompatibleError, NumbersError, RecipeError, SpecctlError
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request, Row
 from specctl.runtime.generate import Generated, generate

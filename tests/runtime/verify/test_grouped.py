@@ -11,7 +11,7 @@ import torch
 from specctl.core.errors import SpecctlError
 from specctl.core.tree import NodeKind, QRows, chain_tree
 from specctl.drafters import family
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.generate import generate
 from specctl.runtime.policies import make_policy

@@ -16,7 +16,7 @@ from specctl.api.arguments.attention_only import attention_only
 from specctl.cli.options.names import check_drafting
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
-from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.export.package.folder import save_package
 from specctl.export.package.manifest import read_manifest
 from specctl.recipes.serve import check_serve

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specctl.drafters.states.kept_rows import KeptRows
+from specctl.drafters.attention.kept_rows import KeptRows
 
 
 @contextmanager

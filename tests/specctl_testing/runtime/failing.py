@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specctl.core.drafter import Needs, StepState
-from specctl.drafters.small_lm import SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.runtime.target.target import Target
 
 

@@ -14,7 +14,7 @@ import torch
 from specctl.core.batch import TrainBatch
 from specctl.core.errors import RecipeError
 from specctl.core.vocab import VocabMap
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.sampling.sampling import Sampling

@@ -29,9 +29,9 @@ from specctl.core.drafter import Family, Outcome, RoundView, Space, StepState
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits, weighted_sum
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.tree_layout import TreeLayout, aim_cache, expansions
 from specctl.models.kernels import rms_norm
 from specctl.models.llama.fast_llama import FastLlama

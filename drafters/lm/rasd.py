@@ -22,12 +22,12 @@ from specctl.core.language_model import LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.tree import DraftTree
 from specctl.core.vocab import VocabMap
-from specctl.drafters.rest import Rest, RestOptions
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.retrieval.retrieve import Retriever
 from specctl.drafters.retrieval.trie import Trie, pack
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.tree_layout import expansions
+from specctl.drafters.training_free.rest import Rest, RestOptions
 
 
 @dataclass(frozen=True, slots=True)

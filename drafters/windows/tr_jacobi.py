@@ -25,9 +25,9 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, Family, Needs, Outcome, Space
 from specctl.drafters.option_checks import Count, Options, Within, check_rank_chances
-from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.trie import Trie, TrieState
+from specctl.drafters.training_free.prompt_lookup import NgramIndex
 
 COPIED = 0.5  # guessed chance of each copied token; in front of all side branches but the first
 

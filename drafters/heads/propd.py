@@ -23,9 +23,9 @@ from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.head_drafter import HeadLearned
+from specctl.drafters.heads.medusa import Medusa, MedusaOptions
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, joined, with_stretch
-from specctl.drafters.medusa import Medusa, MedusaOptions
 from specctl.drafters.nets.blocks import RmsNorm
 from specctl.drafters.nets.heads import ResBlock, head_rows
 from specctl.drafters.option_checks import Within

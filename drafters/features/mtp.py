@@ -33,13 +33,13 @@ from specctl.core.errors import RecipeError
 from specctl.core.kv_cache import KVShape
 from specctl.drafters.attention.recompute import is_large, run
 from specctl.drafters.attention.seen import AttentionWindow, seen_ahead
+from specctl.drafters.features.mtp_state import ModulesState, MtpState
 from specctl.drafters.frames.feature_drafter import FeatureDrafter, FeatureOptions, Unrolled
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.nets.blocks import DecoderLayer, LayerShape, RmsNorm
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.nets.trunk import Chains, TrunkNet
 from specctl.drafters.option_checks import Count, Within
-from specctl.drafters.states.mtp_state import ModulesState, MtpState
 from specctl.models.hf.foreign_layer import ForeignLayer, read_config
 from specctl.models.weights.mtp_layout import KINDS, MOST_MODULES
 

@@ -34,9 +34,9 @@ from specctl.drafters.losses.align import AlignedRows, teacher_of
 from specctl.drafters.losses.teacher import TeacherLogits
 from specctl.drafters.nets.routed import read_head
 from specctl.drafters.option_checks import Within
-from specctl.drafters.ppd import Ppd, PpdOptions, PpdState
 from specctl.drafters.states.probes import with_probes
 from specctl.drafters.states.prompt_tree import Chances
+from specctl.drafters.tokens.ppd import Ppd, PpdOptions, PpdState
 
 CHUNK = 1024  # rows whose distributions are made at once, while units are looked for
 

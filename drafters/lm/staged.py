@@ -28,16 +28,16 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family, Outcome, RoundView, Space
 from specctl.core.errors import IntegrityError, RecipeError
 from specctl.core.vocab import VocabMap
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.nets.options import ADDED
 from specctl.drafters.option_checks import Count, OneOf
-from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_ngrams import BestNgrams
 from specctl.drafters.retrieval.store import NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.ngram_distributions import learning_scope, tail
 from specctl.drafters.states.tree_layout import aim_cache, expansions
+from specctl.drafters.training_free.prompt_lookup import NgramIndex
 
 INNER = ("ngram", "prompt-lookup")
 WIDE = 3  # children that are guessed for a node of a tree

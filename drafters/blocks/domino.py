@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.drafters.corrected_blocks import LowRankBlocks
+from specctl.drafters.blocks.corrected_blocks import LowRankBlocks
+from specctl.drafters.blocks.dflash import DFlashOptions, InjectedNet
 from specctl.drafters.corrections.correction import FilledBlock, LowRankBias, at_depth
-from specctl.drafters.dflash import DFlashOptions, InjectedNet
 from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.option_checks import Count, Within
 

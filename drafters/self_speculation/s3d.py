@@ -25,8 +25,8 @@ from specctl.core.kv_cache import SlotKV
 from specctl.core.language_model import Feed, LanguageModel
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
-from specctl.drafters.look_ahead_tokens import LookAhead, LookAheadNet, LookAheadOptions
 from specctl.drafters.option_checks import CountOrZero
+from specctl.drafters.tokens.look_ahead_tokens import LookAhead, LookAheadNet, LookAheadOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Family, RoundView, Space
 from specctl.core.spec import ModelSpec
-from specctl.drafters.corrected_blocks import LowRankBlocks
+from specctl.drafters.blocks.corrected_blocks import LowRankBlocks
+from specctl.drafters.blocks.corrected_state import CorrectedState
+from specctl.drafters.blocks.dflash import DFlashOptions, InjectedNet
 from specctl.drafters.corrections.correction import FilledBlock, LowRankBias, at_depth
-from specctl.drafters.dflash import DFlashOptions, InjectedNet
 from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.head_losses import (
@@ -45,7 +46,6 @@ from specctl.drafters.losses.head_losses import (
 from specctl.drafters.nets.options import SERVED
 from specctl.drafters.nets.routed import read_head
 from specctl.drafters.option_checks import Count, CountOrZero, Within
-from specctl.drafters.states.corrected_state import CorrectedState
 
 
 @dataclass(frozen=True, slots=True)

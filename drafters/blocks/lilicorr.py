@@ -31,12 +31,12 @@ from specctl.core.drafter import Family, Needs
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
 from specctl.drafters.attention.recompute import run
-from specctl.drafters.corrected_blocks import CorrectedBlocks
+from specctl.drafters.blocks.corrected_blocks import CorrectedBlocks
+from specctl.drafters.blocks.dflash import DFlashOptions, InjectedNet
 from specctl.drafters.corrections.correction import Correction, FilledBlock, at_depth
 from specctl.drafters.corrections.lattice import LatticeNet, LatticeShape, Vectors
 from specctl.drafters.corrections.selector import BestTokens, choice_metrics, spread
 from specctl.drafters.corrections.slot_conv import convolve
-from specctl.drafters.dflash import DFlashOptions, InjectedNet
 from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.align import ahead_mask, shifted
 from specctl.drafters.losses.head_losses import (

@@ -29,10 +29,11 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Family, Space
 from specctl.core.errors import RecipeError
 from specctl.core.spec import ModelSpec
-from specctl.drafters.corrected_blocks import LowRankBlocks
+from specctl.drafters.blocks.corrected_blocks import LowRankBlocks
+from specctl.drafters.blocks.corrected_state import CorrectedState
+from specctl.drafters.blocks.dflash import DFlashOptions, InjectedNet
 from specctl.drafters.corrections.cascade import CascadedCorrection
 from specctl.drafters.corrections.correction import Correction, FilledBlock, LowRankBias, at_depth
-from specctl.drafters.dflash import DFlashOptions, InjectedNet
 from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.divergences import acceptance, distributions
@@ -40,7 +41,6 @@ from specctl.drafters.losses.head_losses import joined
 from specctl.drafters.losses.teacher import wide
 from specctl.drafters.nets.options import ADDED, SERVED
 from specctl.drafters.option_checks import CountOrZero, OneOf, Within
-from specctl.drafters.states.corrected_state import CorrectedState
 
 PLAIN, GATED, RNN = "plain", "gated", "rnn"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
-from specctl.drafters.dflash import STD, DFlash, DFlashOptions, InjectedNet
+from specctl.drafters.blocks.dflash import STD, DFlash, DFlashOptions, InjectedNet
 from specctl.drafters.nets.blocks import Eagle3Attention, LayerShape, rotate
 
 NEAR = 2.0  # how fast a layer's first mixture falls off around the depth that is its own

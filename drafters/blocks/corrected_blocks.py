@@ -16,13 +16,13 @@ from torch import Tensor
 
 from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import DraftState, Space
+from specctl.drafters.blocks.corrected_state import CorrectedState
+from specctl.drafters.blocks.dflash import InjectedBlocks
 from specctl.drafters.corrections.correction import Correction, FilledBlock, LowRankBias
-from specctl.drafters.dflash import InjectedBlocks
 from specctl.drafters.frames.block_drafter import BlockState
 from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, joined
-from specctl.drafters.states.corrected_state import CorrectedState
 
 
 class CorrectedBlocks(InjectedBlocks):

@@ -18,8 +18,8 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.features.hass import Hass, HassOptions
 from specctl.drafters.frames.feature_drafter import Unrolled
-from specctl.drafters.hass import Hass, HassOptions
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import joined, with_stretch
 from specctl.drafters.losses.step_losses import agreement_loss

@@ -29,12 +29,12 @@ from torch import Tensor
 from specctl.core.drafter import Budget, Family, Outcome, Space
 from specctl.core.errors import RecipeError
 from specctl.drafters.option_checks import OneOf, Options
-from specctl.drafters.prompt_lookup import NgramIndex
 from specctl.drafters.retrieval.best_first import Guess, best_first
 from specctl.drafters.retrieval.store import NgramStore
 from specctl.drafters.retrieval.store_registry import Scope, StoredState
 from specctl.drafters.retrieval.trie import Trie, TrieState
 from specctl.drafters.states.ngram_distributions import NgramDrafter, learn_round
+from specctl.drafters.training_free.prompt_lookup import NgramIndex
 
 SHAPES = ("spine", "balanced")
 LAST = range(1, 0, -1)  # branches are keyed by one token

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import DraftState, Family, RoundView, Space
 from specctl.core.spec import ModelSpec
-from specctl.drafters.corrected_blocks import CorrectedBlocks
+from specctl.drafters.blocks.corrected_blocks import CorrectedBlocks
+from specctl.drafters.blocks.corrected_state import CorrectedState
+from specctl.drafters.blocks.dflare import mixtures, nearest
+from specctl.drafters.blocks.dflash import STD, DFlashOptions, InjectedNet
 from specctl.drafters.corrections.correction import Correction, FilledBlock, at_depth
-from specctl.drafters.dflare import mixtures, nearest
-from specctl.drafters.dflash import STD, DFlashOptions, InjectedNet
 from specctl.drafters.nets.blocks import RmsNorm
 from specctl.drafters.nets.routed import ServedHead, read_head
 from specctl.drafters.option_checks import Count
-from specctl.drafters.states.corrected_state import CorrectedState
 
 
 @dataclass(frozen=True, slots=True)

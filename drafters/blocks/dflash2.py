@@ -27,7 +27,8 @@ from specctl.core.batch import LossOut, TrainBatch
 from specctl.core.drafter import Family
 from specctl.core.spec import ModelSpec
 from specctl.drafters.attention.recompute import run
-from specctl.drafters.corrected_blocks import CorrectedBlocks
+from specctl.drafters.blocks.corrected_blocks import CorrectedBlocks
+from specctl.drafters.blocks.dflash import STD, DFlashOptions, InjectedNet
 from specctl.drafters.corrections.correction import Correction, FilledBlock, at_depth
 from specctl.drafters.corrections.selector import (
     BestTokens,
@@ -37,7 +38,6 @@ from specctl.drafters.corrections.selector import (
     spread,
 )
 from specctl.drafters.corrections.slot_conv import convolve
-from specctl.drafters.dflash import STD, DFlashOptions, InjectedNet
 from specctl.drafters.frames.head_drafter import HeadLearned
 from specctl.drafters.losses.align import shifted
 from specctl.drafters.losses.head_losses import fitting_chunk, joined

@@ -33,6 +33,7 @@ from specctl.core.errors import RecipeError
 from specctl.core.language_model import Borrowed
 from specctl.core.spec import ModelSpec
 from specctl.core.vocab import VocabMap
+from specctl.drafters.attention.kept_rows import KeptRows
 from specctl.drafters.attention.recompute import is_large, run
 from specctl.drafters.attention.seen import AttentionWindow, seen_ahead
 from specctl.drafters.losses.align import aim, shifted
@@ -59,7 +60,6 @@ from specctl.drafters.nets.shortlist import ShortlistHead
 from specctl.drafters.nets.taps import taps_of
 from specctl.drafters.option_checks import Count, CountOrZero, OneOf, Within
 from specctl.drafters.states.feature_state import FeatureState
-from specctl.drafters.states.kept_rows import KeptRows
 from specctl.drafters.states.tree_layout import Fed, Place
 from specctl.models.kernels import Weight, linear, prepared, rms_norm
 from specctl.models.native.step import RESIDUAL, Stack

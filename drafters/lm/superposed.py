@@ -29,10 +29,10 @@ from torch import Tensor
 from specctl.core.drafter import Budget, Family, Needs, Outcome, RoundView, Space
 from specctl.core.errors import IncompatibleError
 from specctl.core.tree import DraftTree, NodeKind, empty_tree
+from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.option_checks import check_options
 from specctl.drafters.retrieval.store import Ids, NgramStores, StoreLimits
 from specctl.drafters.retrieval.store_registry import Scope, StoredState
-from specctl.drafters.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.states.lm_state import LmState
 from specctl.drafters.states.ngram_distributions import (
     learn_round,

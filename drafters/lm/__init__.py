@@ -1,0 +1,1 @@
+"""Small language models that draft, alone or with drafts of their own."""

@@ -1,0 +1,1 @@
+"""The target drafts for itself: with fewer layers, fewer bits, or by leaving early."""

@@ -1,0 +1,1 @@
+"""Trained tokens, rows and states by which the target says several tokens at once."""

@@ -1,0 +1,1 @@
+"""Drafts from text and from the target's predictions, without training."""

@@ -1,0 +1,1 @@
+"""Windows of guesses that the target's own passes correct (Jacobi iteration)."""
