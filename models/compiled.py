@@ -113,11 +113,12 @@ class CompiledLM(LanguageModel):
         if self._is_lent:
             return self.lm.new_kv(num_slots, size)
         store = self._store
-        if store is None or not self._fits(store, num_slots, size):
+        if store is not None and not self._fits(store, num_slots, size):
             self._recorded.clear()
             self._asked.clear()
             store = self._store = None
             gc.collect()  # recordings hold each other and the cache they were made on
+        if store is None:
             self._store = store = self.lm.new_kv(num_slots, size)
         lent, self._is_lent = copy.copy(store), True
         weakref.finalize(lent, self._take_back)

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from specctl.core.messages.sizes import size_text
+
 FEW = 0.1  # of the peak: fewer mapped bytes are not worth a word
 
 
@@ -29,7 +31,7 @@ def peak_memory() -> dict[str, int]:
 
 
 def peak_text() -> str:
-    """`peak memory 812.0 MiB`, with the GPU's where there is one; empty if unknown."""
+    """`peak memory 812.0 MB`, with the GPU's where there is one; empty if unknown."""
     peak, mapped = peak_memory(), mapped_bytes()
     parts = []
     if "process" in peak:
@@ -48,12 +50,3 @@ def mapped_bytes() -> int:
     except OSError:
         return 0
     return int(found[1]) * 1024 if found else 0
-
-
-def size_text(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

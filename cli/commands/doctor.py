@@ -22,6 +22,7 @@ from specctl.cli.app.console import Console
 from specctl.core.errors import Exit
 from specctl.core.messages.installed import distribution_name, foreign_distributions, pip_install
 from specctl.core.messages.printable import counted
+from specctl.core.messages.sizes import GB, size_text
 from specctl.core.plugins import PLACES, plugins
 from specctl.core.storage.hub_access import forbidden_by, way_online
 from specctl.models.native.library import BUILDING, is_to_be_built
@@ -34,7 +35,6 @@ OPTIONAL = {  # what it is for, and the extra that brings it
     "peft": ("targets with LoRA adapters", "lora"),
     "tensorboard": ("training curves in TensorBoard", "tracking"),
 }
-GIB = 2**30
 HERE = Path(specctl.__file__).parent
 
 
@@ -138,9 +138,9 @@ def _machine() -> Iterator[Finding]:
     yield _step()
     free = _free_memory()
     if free is not None:
-        low = free < 2 * GIB
+        low = free < 2 * GB
         do = "close other programs, or use small targets" if low else ""
-        yield Finding("memory", YELLOW if low else GREEN, f"{free / GIB:.1f} GiB free", do)
+        yield Finding("memory", YELLOW if low else GREEN, f"{size_text(free)} free", do)
 
 
 def _step() -> Finding:
@@ -195,9 +195,9 @@ def _folders() -> Iterator[Finding]:
             yield Finding(name, RED, f"{existing} is not writable", do)
             continue
         free = shutil.disk_usage(existing).free
-        low = free < 5 * GIB
+        low = free < 5 * GB
         do = "free some disk space before training" if low else ""
-        yield Finding(name, YELLOW if low else GREEN, f"{folder}: {free / GIB:.0f} GiB free", do)
+        yield Finding(name, YELLOW if low else GREEN, f"{folder}: {size_text(free)} free", do)
 
 
 def _is_writable(folder: Path) -> bool:
@@ -232,7 +232,7 @@ def _device() -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)
-            found = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+            found = f"{name}, {size_text(free)} of {size_text(total)} free"
             yield Finding(f"cuda:{index}", GREEN, found)
         return
     from specctl.runtime.target.placement.device import idle_cuda

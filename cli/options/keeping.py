@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.core.messages.sizes import GB
 from specctl.core.storage.traffic_files import Writer
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def recorder_for(
             do="add --keep-traffic DIR, or leave it out",
         )
     if folder is not None:
-        most = int((limit or 1.0) * (1 << 30))
+        most = int((limit or 1.0) * GB)
         if not keeps_features:
             return TrafficKeeper(folder, most)
         from specctl.server.feature_keeper import FeatureKeeper

@@ -103,7 +103,8 @@ class TooLong(SpecctlError):
             "the prompt does not fit the context of the server",
             found=f"{found_tokens:,} prompt tokens{answer}",
             expected=f"at most {allowed_tokens:,} together",
-            do="shorten the prompt, or ask for fewer new tokens",
+            do="shorten the prompt"
+            + (", or ask for fewer new tokens" if found_tokens < allowed_tokens else ""),
         )
 
 

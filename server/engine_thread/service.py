@@ -22,6 +22,7 @@ from specctl.core.drafter import Drafter, Space
 from specctl.core.errors import ResourceError, SpecctlError
 from specctl.core.forward.slot_state import PENDING
 from specctl.core.kv_cache import SlotKV
+from specctl.core.messages.sizes import size_text
 from specctl.runtime.batching.base import Batching
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.guard import Guard, place_of
@@ -102,12 +103,13 @@ def room_for(
     if memory is not None:
         slots = min(slots, max(0, memory - chunk - shared) // slot)
     if slots < 1:
-        own = "serve a shorter context (--max-len), or with --set limits.memory=GIB more memory"
+        own = "serve a shorter context (--max-len), or with --set limits.memory=GB more memory"
         raise ResourceError(
             "the cache of one row does not fit in memory",
-            found=f"{_size(memory or 0)} for caches",
-            expected=f"{_size(slot + chunk + shared)} for one row of {context:,} tokens: "
-            f"{_size(cache + chunk)} for the target and {_size(kept + shared)} for the drafter",
+            found=f"{size_text(memory or 0)} for caches",
+            expected=f"{size_text(slot + chunk + shared)} for one row of {context:,} tokens: "
+            f"{size_text(cache + chunk)} for the target and "
+            f"{size_text(kept + shared)} for the drafter",
             do=own + (", or serve without the drafter" if kept + shared else ""),
         )
     return Capacity(int(slots), context, slot, kept, shared)
@@ -137,14 +139,6 @@ def _free(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _size(num_bytes: int) -> str:
-    """In the unit that leaves digits to compare."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes / 1e3:.2f} kB"
 
 
 __all__ = [
@@ -341,8 +335,9 @@ class Service:
         if room.slots < now.slots:
             raise ResourceError(
                 "the new drafter leaves room for fewer rows",
-                found=f"caches for {room.slots} of {now.slots} rows, {_size(room.slot_bytes)} each",
-                expected=f"{_size(now.slot_bytes)} for each, as now",
+                found=f"caches for {room.slots} of {now.slots} rows, "
+                f"{size_text(room.slot_bytes)} each",
+                expected=f"{size_text(now.slot_bytes)} for each, as now",
                 do="start the server anew with it, or with a smaller --max-batch",
             )
         return room

@@ -28,10 +28,10 @@ def test_bytes_of_mapped_files_are_those_that_were_read(tmp_path: Path) -> None:
 def test_mapped_files_are_named_where_they_are_much_of_the_peak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "peak_memory", lambda: {"process": 6 * 2**30})
-    monkeypatch.setattr(memory, "mapped_bytes", lambda: 3 * 2**30)
-    assert peak_text() == "peak memory 6.0 GiB (3.0 GiB of it mapped files)"
+    monkeypatch.setattr(memory, "peak_memory", lambda: {"process": 6 * 10**9})
+    monkeypatch.setattr(memory, "mapped_bytes", lambda: 3 * 10**9)
+    assert peak_text() == "peak memory 6.00 GB (3.00 GB of it mapped files)"
     monkeypatch.setattr(memory, "mapped_bytes", lambda: 100 * MIB)
-    assert peak_text() == "peak memory 6.0 GiB"
-    monkeypatch.setattr(memory, "peak_memory", lambda: {"gpu": 2**30})
-    assert peak_text() == "peak memory 1.0 GiB on the GPU"
+    assert peak_text() == "peak memory 6.00 GB"
+    monkeypatch.setattr(memory, "peak_memory", lambda: {"gpu": 10**9})
+    assert peak_text() == "peak memory 1.00 GB on the GPU"

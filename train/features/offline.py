@@ -20,6 +20,7 @@ from torch import Tensor
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Needs
 from specctl.core.errors import RecipeError, ResourceError
+from specctl.core.messages.sizes import size_text
 from specctl.core.storage.files import Disk, digest_of
 from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
@@ -237,7 +238,7 @@ def _fitting(part: DataPart, features: FeatureSource, reporter: Reporter) -> lis
     whole = form.bytes_per_token * data.manifest.tokens
     kind = f"{len(form.taps)} taps, teacher {form.teacher}, {form.dtype}"
     reporter.say(
-        f"features: {data.manifest.tokens:,} tokens, {kind}: {whole / 1e9:,.3f} GB "
+        f"features: {data.manifest.tokens:,} tokens, {kind}: {size_text(whole)} "
         + (f"at {part.features_at}" if is_remote else "on disk")
     )
     sizes = _sizes(features)
@@ -257,8 +258,8 @@ def _fitting(part: DataPart, features: FeatureSource, reporter: Reporter) -> lis
     if need > free and not is_remote:
         raise ResourceError(
             "the features do not fit on this disk",
-            found=f"{free / 1e9:,.2f} GB that may be taken",
-            expected=f"{need / 1e9:,.2f} GB",
+            found=f"{size_text(free)} that may be taken",
+            expected=size_text(need),
             do=_smaller(form, free),
             where=str(root),
         )

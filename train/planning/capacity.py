@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specctl.core.errors import ResourceError
+from specctl.core.messages.sizes import size_text
 from specctl.core.storage.files import Disk
 from specctl.train.joint.joint_target import FOLDER
 from specctl.train.planning.hardware import Cluster, machine_bytes
@@ -118,7 +119,7 @@ def refuse_lacks(lacks: Sequence[Lack], what: str, where: Path) -> None:
         raise ResourceError(
             f"{what} does not fit here",
             where=str(where),
-            found="; ".join(f"{lack.what}: {lack.have / 1e9:,.1f} GB" for lack in lacks),
-            expected="; ".join(f"{lack.what}: {lack.need / 1e9:,.1f} GB" for lack in lacks),
+            found="; ".join(f"{lack.what}: {size_text(lack.have)}" for lack in lacks),
+            expected="; ".join(f"{lack.what}: {size_text(lack.need)}" for lack in lacks),
             do="; ".join(dict.fromkeys(lack.do for lack in lacks)),
         )

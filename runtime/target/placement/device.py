@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from specctl.core.errors import ResourceError, SpecctlError, nearest
+from specctl.core.messages.sizes import size_text
 
 DTYPES = {
     "float32": torch.float32,
@@ -160,7 +161,7 @@ def check_memory(need: int, dtype: torch.dtype, device: torch.device, what: str)
     if free is not None and need > free:
         raise ResourceError(
             f"{what} does not fit in memory",
-            found=f"{free / 1e9:.1f} GB free on {device}",
-            expected=f"{need / 1e9:.1f} GB for its weights in {str(dtype).split('.')[-1]}",
+            found=f"{size_text(free)} free on {device}",
+            expected=f"{size_text(need)} for its weights in {str(dtype).split('.')[-1]}",
             do="use bfloat16, a smaller target, or a machine with more memory",
         )

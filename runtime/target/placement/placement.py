@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specctl.core.errors import IncompatibleError, ResourceError, SpecctlError, nearest
+from specctl.core.messages.sizes import size_text
 from specctl.models.hf.spread import layer_path, place_of
 from specctl.runtime.target.placement.device import available_bytes
 from specctl.runtime.target.placement.quantised import StoredTensor
@@ -57,7 +58,7 @@ class Placement:
             count = self.layers.count(place)
             what = f"{count} of {len(self.layers)} layers"
             what += " and all else" if place == str(self.main) else ""
-            shown.append(f"{what} on {place} ({need / 1e9:.2f} GB)")
+            shown.append(f"{what} on {place} ({size_text(need)})")
         return ", ".join(shown)
 
     def fields(self) -> dict[str, Any]:
@@ -77,8 +78,8 @@ class Placement:
             if free is not None and need > free:
                 raise ResourceError(
                     f"{what} does not fit in memory",
-                    found=f"{free / 1e9:.1f} GB free on {place}",
-                    expected=f"{need / 1e9:.1f} GB for the weights that the device map puts there",
+                    found=f"{size_text(free)} free on {place}",
+                    expected=f"{size_text(need)} for the weights that the device map puts there",
                     do="--set target.device_map=auto fills what is free, then host memory, then "
                     "the disk",
                 )
@@ -240,8 +241,8 @@ def _fill(mode: str, main: torch.device, sizes: _Sizes) -> list[str]:
         raise ResourceError(
             "the target does not fit on these GPUs",
             where="target.device_map",
-            found=f"{', '.join(rooms)} with {sum(map(_room, gpus)) / 1e9:.1f} GB for weights",
-            expected=f"{sizes.total / 1e9:.1f} GB",
+            found=f"{', '.join(rooms)} with {size_text(sum(map(_room, gpus)))} for weights",
+            expected=size_text(sizes.total),
             do="--set target.device_map=auto, which keeps the rest in host memory or on disk",
         )
     rooms[str(main)] -= max(sizes.layers)  # where a layer kept elsewhere comes to be computed
