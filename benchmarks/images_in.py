@@ -1,8 +1,8 @@
 """Drafting for a target that reads images: tau by drafter, on captions of rendered shapes.
 
 A small LLaVA-shaped target (a CLIP tower, a projector, a Llama) is trained from nothing on images
-of a coloured shape with a digit, and captions that say what is where. It then writes captions of
-the images that drafters learn from, and of others that they are measured on:
+of a coloured shape, and captions that say what is where. It then writes captions of the images that
+drafters learn from, and of others that they are measured on:
 
 - prompt-lookup, which learns nothing
 - small-lm, a text-only draft model, from whose prompts the placeholders are dropped
@@ -42,15 +42,16 @@ from specctl.core.drafter import Drafter
 from specctl.core.forward.prompt_images import PromptImages
 from specctl.core.language_model import Feed
 from specctl.drafters import family
-from specctl.drafters.msd import multimodal_share
-from specctl.images.shapes import named, scene
+from specctl.drafters.features.msd import multimodal_share
+from specctl.images.shapes import QUESTION, named, scene
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.image_rows import with_images
 from specctl.runtime.engine.request import Completion, Request
 from specctl.runtime.policies import make_policy
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
-from specctl.train.pretrain.shapes import MARK, QUESTION, shapes_recipe, train_shapes
+from specctl.train.pretrain.image_layouts import MARK
+from specctl.train.pretrain.shapes import EXPORT, ShapesRecipe, shapes_recipe, train_shapes
 
 PROMPT = f"{MARK} {QUESTION}"
 CHAIN = {"policy": "chain", "length": 4}
@@ -58,13 +59,17 @@ CHAIN = {"policy": "chain", "length": 4}
 Prompt = tuple[list[int], PromptImages]
 
 
-def make_target(folder: Path, steps: int, count: int) -> None:
-    """Train the target on `count` scenes and save it with its processor."""
-    recipe = shapes_recipe(recipe_path("tiny-shapes"))
-    assert recipe is not None
-    changed = {"chat": False, "steps": steps, "scenes": count}
-    report = train_shapes(recipe.model_copy(update=changed), folder)
-    print(f"target: held-out loss {report.loss:.3f}, {report.seconds:.0f} s", flush=True)
+def make_target(name: str, folder: Path, steps: int, count: int, lead: str = "") -> ShapesRecipe:
+    """The recipe of that name with shapes alone and as a text that goes on behind an image; where
+    FOLDER/export holds no target, it is trained in so many steps on `count` scenes."""
+    found = shapes_recipe(recipe_path(name))
+    assert found is not None
+    changed = {"chat": False, "lead": lead, "what": ("shapes",), "steps": steps, "scenes": count}
+    recipe = found.model_copy(update=changed)
+    if not (folder / EXPORT / "config.json").is_file():
+        report = train_shapes(recipe, folder)
+        print(f"target: held-out loss {report.loss:.3f}, {report.seconds:.0f} s", flush=True)
+    return recipe
 
 
 def _picks(count: int, rows: int, steps: int) -> Iterator[list[int]]:
@@ -313,10 +318,9 @@ def main() -> None:
     parser = options(__doc__, target_steps=800, steps=120, train=320)
     parser.add_argument("--only", default="", help="beginnings of drafters' names, with commas")
     flags = parser.parse_args()
-    folder = flags.out / "target" / "export"
-    if not (folder / "config.json").is_file():
-        make_target(folder.parent, flags.target_steps, 4 * flags.train)
-    target = load_target(str(folder), dtype="float32", device="cpu", images=True)
+    folder = flags.out / "target"
+    make_target("tiny-shapes", folder, flags.target_steps, 4 * flags.train)
+    target = load_target(str(folder / EXPORT), dtype="float32", device="cpu", images=True)
     assert target.vision is not None
     captions = captions_of(target, seen, flags.test, flags.train)
     prompts, plain, answers = captions.prompts, captions.plain, captions.lessons

@@ -1,23 +1,30 @@
-"""Rendered shapes with captions: a coloured circle, square or triangle on a ground of another
-colour, and a sentence that says what is where.
+"""Rendered scenes with captions: a coloured circle, square or triangle, or a coloured digit of
+images/digits.py, on a ground of another colour, and a sentence that says what is where.
 
-A scene depends on its seed alone. PIL draws it, which the extra `images` brings.
+A scene depends on its seed, on what may be shown and on the sides alone. PIL draws it, which the
+extra `images` brings.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specctl.core.messages.installed import library
+import numpy as np
 
-SIZE = 24  # pixels a side
+from specctl.core.messages.installed import library
+from specctl.images.digits import CLASSES, render
+
+SIZE = 24  # pixels a side, before a scene is stretched
 COLOURS = {"red": "#d33", "green": "#3a3", "blue": "#33d", "yellow": "#cc2", "white": "#eee"}
 SHAPES = ("circle", "square", "triangle")
+DIGITS = tuple(map(str, range(CLASSES)))
 PLACES = {"left": (0, 6), "right": (12, 6), "top": (6, 0), "bottom": (6, 12)}
 SIZES = {"small": 6, "large": 11}
-WORDS = frozenset({*COLOURS, *SHAPES, *PLACES, *SIZES})  # by which captions differ
+DIGIT_SIDE = 12  # pixels: strokes of a smaller one run into each other
+WORDS = frozenset({*COLOURS, *SHAPES, *DIGITS, *PLACES, *SIZES})  # by which captions differ
 QUESTION = "What is this?"
 FORMS = (
     "The image shows a {size} {colour} {shape} at the {place}. It stands on a {ground} ground, and "
@@ -26,25 +33,40 @@ FORMS = (
     "behind it is {ground}.",
     "At the {place} one can see a {colour} {shape}. The {shape} is {size}. The ground is {ground}.",
 )
+DIGIT_FORMS = (
+    "The image shows a {colour} {digit} at the {place}. It stands on a {ground} ground, and "
+    "nothing else is there.",
+    "There is a {colour} {digit} at the {place} of the image. The ground behind it is {ground}.",
+    "At the {place} one can see a {colour} digit. The digit is {digit}. The ground is {ground}.",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """An image (of PIL, RGB, SIZE x SIZE) and a caption of it."""
+    """An image (of PIL, RGB), a caption of it, and what it shows: shapes or digits."""
 
     image: Any
     caption: str
+    what: str
 
 
-def scene(seed: int) -> Scene:
-    """A shape, drawn and described."""
-    image_of = library("PIL.Image", "drawing shapes", "images")
+def scene(seed: int, what: Sequence[str] = ("shapes",), sides: Sequence[int] = (SIZE,)) -> Scene:
+    """A scene of that seed, drawn and described: a shape or a digit, in turn where both may be
+    shown, stretched to a width and a height out of `sides` (pixels)."""
+    shown, rng = what[seed % len(what)], random.Random(seed)
+    image, caption = (_digit if shown == "digits" else _shape)(rng)
+    stretched = random.Random(seed + 1)
+    size = (stretched.choice(sides), stretched.choice(sides))
+    return Scene(image.resize(size), caption, shown)
+
+
+def _shape(rng: random.Random) -> tuple[Any, str]:
+    """An image of SIZE x SIZE pixels with a shape, and its caption."""
     drawing = library("PIL.ImageDraw", "drawing shapes", "images")
-    rng = random.Random(seed)
     colour, ground = rng.sample(sorted(COLOURS), 2)
     shape, place = rng.choice(SHAPES), rng.choice(sorted(PLACES))
     size = rng.choice(("small", "large"))
-    image = image_of.new("RGB", (SIZE, SIZE), COLOURS[ground])
+    image = _ground(ground)
     draw, (x, y), wide = drawing.Draw(image), PLACES[place], SIZES[size]
     box = (x, y, x + wide, y + wide)
     if shape == "circle":
@@ -57,7 +79,24 @@ def scene(seed: int) -> Scene:
     said = rng.choice(FORMS).format(
         size=size, colour=colour, shape=shape, place=place, ground=ground
     )
-    return Scene(image, said)
+    return image, said
+
+
+def _digit(rng: random.Random) -> tuple[Any, str]:
+    """An image of SIZE x SIZE pixels with a digit, and its caption."""
+    image_of = library("PIL.Image", "drawing digits", "images")
+    colour, ground = rng.sample(sorted(COLOURS), 2)
+    digit, place = rng.choice(DIGITS), rng.choice(sorted(PLACES))
+    image = _ground(ground)
+    strokes = render(int(digit), DIGIT_SIDE, np.random.default_rng(rng.getrandbits(32)))
+    image.paste(COLOURS[colour], PLACES[place], image_of.fromarray(strokes))
+    said = rng.choice(DIGIT_FORMS).format(digit=digit, colour=colour, place=place, ground=ground)
+    return image, said
+
+
+def _ground(colour: str) -> Any:
+    image_of = library("PIL.Image", "drawing shapes", "images")
+    return image_of.new("RGB", (SIZE, SIZE), COLOURS[colour])
 
 
 def named(text: str) -> set[str]:

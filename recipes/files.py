@@ -30,6 +30,7 @@ PRETRAINED = (
     "tiny-neighbours",
     "tiny-any-order",
     "tiny-shapes",
+    "tiny-shapes-qwen2-vl",
 )  # recipes of `specctl pretrain`
 NOT_RECIPES = ("sources", "targets", *PRETRAINED)
 NODE_BYTES = 64  # of a value in memory, about, beside its text

@@ -44,9 +44,9 @@ def pretrain(
     tiny-diffusion: a masked diffusion model that begins as the embedded target; tiny-learn2pd: the
     filter that decodes it in parallel; tiny-dparallel: the same model, distilled to be certain
     earlier. tiny-digits: a target whose tokens are pictures of digits; tiny-neighbours and
-    tiny-any-order: models that write the same pictures in orders of their own. tiny-shapes: a
-    multimodal target, which says what an image shows. The same command continues a stopped run of
-    a model, but of tiny-shapes.
+    tiny-any-order: models that write the same pictures in orders of their own. tiny-shapes and
+    tiny-shapes-qwen2-vl: multimodal targets, which say what an image shows. The same command
+    continues a stopped run of a model, but of these two.
 
     Example:
 
@@ -127,18 +127,20 @@ def _distilled(console: Console, recipe: DParallelRecipe, out: Path) -> None:
 
 
 def _shapes(console: Console, recipe: ShapesRecipe, out: Path) -> None:
-    from specctl.train.pretrain.shapes import train_shapes
+    from specctl.images.shapes import QUESTION
+    from specctl.train.pretrain.shapes import HELDOUT, train_shapes
 
     report = train_shapes(recipe, out, console)
-    console.out(
-        f"{report.path} | held-out loss {report.loss:.3f} nats | captions: {report.words:.3f} of "
-        f"the words, {report.right:.3f} right in all | {report.seconds:.0f} s"
-    )
-    figures = {name: getattr(report, name) for name in ("loss", "words", "right", "seconds")}
+    console.out(f"{report.path} | held-out loss {report.loss:.3f} nats | {report.seconds:.0f} s")
+    for what, found in report.named.items():
+        console.out(
+            f"{found.images} captions of {what}: {found.right} right in all words, "
+            f"{found.words} of the words"
+        )
     following = command_line(
-        "generate", "--target", report.path, "--image", "IMAGE.png", "What is this?"
+        "generate", "--target", report.path, "--image", out / HELDOUT / "0.png", QUESTION
     )
-    console.done({"path": str(report.path), **figures}, next=[following])
+    console.done({"path": str(report.path), **report.figures()}, next=[following])
 
 
 def _generate(folder: Path, block: int, unmask: str) -> str:

@@ -1,39 +1,43 @@
-"""A small multimodal target from nothing: LLaVA's layout (a CLIP tower, a projector, a Llama),
-trained on rendered shapes and their captions (images/shapes.py).
+"""A small multimodal target from nothing, in LLaVA's layout or in Qwen2-VL's (image_layouts.py),
+trained on rendered shapes and digits with captions (images/shapes.py).
 
 It answers one question of an image, as a chat model (`chat`) or as a text that goes on behind
 `<image> What is this?`. OUT/export is a folder of transformers with its processor, which
-`specctl generate --image` reads. A run of some minutes, which is not continued: it begins anew.
-LLaVA: https://arxiv.org/abs/2304.08485. Letters: B rows, T tokens.
+`specctl generate --image` reads; OUT/heldout.jsonl lists images that it has not seen. A run of some
+minutes, which is not continued: it begins anew.
+Letters: B rows, T tokens.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import random
+import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from specctl.core.errors import DivergedError, FileError
 from specctl.core.messages.installed import library
-from specctl.core.storage.files import write_json
+from specctl.core.storage.files import write_bytes, write_json
 from specctl.core.storage.model_folder import CONFIG
-from specctl.images.shapes import QUESTION, SIZE, Scene, named, scene
+from specctl.images.shapes import QUESTION, Scene, named, scene
 from specctl.recipes.section import Positive, Section, SeedNumber
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
-from specctl.runtime.target.vision import without_video
+from specctl.runtime.target.vision import OF_TEXT
 from specctl.train.pretrain.data import END, train_tokenizer
+from specctl.train.pretrain.image_layouts import LAYOUTS, MARK, ImageLayout, LayoutParts
 from specctl.train.pretrain.own_section import own_section
 
-EXPORT, REPORT = "export", "shapes.json"
-MARK = "<image>"
+EXPORT, REPORT, HELDOUT = "export", "shapes.json", "heldout"
 HELDOUT_SEED = 1_000_000  # added to the seed of what is learned from
 IGNORED = -100  # the label of a token that is not learned
 CHAT = (
@@ -49,17 +53,23 @@ CHAT = (
 
 
 class ShapesRecipe(Section):
-    """What decides such a target: `scenes` to learn from and `heldout` others; the tokenizer's
-    `words`; `text` and `tower`, handed to the configurations of a Llama and of CLIP's vision tower
-    as they are; whether it is a `chat` model; its training by AdamW, whose rate rises over `warmup`
-    steps and falls over the last third."""
+    """What decides such a target: its `layout`; `what` images show, and `sides`: what their width
+    and their height may be, in pixels; `scenes` to learn from and `heldout` others; the tokenizer's
+    `words`; `text` and `tower`, handed to the configurations of the language model and of the
+    vision tower as they are; whether it is a `chat` model, and the `lead` of a text in front of its
+    image where it is none; its training by AdamW, whose rate rises over `warmup` steps and falls
+    over the last third."""
 
+    layout: Literal["llava", "qwen2-vl"]
+    what: Annotated[tuple[Literal["shapes", "digits"], ...], Field(min_length=1, max_length=2)]
+    sides: Annotated[tuple[Annotated[int, Field(ge=8, le=96)], ...], Field(min_length=1)]
     scenes: Positive
     heldout: Positive
     words: Positive
     text: dict[str, Any]
     tower: dict[str, Any]
     chat: bool
+    lead: str
     steps: Positive
     rows: Positive
     warmup: Positive
@@ -67,18 +77,63 @@ class ShapesRecipe(Section):
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)]
     seed: SeedNumber
 
+    def scene(self, seed: int) -> Scene:
+        """One of the scenes that images of this recipe show."""
+        return scene(seed, self.what, self.sides)
+
+    def prompt(self, image: str) -> str:
+        """What stands in front of a caption where the target is no chat model; `image`: how it is
+        spelled there."""
+        return f"{self.lead}{image}{QUESTION}"
+
+    @field_validator("lead")
+    @classmethod
+    def _only_without_chat(cls, lead: str, info: ValidationInfo) -> str:
+        if lead and info.data.get("chat"):
+            raise ValueError("empty: only a target that is no chat model (chat: false) has one")
+        return lead
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A mean over images, and its standard error."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Share:
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(statistics.fmean(values), error)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} +- {self.error:.3f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """How many `images` show one kind of thing; of the words by which their captions differ, the
+    share that greedy captions name; the share of captions that name all of them and no other."""
+
+    images: int
+    words: Share
+    right: Share
+
 
 @dataclass(frozen=True, slots=True)
 class ShapesReport:
-    """On held-out scenes: the loss of their captions in nats a token, the share of the words by
-    which captions differ that greedy captions name, and of captions that name all of them and no
-    other."""
+    """On held-out scenes: the loss of their captions in nats a token, and what greedy captions
+    name, of images of `shapes` and of `digits` apart."""
 
     path: Path
     loss: float
-    words: float
-    right: float
+    named: Mapping[str, Named]
     seconds: float
+
+    def figures(self) -> dict[str, Any]:
+        """All but the path, as plain values."""
+        what = {name: asdict(found) for name, found in self.named.items()}
+        return {"loss": self.loss, "named": what, "seconds": self.seconds}
 
 
 def shapes_recipe(path: Path) -> ShapesRecipe | None:
@@ -87,12 +142,13 @@ def shapes_recipe(path: Path) -> ShapesRecipe | None:
 
 
 def train_shapes(recipe: ShapesRecipe, out: Path, reporter: Reporter | None = None) -> ShapesReport:
-    """Train the target and write OUT/export and OUT/shapes.json with the figures. Raises FileError
-    where OUT holds another model, DivergedError where the loss is not finite."""
+    """Train the target and write OUT/export, OUT/shapes.json with the figures, and OUT/heldout with
+    OUT/heldout.jsonl. Raises FileError where OUT holds another model, DivergedError where the loss
+    is not finite."""
     reporter, begun = reporter or SilentReporter(), time.perf_counter()
     library("PIL.Image", "drawing shapes", "images")
     _check_export(out)
-    scenes = [scene(recipe.seed + each) for each in range(recipe.scenes)]
+    scenes = [recipe.scene(recipe.seed + each) for each in range(recipe.scenes)]
     processor, model = made(recipe, scenes)
     rows = Captions.of(recipe, processor, scenes)
     picks = _picks(len(scenes), recipe.rows, recipe.steps, recipe.seed + 1)
@@ -101,7 +157,7 @@ def train_shapes(recipe: ShapesRecipe, out: Path, reporter: Reporter | None = No
     )
     with reporter.task("learn captions", recipe.steps, "steps") as advance:
         for step, picked in enumerate(picks):
-            loss = _loss(model, rows, picked)
+            loss = rows.loss(model, picked)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,41 +168,30 @@ def train_shapes(recipe: ShapesRecipe, out: Path, reporter: Reporter | None = No
             advance(1, f"loss {float(loss.detach()):.3f}")
     model.eval()
     first = recipe.seed + HELDOUT_SEED
-    others = [scene(first + each) for each in range(recipe.heldout)]
-    found = _measured(recipe, model, processor, others)
-    report = ShapesReport(out / EXPORT, *found, time.perf_counter() - begun)
-    figures = {name: getattr(report, name) for name in ("loss", "words", "right", "seconds")}
+    others = [recipe.scene(first + each) for each in range(recipe.heldout)]
+    heldout_loss, names = _measured(recipe, model, processor, others)
+    report = ShapesReport(out / EXPORT, heldout_loss, names, time.perf_counter() - begun)
     model.save_pretrained(out / EXPORT)
     processor.save_pretrained(out / EXPORT)
-    write_json(out / REPORT, {"recipe": recipe.model_dump(), **figures})
+    _write_scenes(out, others)
+    write_json(out / REPORT, {"recipe": recipe.model_dump(), **report.figures()})
     return report
 
 
 def made(recipe: ShapesRecipe, scenes: Sequence[Scene]) -> tuple[Any, Any]:
     """A processor whose tokenizer is made of the captions, and a model with random weights."""
-    from transformers import AutoConfig, AutoModelForImageTextToText, CLIPImageProcessor
+    from transformers import AutoModelForImageTextToText
 
+    layout = LAYOUTS[recipe.layout]
+    texts = [f"{recipe.prompt(layout.read)} {each.caption}" for each in scenes]
     positions = int(recipe.text["max_position_embeddings"])
-    texts = [f"{MARK} {QUESTION} {each.caption}" for each in scenes]
     tokenizer = train_tokenizer(texts, recipe.words, positions)
-    tokenizer.add_special_tokens({"additional_special_tokens": [MARK]})
-    if recipe.chat:
-        tokenizer.chat_template = CHAT
-    place, patch = tokenizer.convert_tokens_to_ids(MARK), int(recipe.tower["patch_size"])
     ends = {"bos_token_id": None, "eos_token_id": _end(recipe, tokenizer), "pad_token_id": None}
-    config = AutoConfig.for_model(
-        "llava",
-        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **recipe.text, **ends},
-        vision_config={"model_type": "clip_vision_model", **recipe.tower, "image_size": SIZE},
-        image_token_id=place,
-        image_token_index=place,
-    )
-    size = {"height": SIZE, "width": SIZE}
-    processor = without_video(config)(
-        CLIPImageProcessor(size=size, crop_size=size), tokenizer, patch_size=patch,
-        num_additional_image_tokens=1, vision_feature_select_strategy="default",
-        **({"chat_template": CHAT} if recipe.chat else {}),
-    )  # fmt: skip
+    parts = LayoutParts({**recipe.text, **ends}, recipe.tower, recipe.sides)
+    config, processor = layout.made(parts, tokenizer)
+    if recipe.chat:
+        template = CHAT.replace(MARK, layout.spelled)
+        tokenizer.chat_template = processor.chat_template = template
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return processor, AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -160,35 +205,59 @@ def _end(recipe: ShapesRecipe, tokenizer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Captions:
-    """Scenes as the model reads them: ids of prompt and caption, of which the first `prompt` are
-    not learned, and what the processor makes of the images."""
+    """Scenes as the model reads them, a row each: ids of prompt and caption; how many of these, the
+    `prompts`, are not learned; what the processor makes of the image; `place`: the token that
+    stands for a piece of an image."""
 
     ids: Sequence[Sequence[int]]
-    prompt: int
-    pixels: Tensor
+    prompts: Sequence[int]
+    images: Sequence[Mapping[str, Tensor]]
+    place: int
 
     @classmethod
     def of(cls, recipe: ShapesRecipe, processor: Any, scenes: Sequence[Scene]) -> Captions:
-        opening, between = f"{MARK} {QUESTION}", " "
-        if recipe.chat:
-            question = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-            opening, between = (
-                processor.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": question}],
-                    add_generation_prompt=True,
-                    tokenize=False,
-                ),
-                "",
-            )
+        layout, place = LAYOUTS[recipe.layout], int(processor.image_token_id)
+        opening, between = _opening(recipe, processor.tokenizer, layout)
         end = _end(recipe, processor.tokenizer)
 
-        def ids_of(each: Scene, text: str) -> list[int]:
-            found = processor(text=[opening + text], images=[each.image], return_tensors="pt")
-            return [int(token) for token in found["input_ids"][0]]
+        def read(each: Scene, text: str) -> tuple[list[int], Mapping[str, Tensor]]:
+            seen = processor(text=[opening + text], images=[each.image], return_tensors="pt")
+            ids = [int(token) for token in seen["input_ids"][0]]
+            return ids, {name: value for name, value in seen.items() if name not in OF_TEXT}
 
-        pixels = processor.image_processor(images=[s.image for s in scenes], return_tensors="pt")
-        ids = [[*ids_of(each, between + each.caption), end] for each in scenes]
-        return cls(ids, len(ids_of(scenes[0], "")), pixels["pixel_values"])
+        def last(ids: Sequence[int]) -> int:  # of what stands for the image, whose size may differ
+            return max(at for at, token in enumerate(ids) if token == place)
+
+        alone, _ = read(scenes[0], "")
+        behind = len(alone) - last(alone)
+        rows = [read(each, between + each.caption) for each in scenes]
+        ids = [[*ids, end] for ids, _ in rows]
+        return cls(ids, [last(row) + behind for row in ids], [image for _, image in rows], place)
+
+    def loss(self, model: Any, picked: Sequence[int]) -> Tensor:
+        """The mean loss of those captions in nats a token."""
+        rows = [self.ids[at] for at in picked]
+        ids_BT, labels_BT = _padded(rows, [self.prompts[at] for at in picked])
+        found: Tensor = model(**self.given(ids_BT, picked), labels=labels_BT).loss
+        return found
+
+    def given(self, ids_BT: Tensor, picked: Sequence[int]) -> dict[str, Tensor]:
+        """What the model is given of those rows: ids, and their images."""
+        names = self.images[picked[0]]
+        given = {name: torch.cat([self.images[at][name] for at in picked]) for name in names}
+        if "image_grid_thw" in given:  # positions by axes follow from where images stand
+            given["mm_token_type_ids"] = (ids_BT == self.place).int()
+        return {"input_ids": ids_BT, **given}
+
+
+def _opening(recipe: ShapesRecipe, tokenizer: Any, layout: ImageLayout) -> tuple[str, str]:
+    """What stands in front of a caption, and between the two."""
+    if not recipe.chat:
+        return recipe.prompt(f"{layout.spelled} "), " "
+    question = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    messages = [{"role": "user", "content": question}]
+    written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return str(written), ""
 
 
 def _picks(count: int, rows: int, steps: int, seed: int) -> Iterator[list[int]]:
@@ -197,21 +266,13 @@ def _picks(count: int, rows: int, steps: int, seed: int) -> Iterator[list[int]]:
         yield rng.sample(range(count), min(rows, count))
 
 
-def _loss(model: Any, rows: Captions, picked: Sequence[int]) -> Tensor:
-    """The mean loss of those captions in nats a token."""
-    ids_BT, labels_BT = _padded([rows.ids[i] for i in picked], rows.prompt)
-    found: Tensor = model(
-        input_ids=ids_BT, pixel_values=rows.pixels[list(picked)], labels=labels_BT
-    ).loss
-    return found
-
-
-def _padded(rows: Sequence[Sequence[int]], prompt: int) -> tuple[Tensor, Tensor]:
-    """Ids padded on the right, and labels of what stands behind the prompt."""
+def _padded(rows: Sequence[Sequence[int]], prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Ids padded on the right, and labels of what stands behind the prompts."""
     width = max(map(len, rows))
     ids_BT = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     labels_BT = torch.tensor([[*row, *[IGNORED] * (width - len(row))] for row in rows])
-    labels_BT[:, :prompt] = IGNORED
+    for row, prompt in enumerate(prompts):
+        labels_BT[row, :prompt] = IGNORED
     return ids_BT, labels_BT
 
 
@@ -224,23 +285,51 @@ def _rate(recipe: ShapesRecipe, step: int) -> float:
 @torch.no_grad()
 def _measured(
     recipe: ShapesRecipe, model: Any, processor: Any, scenes: Sequence[Scene]
-) -> tuple[float, float, float]:
+) -> tuple[float, dict[str, Named]]:
     """The figures of a report, on these scenes."""
-    rows, whole, shares, right = Captions.of(recipe, processor, scenes), 0.0, 0.0, 0
-    end = _end(recipe, processor.tokenizer)
-    for at, each in enumerate(scenes):
-        whole += float(_loss(model, rows, [at]))
-        prompt_1T = torch.tensor([list(rows.ids[at][: rows.prompt])])
-        written_1T = model.generate(
-            input_ids=prompt_1T, attention_mask=torch.ones_like(prompt_1T), do_sample=False,
-            pixel_values=rows.pixels[at : at + 1], max_new_tokens=64, eos_token_id=end,
-            pad_token_id=end,
+    rows, end = Captions.of(recipe, processor, scenes), _end(recipe, processor.tokenizer)
+    words: dict[str, list[float]] = {what: [] for what in recipe.what}
+    right: dict[str, list[float]] = {what: [] for what in recipe.what}
+    losses = 0.0
+    for picked in _alike(rows.prompts, recipe.rows):  # prompts of one length need no padding
+        prompt = rows.prompts[picked[0]]
+        ids_BT = torch.tensor([rows.ids[at][:prompt] for at in picked])
+        written_BT = model.generate(
+            **rows.given(ids_BT, picked), attention_mask=torch.ones_like(ids_BT), do_sample=False,
+            max_new_tokens=64, eos_token_id=end, pad_token_id=end,
         )  # fmt: skip
-        text = processor.tokenizer.decode(written_1T[0, rows.prompt :], skip_special_tokens=True)
-        true, said = named(each.caption), named(text)
-        shares, right = shares + len(true & said) / len(true), right + (true == said)
-    count = len(scenes)
-    return whole / count, shares / count, right / count
+        losses += float(rows.loss(model, picked)) * len(picked)
+        texts = processor.tokenizer.batch_decode(written_BT[:, prompt:], skip_special_tokens=True)
+        for at, text in zip(picked, texts, strict=True):
+            true, said = named(scenes[at].caption), named(text)
+            words[scenes[at].what].append(len(true & said) / len(true))
+            right[scenes[at].what].append(float(true == said))
+    found: dict[str, Named] = {
+        what: Named(len(words[what]), Share.of(words[what]), Share.of(right[what]))
+        for what in recipe.what
+        if words[what]
+    }
+    return losses / len(scenes), found
+
+
+def _alike(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Places of equal lengths, at most so many at once."""
+    for length in sorted(set(lengths)):
+        places = [at for at, each in enumerate(lengths) if each == length]
+        yield from (places[first : first + most] for first in range(0, len(places), most))
+
+
+def _write_scenes(out: Path, scenes: Sequence[Scene]) -> None:
+    """Their images, and records with question and caption of each, for `train-draft --data`."""
+    (out / HELDOUT).mkdir(parents=True, exist_ok=True)
+    records = list[str]()
+    for at, each in enumerate(scenes):
+        held = io.BytesIO()
+        each.image.save(held, "PNG")
+        write_bytes(out / HELDOUT / f"{at}.png", held.getvalue())
+        row = {"prompt": QUESTION, "images": [f"{HELDOUT}/{at}.png"], "response": each.caption}
+        records.append(json.dumps(row) + "\n")
+    write_bytes(out / f"{HELDOUT}.jsonl", "".join(records).encode())
 
 
 def _check_finite(loss: float, rate: float) -> None:
@@ -261,6 +350,6 @@ def _check_export(out: Path) -> None:
             "the output folder holds another model",
             where=str(out / EXPORT),
             found=f"{CONFIG}, and no {REPORT}",
-            expected="a new folder, or one that tiny-shapes wrote",
+            expected="a new folder, or one that a recipe of shapes wrote",
             do="give another folder: --out runs/tiny-shapes",
         )
