@@ -1,7 +1,8 @@
 """The curve of the relaxed rules: tokens a round against the distance from the target.
 
 First on toys whose every outcome is enumerated: the total variation of the first token of a round
-from the target's, and tokens a round, over random distributions and drafts. Then, with a target and
+from the target's, and tokens a round, over random distributions and drafts; rule `reflect` has a
+second reading there which says what it has read more readily by AGAIN nats. Then, with a target and
 a trained drafter of it, greedily on prompts of a file (one JSON object with `messages` a line):
 tau, the perplexity of the written text under the target (from the log-probabilities that the target
 itself gives while it verifies), and how many texts are those of the lossless rule. Standard errors
@@ -29,6 +30,7 @@ from specctl import load_drafter, load_target
 from specctl.core.drafter import Drafter
 from specctl.core.tree import NodeKind, chain_tree
 from specctl.runtime.engine.engine import Engine
+from specctl.runtime.engine.reflection import fused
 from specctl.runtime.engine.request import Request
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.sampling.sampling import Sampling
@@ -39,7 +41,9 @@ RULES = (
     "fly:2", "fly:0.8", "fly:0.3", "fly:0.3:3", "fly:0.3:1",
     "typical:2:1e6", "typical:0.5:1", "typical:0.3:0.55", "typical:0.09:0.3",
 )  # fmt: skip
+REFLECTED = ("reflect:0", "reflect:0.1", "reflect:0.3", "reflect:0.7", "reflect:1")
 TOYS, TOKENS, DRAFTED = 24, 5, 4
+AGAIN = 3.0  # nats by which a drafted token is likelier in a second reading of the draft
 
 Row = tuple[int, int, float, int]  # tokens, rounds, sum of log-probabilities, counted tokens
 
@@ -48,6 +52,10 @@ def toy(rule: str, p_TV: Tensor, draft: Sequence[int]) -> tuple[float, Tensor]:
     """Tokens a round, and the distribution of the first one, over all draws of the target."""
     relaxed = relaxation(rule)
     assert relaxed is not None
+    if relaxed.rule.reads_again:
+        again_TV = p_TV.log()
+        again_TV[torch.arange(len(draft)), list(draft)] += AGAIN
+        p_TV = fused(p_TV.log(), again_TV, relaxed.values[0]).softmax(-1)
     every_BT = torch.tensor(list(itertools.product(range(TOKENS), repeat=len(p_TV))))
     weight_B = p_TV[torch.arange(len(p_TV)), every_BT].prod(1)
     token_BN = torch.tensor([list(draft)]).expand(len(every_BT), -1)
@@ -69,7 +77,7 @@ def toys() -> None:
         p_TV = (2.5 * torch.randn(DRAFTED + 1, TOKENS, generator=generator)).softmax(-1)
         draft = torch.multinomial(p_TV[:-1] ** 2, 1, generator=generator)[:, 0].tolist()
         cases.append((p_TV, draft))
-    for rule in RULES:
+    for rule in RULES + REFLECTED:
         found = [toy(rule, *case) for case in cases]
         apart = [
             float((first_V - p_TV[0]).abs().sum() / 2)

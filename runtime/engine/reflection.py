@@ -53,6 +53,13 @@ def prompt_ids(target: Target) -> tuple[int, ...]:
     return tuple(token for token in ids if token < target.spec.vocab_size)
 
 
+def fused(own_BTV: Tensor, again_BTV: Tensor, weight: float) -> Tensor:
+    """[B, T, V]: the logits of both readings, with this weight of the second one; what neither can
+    write stays impossible."""
+    both_BTV = own_BTV.clamp(min=NEVER).lerp(again_BTV.clamp(min=NEVER), weight)
+    return both_BTV.masked_fill_(torch.maximum(own_BTV, again_BTV) == -torch.inf, -torch.inf)
+
+
 @dataclass(frozen=True, slots=True)
 class Reflection:
     """Reads chains twice, with this weight of the second reading."""
@@ -77,8 +84,7 @@ class Reflection:
         end_B1 = start_B1 + 1 + 2 * count_B1 + len(self.prompt)
         is_read_BT = at_BT <= 2 * count_B1 + len(self.prompt)
         is_read_BT = is_read_BT & (count_B1 > 0) & (end_B1 <= self.lm.spec.max_positions)
-        both_BTV = own_BTV.clamp(min=NEVER).lerp(again_BTV.clamp(min=NEVER), self.weight)
-        both_BTV.masked_fill_(torch.maximum(own_BTV, again_BTV) == -torch.inf, -torch.inf)
+        both_BTV = fused(own_BTV, again_BTV, self.weight)
         logits_BTV = torch.where(is_read_BT[:, :, None], both_BTV, own_BTV)
         return tree, LmOut(logits_BTV, {tap: out.taps[tap][:, :num_fed] for tap in feed.taps})
 
