@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,10 @@ from specctl.api.train import packaged
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError
 from specctl.core.messages.table import Table, Tabled
+from specctl.export.package.find import Kind, load_found, locate
 from specctl.export.package.manifest import MANIFEST, Manifest, read_manifest
+from specctl.recipes.built_in import as_path_word
+from specctl.recipes.drafter_names import drafter_names
 from specctl.recipes.load import load_recipe
 from specctl.recipes.published import path_named
 from specctl.recipes.schema import Recipe, VocabPart
@@ -144,11 +147,21 @@ def vocab_trim(
     wanted = settings.size
     if wanted != "auto" and size is not None and not 2 <= wanted <= model.spec.vocab_size:
         raise _bad_size(str(size), f"2 to {model.spec.vocab_size:,} tokens, or auto")
-    draft = load_draft(drafter, model, allow=[*allow, "padding"])  # it is cut to fit
+    draft = _readable(drafter, model, [*allow, "padding"])  # it is cut to fit
     words = command or ("specctl", "vocab-trim", "--draft", draft.name, "--out", str(out))
     path = None if prompts is None else Path(prompts)
     job = TrimJob(model, draft, settings, chosen, _names(data), path, num_prompts, words)
     return trim_and_package(reporter, job, out)
+
+
+def _readable(drafter: DrafterLike, target: Target, allow: Sequence[str]) -> LoadedDraft:
+    """The drafter with weights that can be cut: those of a GGUF file are widened."""
+    if isinstance(drafter, (str, Path)) and len(drafter_names(name := as_path_word(drafter))) == 1:
+        found = locate(name)
+        if found.kind is Kind.GGUF:
+            whole = load_found(found, target, allow, widened=True)
+            return replace(load_draft(whole, target), name=name)
+    return load_draft(drafter, target, allow=allow)
 
 
 def trim_settings(

@@ -120,9 +120,14 @@ def _place(name: str, path: Path) -> Found:
 
 
 def load_found(
-    found: Found, target: Target, allow: Sequence[str], translate: str | None = None
+    found: Found,
+    target: Target,
+    allow: Sequence[str],
+    translate: str | None = None,
+    widened: bool = False,
 ) -> Drafter:
-    """The drafter behind a resolved name; with `translate` one of another tokenizer, too."""
+    """The drafter behind a resolved name; with `translate` one of another tokenizer, too.
+    `widened`: to be trained or cut, so that packed matrices are read as float32."""
     from specctl.drafters.team import TeamOptions
     from specctl.export.package.load import load_package
     from specctl.export.package.pretrained import load_pretrained
@@ -146,7 +151,7 @@ def load_found(
     if found.kind is Kind.GGUF:
         from specctl.export.package.gguf_draft import load_gguf
 
-        return _served(load_gguf(found.folder, target, allow, translate), {})
+        return _served(load_gguf(found.folder, target, allow, translate, widened), {})
     with reading(found.folder):
         foreign = None if translate is None else _foreign(found.folder, target, translate, allow)
         if foreign is not None:

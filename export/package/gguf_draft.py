@@ -1,4 +1,5 @@
-"""A smaller model in a GGUF file as a draft model, its matrices as the file packs them."""
+"""A smaller model in a GGUF file as a draft model, its matrices as the file packs them; widened
+where they are to be trained or cut."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specctl.core.drafter import Drafter
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.export.package.pretrained import check_tokenizer, check_vocab, described, has_ids_of
 from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.weights.released import Released
@@ -15,11 +16,17 @@ from specctl.runtime.target.target import Target, load_target
 
 
 def load_gguf(
-    file: Path, target: Target, allow: Sequence[str] = (), translate: str | None = None
+    file: Path,
+    target: Target,
+    allow: Sequence[str] = (),
+    translate: str | None = None,
+    widened: bool = False,
 ) -> Drafter:
     """The model of the file as a small-lm drafter for `target`; with `translate` one of another
-    tokenizer, too. Raises for a file that cannot be a target either."""
-    draft = load_target(str(file), device=str(target.device))
+    tokenizer, too. `widened`: in float32, with weights that can be read. Raises for a file that
+    cannot be a target either."""
+    dtype = "float32" if widened else "auto"
+    draft = load_target(str(file), device=str(target.device), dtype=dtype)
     refuse_not_finite(
         {name: p for name, p in draft.lm.module.named_parameters() if not isinstance(p, Released)},
         "fetch the file again: it is damaged",

@@ -9,9 +9,10 @@ import pytest
 from specctl.api.arguments.drafting import load_drafter
 from specctl.api.bench import bench
 from specctl.api.generate import generate
+from specctl.api.vocab_trim import vocab_trim
 from specctl.core.errors import IncompatibleError, IntegrityError, SpecctlError
 from specctl.core.storage.gguf_header import read_header
-from specctl.drafters.small_lm import SmallLm
+from specctl.drafters.lm.small_lm import SmallLm
 from specctl.export.package.find import Kind, locate
 from specctl.recipes.installed_models import InstalledModel
 from specctl.runtime.sampling.sampling import Sampling
@@ -49,6 +50,19 @@ def test_it_drafts_for_a_target_of_its_tokenizer(
 def test_a_folder_that_holds_it_is_the_same_draft(small: Path) -> None:
     assert locate(small.parent) == locate(small)
     assert locate(str(small)).kind is Kind.GGUF
+
+
+def test_its_vocabulary_is_trimmed(small: Path, tmp_path: Path) -> None:
+    """Packed rows are widened to be cut."""
+    target, out = load_target(str(small)), tmp_path / "trimmed"
+    done = vocab_trim(
+        str(small), out, target=target, size=512, num_prompts=1, max_new_tokens=8,
+        recipe="fr-spec",
+    )  # fmt: skip
+    assert done.report.size == 512
+    drafted, tau = text(target, str(done.package))
+    assert drafted == text(target, None)[0]
+    assert tau > 1.5
 
 
 def test_bench_measures_it_beside_transformers(small: Path, tiny_target: Target) -> None:
