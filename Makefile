@@ -1,9 +1,14 @@
 # Two commands set everything up on a machine that has only Python 3.11 or newer:
-#   make quickstart   environment, then a drafter trained, proved and measured in ten minutes, for a
-#                     real chat model (TARGET=tiny: for the embedded one, without a download)
-#   make test         the test suite (make test-fast: a part of it in 90 seconds, between edits)
-# Others: docs (the site, in build/site; docs-tables: docs/systems.md, docs/methods.md, docs/results), check (lint, types, tests), real (tests on SmolLM2),
-#   grpo (the example with TRL), lm-eval (lm-evaluation-harness), errors (every error that the tests provoke, with its remedy), proof (long batteries; proof-claims: the tests that `make test` leaves out), bench (measured comparisons), locks (hashes anew).
+#   make quickstart   environment, then a drafter trained, proved and measured in ten minutes, for
+#                     a real chat model (TARGET=tiny: the embedded one, without a download)
+#   make test         the test suite (make test-fast: a part in 90 seconds, between edits)
+# Others:
+#   check       lint, types, tests       real         tests on SmolLM2
+#   docs        the site, in build/site  docs-tables  docs/systems.md, methods.md, docs/results
+#   bench       measured comparisons     errors       errors that tests provoke, with remedies
+#   proof       long batteries (proof-claims: the tests that make test leaves out)
+#   grpo        the example with TRL     lm-eval      lm-evaluation-harness
+#   locks       hashes anew
 # GPU=1 takes the default build of torch instead of the CPU build.
 
 SHELL := /bin/bash
@@ -26,6 +31,10 @@ HASHED := $(BIN)/python -m pip install --disable-pip-version-check --quiet --req
 # Byte code is kept even where the shell forbids it: tests start hundreds of programs of ours.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 BUILD_LOG := $(VENV)/install.log
+# Byte code of what is installed, by all cores: pip makes it by one, file after file. Some packages
+# hold files of another Python.
+LATER := --no-compile
+COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib/python*/site-packages || true
 
 .PHONY: help install dev docs docs-tables locks quickstart test test-fast errors fast-tier sanitize real real-model grpo lm-eval lint types check proof bench gpu gpu-dry clean former \
   proof-training proof-claims dist-check \
@@ -34,7 +43,7 @@ BUILD_LOG := $(VENV)/install.log
   proof-serve-fuzz proof-serve-streams proof-serve-load proof-serve-life
 
 help:
-	@sed -n '1,7s/^# \{0,1\}//p' Makefile
+	@sed -n '1,12s/^# \{0,1\}//p' Makefile
 
 # The first interpreter of 3.11 or newer; an existing environment is used as it is.
 $(BIN)/python:
@@ -46,7 +55,7 @@ $(BIN)/python:
 
 $(VENV)/.locked: locks/run.lock | $(BIN)/python
 	@echo "installing the pinned dependencies by their hashes"
-	@$(HASHED) -r locks/run.lock
+	@$(HASHED) $(LATER) -r locks/run.lock
 	@touch $@
 
 # torch before specctl, so that nothing pulls a larger build of it. The CPU build has no hash in our
@@ -55,10 +64,10 @@ $(VENV)/.locked: locks/run.lock | $(BIN)/python
 $(VENV)/.torch: | $(VENV)/.locked
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
 	  echo "installing $(TORCH) (about 200 MB, CPU build; GPU=1 for the default build)"; \
-	  default() { $(HASHED) -r locks/torch.lock && $(PIP) $(TORCH); }; \
+	  default() { $(HASHED) $(LATER) -r locks/torch.lock && $(PIP) $(LATER) $(TORCH); }; \
 	  if [ "$(GPU)" = 1 ]; then default; else \
-	    $(PIP) "$(TORCH)+cpu" 2>$(BUILD_LOG) \
-	    || $(PIP) --index-url $(TORCH_CPU_INDEX) "$(TORCH)+cpu" 2>>$(BUILD_LOG) \
+	    $(PIP) $(LATER) "$(TORCH)+cpu" 2>$(BUILD_LOG) \
+	    || $(PIP) $(LATER) --index-url $(TORCH_CPU_INDEX) "$(TORCH)+cpu" 2>>$(BUILD_LOG) \
 	    || default; fi; fi
 	@touch $@
 
@@ -76,13 +85,15 @@ former: | $(BIN)/python
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.locked $(VENV)/.torch
 	@$(MAKE) --no-print-directory former
 	@echo "installing specctl"
-	@$(PIP) --no-build-isolation -e ".[plots,data,tracking,serve,grammar,gguf]"
+	@$(PIP) $(LATER) --no-build-isolation -e ".[plots,data,tracking,serve,grammar,gguf]"
+	@$(COMPILED)
 	@touch $@
 
 $(VENV)/.dev: locks/dev.lock $(VENV)/.installed
 	@echo "installing the test tools"
-	@$(HASHED) -r locks/dev.lock
-	@$(PIP) --no-build-isolation -e ".[plots,data,tracking,serve,grammar,gguf,tune,dev]"
+	@$(HASHED) $(LATER) -r locks/dev.lock
+	@$(PIP) $(LATER) --no-build-isolation -e ".[plots,data,tracking,serve,grammar,gguf,tune,dev]"
+	@$(COMPILED)
 	@touch $@
 
 install: $(VENV)/.installed
@@ -135,7 +146,7 @@ fast-tier: $(VENV)/.dev
 	$(BIN)/python tests/specctl_testing/fast_tier.py \
 	  $$(ls -tr $(wildcard build/tests.xml build/fast.xml))
 
-# The tests that need a real model.
+# The tests that need a real model; where it is installed, `make test` runs them as well.
 real-model: $(VENV)/.dev $(VENV)/.real
 real: real-model
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/real
@@ -188,7 +199,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(WORKERS)
 
 check: lint types test
 

@@ -6,16 +6,14 @@ import gc
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from specctl.cli.app.console import Console
-from specctl.runtime.target.target import Target
-from specctl_testing.cli.next_lines import wrong_lines
-from specctl_testing.error_walk import record
 from specctl_testing.fast_tier import parted
-from specctl_testing.models import build_model
+
+if TYPE_CHECKING:  # the process that hands tests to workers runs none: PyTorch is not for it
+    from specctl.runtime.target.target import Target
 
 # A shell that starts the tests in the background hands down an ignored Ctrl-C; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if (folder := config.getoption("errors")) is not None:
+        from specctl_testing.error_walk import record
+
         record(folder)
 
 
@@ -54,15 +54,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Any]:
+    from specctl_testing.models import build_model
+
     return build_model
 
 
 @pytest.fixture(scope="session")
-def make_target() -> Callable[..., Target]:
+def make_target(make_model: Callable[..., Any]) -> Callable[..., Target]:
     """make_target(model_type="llama", num_layers=4, hidden=32, vocab=96, seed=0, dtype=float32)."""
+    from specctl.runtime.target.target import Target
 
     def make(*args: Any, **fields: Any) -> Target:
-        return Target.from_model(build_model(*args, **fields))
+        return Target.from_model(make_model(*args, **fields))
 
     return make
 
@@ -90,6 +93,9 @@ def tiny_gguf(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
 def next_lines_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test has commands do: each `Next:` line that they print is read by the program,
     and what it names is there."""
+    from specctl.cli.app.console import Console
+    from specctl_testing.cli.next_lines import wrong_lines
+
     wrong, done = list[str](), Console.done
 
     def checked(

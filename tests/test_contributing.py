@@ -233,11 +233,18 @@ def test_the_families_of_the_page_keep_the_contract(product: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What commands show with the families of the page and one module of each other kind, in one
-    process: to start it takes longer than they do."""
-    both = beside(tmp_path_factory.mktemp("both"), {**SHOWN, **OTHERS})
-    return run(both, "-c", KNOWN + COMMANDS + RECIPES).stdout.split("\nEND\n")
+def done(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """What commands do and say with the families of the page, one module of each other kind and
+    one broken module of each, in one process: to start it takes longer than they do."""
+    fault = "raise RuntimeError('made to fail')\n"
+    broken = {name: fault + entry + "\n" for name, entry in BROKEN.items()}
+    everything = beside(tmp_path_factory.mktemp("everything"), {**SHOWN, **OTHERS, **broken})
+    return run(everything, "-c", KNOWN + COMMANDS + RECIPES + WITHOUT_THEM)
+
+
+@pytest.fixture(scope="module")
+def shown(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return done.stdout.split("\nEND\n")
 
 
 def test_their_recipes_are_listed_checked_and_used(shown: list[str]) -> None:
@@ -262,10 +269,9 @@ def test_one_module_is_enough_for_every_other_kind(shown: list[str]) -> None:
     assert "halves" in serve
 
 
-def test_a_broken_module_stops_only_those_who_use_it(tmp_path: Path) -> None:
-    fault = "raise RuntimeError('made to fail')\n"
-    product = beside(tmp_path, {name: fault + entry + "\n" for name, entry in BROKEN.items()})
-    done = run(product, "-c", WITHOUT_THEM)
+def test_a_broken_module_stops_only_those_who_use_it(
+    done: subprocess.CompletedProcess[str],
+) -> None:
     said = done.stderr
     assert done.stdout.splitlines()[-1] == str(len(BROKEN))
     assert "this is a bug" not in said

@@ -94,7 +94,9 @@ def test_the_makefile_installs_by_hash_before_anything_may_resolve() -> None:
     text = (ROOT / "Makefile").read_text()
     [by_hash] = re.findall(r"^HASHED := (.*)$", text, re.M)
     assert {"--require-hashes", "--no-deps"} <= set(by_hash.split())
-    places = [text.index(f"$(HASHED) -r locks/{name}.lock") for name in ("run", "torch", "dev")]
+    places = [
+        text.index(f"$(HASHED) $(LATER) -r locks/{name}.lock") for name in ("run", "torch", "dev")
+    ]
     assert "$(HASHED) --retries 1 -r locks/real.lock" in text
     installs = {name: text.index(f'-e ".[{",".join(EXTRAS[name])}]"') for name in EXTRAS}
     assert places[0] < places[1] < installs["run"]

@@ -1,5 +1,6 @@
 """Run in two processes by test_sharding.py: the toy job, its weights spread over both, and a whole
-run on a target that is spread as well; and a target of tensor parallelism."""
+run on a target that is spread as well; a target of tensor parallelism; the toy job of whole
+weights. All in the same two: to start them takes longer than any of it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from specctl.runtime.target.placement.tensor_parallel import is_known
 from specctl.train.distributed.pieces import local
 from specctl.train.distributed.ranks import Ranks
 from specctl.train.loop import TrainProgress, restore, train
-from specctl_testing.train import parallel_run, sharded_run, toy
+from specctl_testing.train import parallel_run, plain_run, sharded_run, toy
 
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
@@ -65,6 +66,7 @@ resumed_run()
 silent_rank()
 if is_known():
     report["parallel"] = parallel_run.compared(str(out / "target"), ranks)
+report["plain"] = plain_run.run(out / "plain", ranks)
 if ranks.is_main:
     (out / "report.json").write_text(json.dumps(report))
 sharded_run.run(out / "two", out / "words.txt", json.loads(sys.argv[3]))

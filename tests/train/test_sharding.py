@@ -1,4 +1,5 @@
-"""Weights spread over processes (FSDP2): the run of one process, with whole checkpoints."""
+"""Weights spread over processes (FSDP2): the run of one process, with whole checkpoints; and
+processes that each hold all of them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from specctl.core.errors import Exit
 from specctl.runtime.measure.reporter import SilentReporter
 from specctl.runtime.target.placement.tensor_parallel import is_known
 from specctl.train.loop import TrainProgress, restore, train
@@ -39,6 +41,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process, and what two sharded processes made of the same."""
     out = tmp_path_factory.mktemp("sharded")
     train(toy.make_job(out / "one", **SAME), TrainProgress())
+    plain: dict[str, Any] = {"dropout": 0.0, "dtype": torch.float64, "optimizer": "adamw"}
+    train(toy.make_job(out / "plain" / "one", **plain, accumulate=2, rows=4), TrainProgress())
     shutil.copytree(out / "one" / "checkpoints", out / "handed" / "checkpoints")
     text = out / "words.txt"
     text.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}" for i in range(100)))
@@ -122,3 +126,17 @@ def test_a_target_of_tensor_parallelism_decodes_in_step_and_is_read_in_turns(ran
         assert rank["same embedding"]
         assert rank["can run"] == [True, False]
         assert rank["plain head"]
+
+
+def test_two_processes_train_as_one_and_fail_as_one(ran: Path) -> None:
+    found = report(ran)["plain"]
+    assert found["digests"][0] == found["digests"][1]
+    one, two = (losses(ran / "plain" / name) for name in ("one", "whole"))
+    assert len(one) == 6
+    assert two == pytest.approx(one, rel=1e-12)
+    both = found["full"]
+    assert [code for code, _ in both] == [Exit.RESOURCES, Exit.RESOURCES]
+    assert "rank 1 failed" in both[0][1]
+    assert found["full_newest"] == 6
+    assert found["stopped"] == [[Exit.INTERRUPTED, [3, 5]]] * 2
+    assert found["resumed"][0] == found["resumed"][1]
