@@ -179,7 +179,9 @@ def install(app: FastAPI) -> None:
         if isinstance(error, ApiError):
             return error.response(request.scope)
         what = f"{request.method} {request.url.path[:200]}"
+        allowed = (error.headers or {}).get("Allow", "")
         found = {404: f"there is no {what}", 405: f"this route does not answer {what}"}
+        found[405] += f", but {allowed}" if allowed else ""
         message = found.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
 

@@ -146,10 +146,13 @@ class _Server(uvicorn.Server):
 
 
 class Listener:
-    """One run of a server. Everything happens in the loop of `run`, but for `end`."""
+    """One run of a server. Everything happens in the loop of `run`, but for `end`. `is_alone`: the
+    process does nothing else, and the garbage collector leaves out what was there before."""
 
-    def __init__(self, app: Any, service: Serving, sock: socket.socket, drain: float) -> None:
-        self.service, self.sock, self.drain = service, sock, drain
+    def __init__(
+        self, app: Any, service: Serving, sock: socket.socket, drain: float, is_alone: bool = True
+    ) -> None:
+        self.service, self.sock, self.drain, self.is_alone = service, sock, drain, is_alone
         config = uvicorn.Config(
             app,
             http=PatientProtocol,
@@ -183,7 +186,8 @@ class Listener:
             self._server.should_exit = True
             await serving
             await asyncio.to_thread(self.service.stop)
-            gc.unfreeze()
+            if self.is_alone:
+                gc.unfreeze()
             if not number:
                 await watching  # raises why the engine failed
         return 128 + number if was_cut else 0
@@ -208,8 +212,9 @@ class Listener:
         is_announced = False
         while (state := self.service.status().state) != "failed":
             if state == "ready" and self._server.started and not is_announced:
-                gc.collect()
-                gc.freeze()  # else every full collection visits all of torch: 0.2 s without a turn
+                if self.is_alone:
+                    gc.collect()
+                    gc.freeze()  # else each full collection visits all of torch: 0.2 s, no turn
                 on_ready()
                 is_announced = True
             await asyncio.sleep(0.2 if is_announced else 0.02)

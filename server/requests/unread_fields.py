@@ -3,8 +3,9 @@
 Clients send back what other servers, caches and their own storage put into a conversation
 (`cache_control`, `id`, `timestamp`, `reasoning_details`), and the sampling fields of other engines.
 They change nothing, so the request is served, and the answer names them in a header; a strict
-server refuses them. Refused in any case is what asks for another answer than the one that would be
-given: a few fields of other servers, and pictures and sounds in a message.
+server refuses them. Refused in any case is a misspelt field of the request, and what asks for
+another answer than the one that would be given: a few fields of other servers, and pictures and
+sounds in a message.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def take_unread(body: BaseModel, is_strict: bool = False) -> list[str]:
     found: list[str] = []
     for one in _unread(body, ()):
         is_off = not one.is_known and _is_off(one)
-        if not one.is_known and not is_off and is_strict:
+        is_wrong = is_strict or _is_misspelt(one)
+        if not one.is_known and not is_off and is_wrong:
             raise unknown_field(one.path, one.known)
         if one.value is not None and not is_off:  # null is the same as leaving a field out
             found.append(_named(one.path) if len(found) < MAX_NAMED else "")
@@ -84,6 +86,17 @@ def _unread(value: Any, path: Path) -> Iterator[UnreadField]:
         else:
             yield from _unread(inner, place)
     extra.clear()
+
+
+def _is_misspelt(one: UnreadField) -> bool:
+    """Whether it is a field of the request but for an underscore, a plural or capitals: an answer
+    without the limit of `max_token` would not be the one that was meant."""
+    name = _spelling(str(one.path[-1]))
+    return len(one.path) == 1 and one.value is not None and name in map(_spelling, one.known)
+
+
+def _spelling(name: str) -> str:
+    return re.sub(r"[_-]", "", name.lower()).removesuffix("s")
 
 
 def _is_off(one: UnreadField) -> bool:

@@ -225,7 +225,7 @@ def test_unknown_routes_and_methods_have_the_same_shape() -> None:
     assert error_of(ask(app, "GET", "/v1/nothing"))["message"] == "there is no GET /v1/nothing"
     response = ask(app, "PUT", TEXT)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
-    error_of(response)
+    assert error_of(response)["message"] == f"this route does not answer PUT {TEXT}, but POST"
     assert ask(app, "OPTIONS", TEXT, headers={"Origin": "http://a"}).status_code == 405
 
 

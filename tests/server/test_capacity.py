@@ -87,7 +87,7 @@ def test_a_row_that_does_not_fit_is_refused_with_what_either_takes(target):
     cache = room.slot_bytes - room.drafter_bytes
     with pytest.raises(ResourceError) as caught:
         Service(target, bound(target, "eagle3"), limits=Limits(memory=room.slot_bytes - 1))
-    told = f"{cache / 1e3:.2f} kB for the target and {room.drafter_bytes / 1e3:.2f} kB for the"
+    told = f"{cache / 1e3:.0f} kB for the target and {room.drafter_bytes / 1e3:.0f} kB for the"
     assert told in str(caught.value.expected)
     assert "without the drafter" in str(caught.value.do)
 

@@ -8,6 +8,7 @@ itself is found as well as a callback that takes long.
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +110,8 @@ class Pulse:
 def server() -> Iterator[tuple[Running, Pulse]]:
     """A server with room for every text that fits into a body, so that all of it is read."""
     target = target_around(stub_target().tokenizer, 1 << 20)
+    gc.collect()
+    gc.freeze()  # as a server does that is alone in its process
     with running(StubService(target=target)) as found:
         pulse = Pulse()
         assert found.listener._loop is not None

@@ -49,7 +49,7 @@ SENT: list[tuple[str, dict[str, Any], str]] = [
      "reasoning.exclude, reasoning.effort"),
     (CHAT, talk(HI, top_a=0.2, chat_id="x", options={"mirostat": 2}), "chat_id, options, top_a"),
     (CHAT, talk(HI, stream_options={"chunk": 1}, stream=True), "stream_options.chunk"),
-    (CHAT, talk(HI, max_token=3), "max_token"),
+    (CHAT, talk(HI, min_length=3), "min_length"),
     (TEXT, {"prompt": "x", "n_predict": 3, "priority": 1}, "n_predict, priority"),
     (RESPONSES, {"input": [{"role": "user", "content": [
         {"type": "input_text", "text": "x", "cache_control": MARK}], "created": 3}], "betas": []},
@@ -94,6 +94,15 @@ def test_a_strict_server_tells_the_known_field_that_is_nearest_and_never_the_sam
     said = told({**HI, "reasoning": "hm"})
     assert said == "unknown field 'messages[0].reasoning'"
     assert "did you mean 'content'" in told({**HI, "contents": "x"})
+
+
+@pytest.mark.parametrize("name", ["max_token", "maxTokens", "Top_P", "stops"])
+def test_a_misspelt_field_is_refused_by_every_server(name: str) -> None:
+    """Without the limit of `max_token` an answer has as many tokens as there is room for."""
+    answer = post(plain(), CHAT, talk(HI, **{name: 1}))
+    assert (answer.status_code, error_of(answer)["param"]) == (400, name)
+    assert "did you mean" in str(error_of(answer)["message"])
+    assert post(plain(), CHAT, talk(HI, **{name: None})).status_code == 200
 
 
 def test_what_clients_send_out_of_habit_is_served_and_not_named() -> None:

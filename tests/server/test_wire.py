@@ -244,7 +244,7 @@ def test_an_engine_that_fails_ends_the_process_and_says_why() -> None:
         def start(self) -> None:
             self.state, self.failure = "failed", "no memory for the caches"
 
-    listener = listen.Listener(None, Failing(), listen.bind("127.0.0.1", 0), 1.0)
+    listener = listen.Listener(None, Failing(), listen.bind("127.0.0.1", 0), 1.0, False)
     with pytest.raises(ResourceError, match="no memory for the caches"):
         asyncio.run(listener.run(lambda: None))
 
