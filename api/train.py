@@ -242,7 +242,7 @@ def load_initial(name: str, target: Target) -> Drafter:
     found = locate(name)
     if found.kind is Kind.PACKAGE and found.folder is not None:
         return read_package(found.folder, target, sorted({*ALLOWABLE} - {"tokenizer"}))
-    return load_found(found, target, ("padding",))
+    return load_found(found, target, ("padding",), widened=True)
 
 
 def other_formats(family: str, part: ExportPart) -> list[str]:

@@ -25,7 +25,10 @@ def words_of_bash(environ: MutableMapping[str, str]) -> Iterator[None]:
         with redirect_stdout(held):
             yield
     finally:
-        for line in held.getvalue().splitlines():
+        lines = held.getvalue().splitlines()
+        if len(lines) == 1 and lines[0].endswith("="):
+            lines.append(f"{lines[0]}...")  # behind the only answer bash puts a blank
+        for line in lines:
             print(line.removeprefix(start))
 
 

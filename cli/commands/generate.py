@@ -233,9 +233,10 @@ def _tell_lengths(console: Console, run: GenerateResult) -> None:
         console.say(f"the tree was fitted to the measured costs: {sizes}")
     if run.chooser is None or run.chooser.rounds_off == 0:
         return
+    basis = "" if run.stats.drafted else " (assumed: none was drafted)"
     console.say(
         f"speculation was off in {run.chooser.rounds_off:,} of {run.chooser.rounds:,} "
-        f"rounds: with about {run.chooser.estimate():.0%} of drafted tokens accepted, plain "
+        f"rounds: with about {run.chooser.estimate():.0%} of drafted tokens accepted{basis}, plain "
         "decoding is faster here by the measured costs (--no-adaptive drafts all the same)"
     )
 

@@ -26,12 +26,13 @@ from specctl.api.preflight import check_made_for, check_out, check_run
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.launch import use_device
-from specctl.cli.app.memory import peak_memory, size_text
+from specctl.cli.app.memory import peak_memory
 from specctl.cli.app.progress import duration
 from specctl.cli.options.deriving import Deriving
 from specctl.cli.options.flags import Offline
 from specctl.cli.options.recipe_flags import PlanFlags
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.core.messages.sizes import size_text
 from specctl.core.storage.files import Disk
 from specctl.core.storage.hub_access import go_offline
 from specctl.train.runs.kept import continued
@@ -195,6 +196,7 @@ def show_plans(
     else:
         if recipe.stages:
             runs = [(stage.recipe, stage.folder) for stage in stages(stages_of(recipe), out)]
+        runs = [(r.model_copy(update={"data": _with_held(r.data)}), folder) for r, folder in runs]
         processes = 1 if cluster is None else cluster.processes
         measured = calibration(console, processes) if pace is None else lambda *_: pace
         made = plans(runs, cluster, measured)
@@ -202,6 +204,13 @@ def show_plans(
     first = made[0][1].weighing
     pipeline = Weighing(recipe, first.shape, first.cluster) if recipe.stages else None
     return shown(console, answer, made, [folder for _, folder in runs], pipeline)
+
+
+def _with_held(data: DataPart) -> DataPart:
+    """The data with as many prompts as they hold, where these are fewer than the recipe wants."""
+    from specctl.train.planning.data_facts import held_prompts
+
+    return data.model_copy(update={"prompts": held_prompts(data)})
 
 
 def shown(

@@ -14,10 +14,10 @@ import typer
 from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
-from specctl.cli.app.memory import size_text
 from specctl.cli.app.progress import duration
 from specctl.core.errors import FileError, SpecctlError, no_folder, one_of_two
 from specctl.core.messages.printable import counted
+from specctl.core.messages.sizes import size_text
 
 if TYPE_CHECKING:
     from specctl.train.runs.folders import RunStatus

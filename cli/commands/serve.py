@@ -27,6 +27,7 @@ from specctl.cli.options.serving import AccessFlags, LimitFlags, adapter_folders
 from specctl.cli.options.target_choice import OWN_ANSWERING, AnsweringChoice, TargetChoice, loading
 from specctl.core.errors import SpecctlError, unknown
 from specctl.core.messages.installed import pip_install
+from specctl.core.messages.sizes import size_text
 from specctl.core.plugins import declared
 from specctl.core.storage.traffic_files import has_records
 from specctl.recipes.published import path_named
@@ -83,7 +84,7 @@ def serve(
         float | None,
         Setting(
             "limits.keep_traffic",
-            "GiB of traffic that are kept, 1 if left out; what is oldest goes first.",
+            "GB of traffic that are kept, 1 if left out; what is oldest goes first.",
             was="--keep-traffic-limit",
             min=0.001,
         ),
@@ -399,9 +400,9 @@ def _serving_line(service: Service) -> str:
         drafts = f"{now.drafter} drafts up to {service.policy.depth} tokens ahead"
         if len(now.drafters) > 1:
             drafts += f" (requests may choose {', '.join(now.drafters)})"
-    size = f"{_reserved(service) / (1 << 20):,.0f} MiB of caches"
+    size = f"{size_text(_reserved(service))} of caches"
     if (shared := service.room.shared_bytes) > 0:
-        size += f" (and up to {shared / (1 << 20):,.0f} MiB for what the drafter remembers)"
+        size += f" (and up to {size_text(shared)} for what the drafter remembers)"
     return f"{drafts}; {now.slots} rows of {now.context:,} tokens at once, {size} reserved"
 
 

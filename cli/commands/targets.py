@@ -9,7 +9,7 @@ import typer
 
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
-from specctl.cli.app.memory import size_text
+from specctl.core.messages.sizes import size_text
 
 
 def targets(

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from specctl.cli.app.console import Console
+from specctl.cli.app.follow_up import command_line, with_text
 from specctl.core.errors import FileError, SpecctlError, one_of_two, unreadable
 from specctl.core.storage.bounded_read import MOST_INPUT, open_regular, read_pipe, read_stream
 
@@ -49,7 +50,7 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
             where="the command line",
             found="neither PROMPT nor --file",
             expected="a text, - for standard input, or a file of prompts",
-            do='specctl generate "def main("',
+            do=with_text(*_own_words()),
         )
     if not found or any(not p.text.strip() and not p.messages for p in found):
         raise SpecctlError(
@@ -57,7 +58,7 @@ def read_prompts(prompt: str | None, file: Path | None, limit: int | None) -> li
             where=_place(file),
             found="only white space" if found else "no line with text",
             expected="at least one character that is not white space",
-            do=_with_text(file),
+            do=_with_text(file, prompt),
         )
     for prompt_text in found:
         check_text(prompt_text.text, file)
@@ -72,13 +73,21 @@ def tell_chat(console: Console, target: Target, chat: bool | None) -> None:
         console.say(note)
 
 
-def _with_text(file: Path | None) -> str:
+def _with_text(file: Path | None, prompt: str | None) -> str:
     """How a prompt is given in the place where there was none."""
     if file is None:
-        return 'specctl generate "def main("'
+        return with_text(*_own_words(prompt))
     if file == Path("-"):
-        return "echo 'def main(' | specctl generate -"
+        return f"echo 'def main(' | {command_line(*_own_words())}"
     return f"write at least one line of text into {file}, or give another file with --file"
+
+
+def _own_words(prompt: str | None = None) -> list[str]:
+    """The command that was typed, with its target and its flags, without the prompt."""
+    words = sys.argv[1:]
+    if prompt in words:  # the flags may have values that are empty, too
+        del words[len(words) - 1 - words[::-1].index(prompt)]
+    return words if words[:1] == ["generate"] else ["generate"]
 
 
 def _place(file: Path | None) -> str:

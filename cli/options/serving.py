@@ -12,6 +12,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.settings import Setting
 from specctl.cli.options.flags import panel
 from specctl.core.errors import SpecctlError, one_of_two
+from specctl.core.messages.sizes import GB
 
 if TYPE_CHECKING:
     from specctl.server.auth import Door, Keys
@@ -57,7 +58,7 @@ class LimitFlags:
         float | None,
         Setting(
             "limits.memory",
-            "GiB for caches; else half of the free memory.",
+            "GB for caches; else half of the free memory.",
             was="--memory",
             min=0.001,
         ),
@@ -89,7 +90,7 @@ class LimitFlags:
             queue_timeout=self.queue_timeout,
             max_len=self.max_len,
             max_new_tokens=self.max_new_tokens,
-            memory=None if self.memory is None else int(self.memory * (1 << 30)),
+            memory=None if self.memory is None else int(self.memory * GB),
             drain=self.drain,
             control_tokens=self.control_tokens,
         )

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters.medusa import Medusa
+from specctl.core.messages.sizes import size_text
+from specctl.drafters.heads.medusa import Medusa
 from specctl.drafters.nets.heads import ResBlock, head_rows
 from specctl.export.formats import ExportSource, Format
 from specctl.export.layouts import tgi
@@ -96,7 +97,7 @@ def notes(source: ExportSource) -> tuple[str, ...]:
         size *= source.manifest.model_spec.vocab_size * drafter.options.num_heads
         found.append(
             "The layout has no shared LM head: the target's is written "
-            f"{drafter.options.num_heads} times ({size / 1e6:,.0f} MB); the format vllm-medusa "
+            f"{drafter.options.num_heads} times ({size_text(size)}); the format vllm-medusa "
             "holds it once."
         )
     found += tgi.notes(source)

@@ -83,7 +83,9 @@ def test_an_empty_file_of_prompts_is_filled_or_another_is_given(run: Any, tmp_pa
     error = run(*G, "-f", file, "--json").json["error"]
     assert error["do"].startswith(f"write at least one line of text into {file}")
     assert "def main" not in error["do"]
-    assert run(*G, "-", "--json", stdin=" ").json["error"]["do"].endswith("specctl generate -")
+    do = run(*G, "-", "--json", stdin=" ").json["error"]["do"]
+    assert do.startswith("echo 'def main(' | specctl generate ")
+    assert " - " in do
     error = run("bench", "prompt-lookup", "--prompts", file, "--json").json["error"]
     assert str(file) in error["do"]
 

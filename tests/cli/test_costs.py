@@ -133,6 +133,7 @@ def test_bench_measures_and_generate_switches_off_what_does_not_pay(run: Any, ca
     chosen = ran.json["result"]
     assert chosen["adaptive"]["rounds_off"] > 0
     assert "speculation was off in" in ran.err
+    assert ("assumed: none was drafted" in ran.err) == (chosen["stats"]["drafted"] == 0)
     assert chosen["stats"]["drafted"] < fixed["stats"]["drafted"]
     assert chosen["outputs"][0]["token_ids"] == fixed["outputs"][0]["token_ids"]
     assert run(*words, "--no-adaptive").json["result"]["adaptive"] is None

@@ -52,9 +52,9 @@ MISTAKES = {
     "a run that is not there": Mistake(("bench", "runs/none"), 4, "check the path"),
     "a target that is not there": Mistake((*G, "-t", "runs/none", "x"), 4, "runs does not exist"),
     # prompts
-    "no prompt": Mistake(G, 2, 'specctl generate "def main("'),
-    "empty prompt": Mistake((*G, "  "), 2, 'specctl generate "def main("'),
-    "empty standard input": Mistake((*G, "-"), 2, "| specctl generate -"),
+    "no prompt": Mistake(G, 2, "specctl generate --max-new-tokens 4 "),
+    "empty prompt": Mistake((*G, "  "), 2, "specctl generate --max-new-tokens 4 "),
+    "empty standard input": Mistake((*G, "-"), 2, "| specctl generate --max-new-tokens 4 -"),
     "prompt and file": Mistake((*G, "-f", "x.txt", "text"), 2, "specctl generate -f prompts.txt"),
     "no such prompt file": Mistake((*G, "-f", "absent.txt"), 4, "existing file"),
     "empty prompt file": Mistake((*G, "-f", "EMPTY"), 2, "write at least one line"),

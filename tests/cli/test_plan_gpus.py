@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,3 +164,16 @@ def test_a_plan_is_for_the_gpu_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -
     assert hardware.Cluster.here().gpu is None
     with pytest.raises(ResourceError, match="3 GPUs"):
         use_device("cuda:2", 1)
+
+
+def test_a_plan_counts_the_answers_that_a_short_file_has_prompts_for(
+    run: Run, tmp_path: Path
+) -> None:
+    """Forty chats were planned as 800: twenty times the time that writing the answers takes."""
+    data = tmp_path / "chats.jsonl"
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    data.write_text("".join(json.dumps(chat) + "\n" for _ in range(7)))
+    words = ("plan", "--target", "llama3-8b", "--recipe", "medusa", "--gpu", "h100", "--json")
+    for more, amount in ((("--data", str(data)), "7 prompts"), ((), "800 prompts")):
+        ran = run(*words, *more)
+        assert ran.json["result"]["plan"]["parts"][0]["amount"] == amount, ran.err

@@ -26,7 +26,7 @@ def test_what_is_here_is_listed_with_a_next_step(
     ran = run("targets")
     assert ran.code == 0
     assert "a/large" in ran.out
-    assert "4.0 GiB" in ran.out
+    assert "4.29 GB" in ran.out
     assert "qwen2.5-coder-1.5b" in ran.out
     assert "specctl bench --target a/large a/small" in ran.err
     answer = run("targets", "--here", "--json").json["result"]

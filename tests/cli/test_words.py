@@ -290,6 +290,8 @@ def test_the_shell_completes_names(tmp_path: Path) -> None:
         ("generate\n--set\na.b\n=\nx\n=\ny", "generate\n--set\na.b=x=y", "a.b=x=yz -> yz"),
         ("bench\nh\n:\n1\nx", "bench\nh:1\nx", "h:1 -> h:1"),
         ("generate\n", "generate\n", "generate -> generate"),
+        ("bench\n--set\na.", "bench\n--set\na.", "a.b= -> a.b=\na.b=..."),
+        ("bench\n--set\na.b\n=", "bench\n--set\na.b=", "a.b=c= -> c=\nc=..."),
     ],
 )
 def test_words_that_bash_splits_are_joined(

@@ -9,7 +9,12 @@ import torch
 
 from specctl.core.drafter import Outcome, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.aggressive import Aggressive, AggressiveOptions, Alignment, GuessedBlocks
+from specctl.drafters.training_free.aggressive import (
+    Aggressive,
+    AggressiveOptions,
+    Alignment,
+    GuessedBlocks,
+)
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import Ran, counting_target, decode
 

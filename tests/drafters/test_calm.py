@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from specctl.core.errors import RecipeError
-from specctl.drafters.calm import Calm, CalmOptions, CalmState, ReadExits, calibrated
+from specctl.drafters.self_speculation.calm import (
+    Calm,
+    CalmOptions,
+    CalmState,
+    ReadExits,
+    calibrated,
+)
 from specctl.runtime.target.target import Target
 from specctl.train.datastore import teach
 from specctl_testing.drafters.parallel_runs import decode

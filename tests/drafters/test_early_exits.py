@@ -12,9 +12,15 @@ from torch import Tensor
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError
 from specctl.drafters import family
-from specctl.drafters.del_exit import Del, DelOptions, DelState, ExitChoice, best_choice
-from specctl.drafters.depth_decay import DepthDecay, DepthDecayOptions
-from specctl.drafters.layer_skip import LayerSkip, LayerSkipOptions
+from specctl.drafters.self_speculation.del_exit import (
+    Del,
+    DelOptions,
+    DelState,
+    ExitChoice,
+    best_choice,
+)
+from specctl.drafters.self_speculation.depth_decay import DepthDecay, DepthDecayOptions
+from specctl.drafters.self_speculation.layer_skip import LayerSkip, LayerSkipOptions
 from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.runtime.target.target import Target
 from specctl_testing.drafters.parallel_runs import decode

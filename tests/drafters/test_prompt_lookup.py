@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from specctl.core.drafter import Budget, Space
 from specctl.core.errors import RecipeError
-from specctl.drafters.prompt_lookup import NgramIndex, PromptLookup, PromptLookupOptions
+from specctl.drafters.training_free.prompt_lookup import (
+    NgramIndex,
+    PromptLookup,
+    PromptLookupOptions,
+)
 
 LENGTHS = range(4, 0, -1)
 

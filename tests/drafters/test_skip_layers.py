@@ -9,10 +9,15 @@ import torch
 
 from specctl.core.errors import RecipeError
 from specctl.drafters import family
-from specctl.drafters.layer_skip import LayerSkip
-from specctl.drafters.skip_layers import SkipLayers, SkipLayersOptions, search, worth
+from specctl.drafters.self_speculation.layer_skip import LayerSkip
+from specctl.drafters.self_speculation.skip_layers import (
+    SkipLayers,
+    SkipLayersOptions,
+    search,
+    worth,
+)
+from specctl.drafters.self_speculation.swift import LayerSearch, Swift, SwiftOptions, SwiftState
 from specctl.drafters.states.borrowed_state import FixedState, shadow_logits
-from specctl.drafters.swift import LayerSearch, Swift, SwiftOptions, SwiftState
 from specctl.runtime.target.target import Target
 from specctl.train.datastore import teach
 from specctl_testing.drafters.parallel_runs import decode

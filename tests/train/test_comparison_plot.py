@@ -25,6 +25,7 @@ def test_bars_and_lines_carry_the_figures(tmp_path: Path) -> None:
     for part in (
         "What a round brings and costs",
         "1.5x",
+        "hollow: the limit",
         "2.37",
         "temperature 0.8",
         "Acceptance by position",

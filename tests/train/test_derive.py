@@ -289,7 +289,7 @@ def test_features_stay_with_the_target_where_the_disk_is_full(
     monkeypatch.setattr(deriving, "Disk", Full)
     made = derived(recipe_of(other, prompts))
     assert made.recipe.data.features == "online"
-    assert "0.0 GB are free" in reasons(made)["data.features"]
+    assert "1.00 MB are free" in reasons(made)["data.features"]
 
 
 @pytest.mark.usefixtures("known_data")

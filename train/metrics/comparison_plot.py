@@ -109,7 +109,8 @@ def _lines(axes: Any, positions: Mapping[str, Sequence[float]]) -> None:
 
 def _rounds(axes: Any, rounds: Mapping[str, tuple[float, float]]) -> None:
     """Tokens of a round over its cost: a speed-up is a line through the origin, the one of plain
-    decoding dashed; left of a cost of one plain token nothing can be."""
+    decoding dashed; left of a cost of one plain token nothing can be, and a hollow mark at it is
+    what a drafter would bring if its rounds cost no more."""
     shown = list(rounds.items())[:MOST_LINES]
     wide = 1.25 * max(1.6, *(cost for _, (cost, _) in shown))
     high = 1.15 * max(2.0, *(tau for _, (_, tau) in shown))
@@ -123,11 +124,14 @@ def _rounds(axes: Any, rounds: Mapping[str, tuple[float, float]]) -> None:
         )
     axes.axvspan(0, 1, color="0.95", zorder=0)
     for (name, (cost, tau)), marker in zip(shown, MARKERS, strict=False):
-        axes.plot(cost, tau, marker, label=_shown(name), zorder=3)
+        (mark,) = axes.plot(cost, tau, marker, label=_shown(name), zorder=3)
+        faint = {"color": mark.get_color(), "zorder": 2}
+        axes.plot((1, cost), (tau, tau), ":", linewidth=1, **faint)
+        axes.plot(1, tau, marker, markerfacecolor="white", **faint)
     axes.set(
         xlim=(0, wide),
         ylim=(0, high),
-        xlabel="cost of a round (plain tokens)",
+        xlabel="cost of a round (plain tokens; hollow: the limit)",
         ylabel="tokens of a round (tau)",
         title="What a round brings and costs"
         + (f" (first {MOST_LINES})" if len(rounds) > MOST_LINES else ""),

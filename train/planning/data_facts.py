@@ -17,7 +17,7 @@ from random import Random
 import torch
 from torch.nn.functional import cross_entropy
 
-from specctl.core.errors import RecipeError
+from specctl.core.errors import RecipeError, SpecctlError
 from specctl.recipes.schema import DataPart
 from specctl.runtime.measure.reporter import Reporter
 from specctl.runtime.target.target import Target
@@ -194,6 +194,27 @@ def some_prompts(data: DataPart) -> SomePrompts:
     if not count:
         raise _nothing(others, "the data hold nothing to learn from", defects)
     return SomePrompts(count, tuple(kept))
+
+
+def held_prompts(data: DataPart) -> int:
+    """`data.prompts`, or as many as there are in sources that hold fewer conversations: each is one
+    prompt, while a text gives any number. Nothing is read of the hub, nor more than is wanted."""
+    names = names_of(data.source)
+    if not data.regenerate or uses_self(data.source):
+        return data.prompts
+    count = 0
+    try:
+        if any(find_source(name, data.format, data.split).kind == HUB for name in names):
+            return data.prompts
+        for sample in _samples(data, Defects()):
+            if not sample.messages:
+                return data.prompts
+            count += 1
+            if count >= data.prompts:
+                break
+    except (SpecctlError, OSError):  # not here yet: training says what is wrong
+        return data.prompts
+    return min(count, data.prompts) or data.prompts
 
 
 def _samples(data: DataPart, defects: Defects) -> Iterator[Sample]:

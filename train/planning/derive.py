@@ -17,8 +17,9 @@ from typing import Any
 from specctl.core.drafter import Family
 from specctl.core.errors import RecipeError
 from specctl.core.messages.printable import counted
+from specctl.core.messages.sizes import size_text
 from specctl.core.storage.files import Disk
-from specctl.drafters.dflash import DFlashOptions
+from specctl.drafters.blocks.dflash import DFlashOptions
 from specctl.recipes.load import with_fields
 from specctl.recipes.schema import Recipe
 from specctl.runtime.measure.reporter import Reporter
@@ -360,11 +361,11 @@ class _Deriving:
         count = CALIBRATED_PROMPTS if recipe.data.regenerate else facts.prompts
         free = Disk().free(Path.cwd())
         if size * (count or CALIBRATED_PROMPTS) > DISK_SHARE * free:
-            reason = f"the target reads every batch: a thousand answers are {size * 1e3 / 1e9:.1f}"
-            reason += f" GB of features, and {free / 1e9:.1f} GB are free"
+            reason = f"the target reads every batch: a thousand answers are {size_text(size * 1e3)}"
+            reason += f" of features, and {size_text(free)} are free"
             self.choose("data.features", "online", reason)
             return
-        reason = f"the target reads every row once; {size * 1e3 / 1e9:.2g} GB a thousand answers"
+        reason = f"the target reads every row once; {size_text(size * 1e3)} a thousand answers"
         self.choose("data.features", "offline", reason)
 
     def precision(self) -> None:

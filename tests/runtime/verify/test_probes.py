@@ -138,7 +138,11 @@ def test_without_forced_nodes_the_scores_are_the_targets_own() -> None:
 
 
 def test_a_lossless_drafter_may_not_force(make_target: Any) -> None:
-    from specctl.drafters.prompt_lookup import PromptLookup, PromptLookupOptions, PromptLookupState
+    from specctl.drafters.training_free.prompt_lookup import (
+        PromptLookup,
+        PromptLookupOptions,
+        PromptLookupState,
+    )
     from specctl.runtime.engine.engine import Engine
     from specctl.runtime.engine.request import Request
 
