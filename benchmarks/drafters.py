@@ -31,7 +31,7 @@ from specctl.runtime.target.target import Target
 from specctl.train.data.prompts.heldout import heldout_prompts
 
 RETRIEVAL = ("prompt-lookup", "token-recycling")
-LONG = {  # of docs/benchmarks.md: a quarter of an hour to an hour each on two cores
+LONG = {  # of docs/benchmarks/trained.md: a quarter of an hour to an hour each on two cores
     "distill": ("train.steps=1800", "data.prompts=6000"),
     "eagle3": ("train.steps=1300", "data.prompts=6000"),
     "medusa": ("train.steps=450", "data.prompts=2000"),

@@ -21,7 +21,9 @@ from specctl.recipes.load import load_recipe
 from specctl_testing.cli import commands
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+LONGEST = 800  # lines of a page that are written by hand: more than that nobody reads
 
 # Shown in documents, too long to run here. Each prefix names what runs it instead.
 PROVEN_ELSEWHERE = {
@@ -81,10 +83,16 @@ class Block:
     text: str
 
 
+def _name(page: Path) -> str:
+    """As it is called in the messages of tests: pages of several folders may have one name."""
+    inside = page.is_relative_to(DOCS)
+    return str(page.relative_to(DOCS)) if inside else page.name
+
+
 def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield Block(page.name, match[1], match[2])
+        yield Block(_name(page), match[1], match[2])
 
 
 def shown_commands(block: Block) -> Iterator[str]:
@@ -131,7 +139,7 @@ def test_every_command_of_ours_is_understood(page: str, command: str) -> None:
 
 SHOWN_ONLY = sorted(
     {  # in blocks that nothing runs (as long ones, or ones of other machines), and in sentences
-        (page.name, " ".join(found.split()))
+        (_name(page), " ".join(found.split()))
         for page in PAGES
         for found in [
             *re.findall(
@@ -250,18 +258,27 @@ def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monk
         exec(compile(block.text, f"{page} example", "exec"), scope)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
     """Files and headings, within the repository; nothing is fetched."""
     text = _without_code(page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(<?([^)>\s]+)>?\)", text):
-        if "://" in target or target.startswith(("mailto:", "reference/")):
-            continue  # docs/reference/ is made of the code when the site is built
+        if "://" in target or target.startswith("mailto:"):
+            continue
         name, _, anchor = target.partition("#")
-        file = page.parent / name if name else page
+        file = (page.parent / name).resolve() if name else page
+        if DOCS / "reference" in file.parents:
+            continue  # made of the code when the site is built
         assert file.exists(), f"{page.name} links to {target}: no such file"
         if anchor:
             assert anchor in _anchors(file), f"{page.name} links to {target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_no_page_is_too_long(page: Path) -> None:
+    """What `make docs-tables` writes below its mark is looked up, not read."""
+    by_hand = page.read_text(encoding="utf-8").partition("<!-- Below this line everything")[0]
+    assert len(by_hand.splitlines()) <= LONGEST, f"{_name(page)}: make pages by subject of it"
 
 
 def _without_code(text: str) -> str:
@@ -287,7 +304,7 @@ def test_a_heading_that_is_not_there_is_noticed(tmp_path: Path) -> None:
         test_links_lead_somewhere(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_json_and_yaml_examples_are_well_formed(page: Path) -> None:
     for block in blocks(page):
         if block.language == "json":
@@ -296,7 +313,7 @@ def test_json_and_yaml_examples_are_well_formed(page: Path) -> None:
             yaml.safe_load(block.text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_records_shown_are_records_that_training_reads(page: Path) -> None:
     from specctl.train.data.records.records import sample_of
 

@@ -308,7 +308,7 @@ def unreached(scripts: dict[str, str], readers: str) -> set[str]:
 
 def test_every_benchmark_is_named_by_a_page_a_make_target_or_a_test() -> None:
     scripts = {p.stem: p.read_text(encoding="utf-8") for p in (ROOT / "benchmarks").rglob("*.py")}
-    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
     readers = [*pages, *sources("tests")]
     found = unreached(scripts, "\n".join(p.read_text(encoding="utf-8") for p in readers))
     assert not found, f"nothing names these; remove them, the history keeps them: {sorted(found)}"

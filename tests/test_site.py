@@ -58,6 +58,13 @@ def test_the_navigation_lists_every_page_exactly_once() -> None:
     assert set(_hook().pages()) == made
 
 
+def test_what_links_out_of_the_docs_names_the_file() -> None:
+    without_links_out = _hook().without_links_out
+    assert without_links_out("[a](../README.md)", "faq.md") == "a (`README.md`)"
+    text = "[a](../index.md), [b](../../README.md)"
+    assert without_links_out(text, "benchmarks/serving.md") == "[a](../index.md), b (`README.md`)"
+
+
 def test_the_reference_names_every_command_flag_and_recipe() -> None:
     hook = _hook()
     commands, recipes = hook.commands_page(), hook.recipes_page()

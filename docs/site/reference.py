@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import posixpath
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))
-OUTSIDE = re.compile(r"\[([^\]]*)\]\((\.\./[^)]*)\)")
+UPWARDS = re.compile(r"\[([^\]]*)\]\((\.\./[^)]*)\)")
 
 
 def pages() -> dict[str, str]:
@@ -40,10 +41,21 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by mkdocs for every page: what links out of docs/ names the file instead, as the
     repository is not part of the site."""
-    return OUTSIDE.sub(lambda found: f"{found[1]} (`{found[2].lstrip('./')}`)", markdown)
+    return without_links_out(markdown, page.file.src_uri)
+
+
+def without_links_out(markdown: str, place: str) -> str:
+    """The text of the page at `place` in docs/; links to other pages of docs/ stay."""
+
+    def shown(link: re.Match[str]) -> str:
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(place), link[2]))
+        is_outside = there.startswith("../")
+        return f"{link[1]} (`{there.removeprefix('../')}`)" if is_outside else link[0]
+
+    return UPWARDS.sub(shown, markdown)
 
 
 def commands_page() -> str:

@@ -6,8 +6,8 @@ The derivative by log c_j is w_j = sum_{m >= j} prod_{i <= m} c_i (eq. 8), of ch
 (1 - a) c + a (eq. 7); the loss at place j weighs w_j, without a gradient of it (eq. 9). In the
 paper c is the draft's probability of the text's token and the loss its cross-entropy, as with
 `loss: ce` here. With any other loss c is alpha, which is that chance itself: on the embedded target
-KL so is ahead of cross-entropy (docs/benchmarks.md). Places that look behind a document's end count
-for nothing, and a draft must be there at all the others.
+KL so is ahead of cross-entropy (docs/benchmarks/trainers.md). Places that look behind a document's
+end count for nothing, and a draft must be there at all the others.
 Letters: D hidden width, P path, Q picked rows, R flat rows.
 """
 

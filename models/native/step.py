@@ -44,7 +44,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 Weights = tuple[Tensor | None, ...]
 LEAST_INT8 = 500_000  # weights of a drafter, from which they are read in 8 bits
-HEAD_BITS = 8  # of the LM head, at least (docs/benchmarks.md)
+HEAD_BITS = 8  # of the LM head, at least (docs/benchmarks/compiled-step.md#weights-in-4-bits)
 RESIDUAL = -1  # a tap of the compiled step alone: the residual behind the last layer, not normed
 
 

@@ -1,8 +1,8 @@
 """Products of float32 matrices by the faster of torch's two libraries, while a step is taken.
 
 On a CPU torch multiplies float32 matrices by MKL, which is about half as fast as oneDNN, in torch
-as well, on AMD's CPUs with AVX512 (docs/benchmarks.md, "Products of matrices"). So the two are
-timed once in a process, and where oneDNN is far ahead, `aten::mm` and `aten::addmm`, by which
+as well, on AMD's CPUs with AVX512 (docs/benchmarks/trainers.md#products-of-matrices). So the two
+are timed once in a process, and where oneDNN is far ahead, `aten::mm` and `aten::addmm`, by which
 layers, their gradients and Muon multiply, go to it inside of `faster_products()`. Both sum in
 float32; the results differ by rounding.
 Letters: M, K, N rows, inner and columns of a product.
