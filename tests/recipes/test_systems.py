@@ -1,5 +1,6 @@
 """docs/systems.md: every system that is claimed has an entry, which names the system's paper, and a
-measured effect, which stands in the section that it links."""
+measured effect, which stands in the section that it links. Pages that repeat figures of others, in
+tables of links, have theirs."""
 
 from __future__ import annotations
 
@@ -90,6 +91,21 @@ def test_what_was_measured_stands_in_the_section_that_is_linked(system: System) 
         for difference in re.findall(DIFFERENCE, text):
             wanted = figures(difference)
             assert any(wanted <= line for line in lines), f"no line of docs/{page} has {wanted}"
+
+
+@pytest.mark.parametrize("page", ["benchmarks.md", "benchmarks/chat-model.md"])
+def test_a_summary_has_the_figures_of_the_sections_that_it_links(page: str) -> None:
+    """Of every row of the table below a page's title the cell with such links."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| .*\d.* \|$", re.split(r"^#+ ", text, flags=re.MULTILINE)[1])
+    assert len(rows) > 6
+    for row in rows:
+        [cell] = [cell for cell in row.split(" | ") if "](" in cell and "#" in cell]
+        *parts, behind = re.split(r"\]\(([\w/-]+\.md)?#([\w-]+)\)", cell)
+        parts[-3] += behind
+        for said, there, anchor in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            stale = figures(re.sub(r"`[^`]*`", "", said)) - figures(section(there or page, anchor))
+            assert not stale, f"docs/{there or page}#{anchor} does not have {stale}"
 
 
 def test_how_many_systems_have_no_figure() -> None:
