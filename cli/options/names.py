@@ -118,6 +118,17 @@ def complete_recipe(incomplete: str) -> list[str]:
     return _starting(incomplete, recipe_names())
 
 
+def complete_any_recipe(incomplete: str) -> list[str]:
+    """Those of `specctl pretrain` as well."""
+    return [*complete_recipe(incomplete), *complete_pretraining(incomplete)]
+
+
+def complete_pretraining(incomplete: str) -> list[str]:
+    from specctl.recipes.files import PRETRAINED
+
+    return _starting(incomplete, PRETRAINED)
+
+
 def complete_target(incomplete: str) -> list[str]:
     from specctl.recipes.targets import aliases
 
