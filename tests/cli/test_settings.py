@@ -60,6 +60,8 @@ def test_values_have_the_kinds_of_their_settings() -> None:
         ("count=1", "unknown setting 'count'", "write a.count instead"),
         ("serve.length=4 5", "serve.length is a flag of its own", "--length '4 5'"),
         ("serve.adaptive=false", "is a flag of its own", "--adaptive or --no-adaptive"),
+        ("serve.num_speculative_tokens=4", "serve.num_spec", "--length 4"),
+        ("sample.leng=4", "unknown setting", "--length 4"),
         ("c.=1", "unknown setting", ""),
         ("limits.memory=3", "unknown setting", "specctl x --help-all"),
         ("=3", "sets nothing", "--set serve.nodes=VALUE"),
