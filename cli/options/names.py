@@ -157,6 +157,10 @@ def complete_stop(incomplete: str) -> list[str]:
     return _starting(incomplete, [NONE, *declared("specctl.runtime.stops", "STOP")])
 
 
+def complete_selector(incomplete: str) -> list[str]:
+    return _starting(incomplete, declared("specctl.train.vocab.selectors", "SELECTOR"))
+
+
 def complete_controller(incomplete: str) -> list[str]:
     return _starting(incomplete, declared("specctl.runtime.controllers", "CONTROLLER"))
 
