@@ -203,18 +203,14 @@ def show_plans(
         measured = calibration(console, processes) if pace is None else lambda *_: pace
         made = plans(runs, cluster, measured)
     if data is not None:
-        recipe, made = _called(recipe, data), _reading(made, data)
+        origin = {**recipe.origin, "data.source": "--follow"}
+        part = recipe.data.model_copy(update={"source": data})
+        recipe = recipe.model_copy(update={"data": part}).with_origin(origin)
+        made = _reading(made, data)
     answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
     first = made[0][1].weighing
     pipeline = Weighing(recipe, first.shape, first.cluster) if recipe.stages else None
     return shown(console, answer, made, [folder for _, folder in runs], pipeline)
-
-
-def _called(recipe: Recipe, data: str) -> Recipe:
-    """The recipe as what is typed says it."""
-    part = recipe.data.model_copy(update={"source": data})
-    changed = recipe.model_copy(update={"data": part})
-    return changed.with_origin({**recipe.origin, "data.source": "--follow"})
 
 
 def _reading(made: Sequence[tuple[Recipe, RunPlan]], data: str) -> list[tuple[Recipe, RunPlan]]:
