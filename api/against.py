@@ -70,7 +70,8 @@ def assistant_model(name: str, target: Target, folder: Path, length: int) -> Any
 
     from specctl.export.formats import export
     from specctl.export.package.find import Kind, locate
-    from specctl.export.package.pretrained import inspect_folder, quietly
+    from specctl.export.package.pretrained import inspect_folder
+    from specctl.models.hf.quiet import quietly
     from specctl.runtime.target.folders.checkpoint_folder import from_folder
     from specctl.runtime.target.save_target import write_target
     from specctl.runtime.target.target import load_target

@@ -132,8 +132,11 @@ Make your language model answer faster, without changing its answers.
 specctl trains a small drafter for your target model, trims its vocabulary, proves that generation
 with it is lossless, measures the speed-up on your hardware, and packages it.
 
-Start with: specctl quickstart   (ten minutes on two CPU cores, no download), or a model of yours,
-as a GGUF file, folder or hub id: specctl generate --target MODEL --draft auto --compare "TEXT"
+Start with quickstart (ten minutes on two CPU cores, no download), or with a model of yours, as a
+GGUF file, folder or hub id:
+
+  specctl quickstart
+  specctl generate --target MODEL --draft auto --compare "TEXT"
 """
 
 

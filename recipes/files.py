@@ -183,6 +183,13 @@ def read_source(name_or_path: str | Path) -> Source:
             do="give the file itself",
         )
     name = str(name_or_path)
+    if name in PRETRAINED:
+        raise RecipeError(
+            f"{name} is a recipe of specctl pretrain",
+            found="a recipe that makes a model from nothing, or changes one, without a drafter",
+            expected=EXPECTED,
+            do=f"specctl pretrain --recipe {name} --out runs/{name}",
+        )
     raise RecipeError(
         f"unknown recipe {name!r}",
         found="no recipe and no file of that name",

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from specctl.core.errors import RecipeError, did_you_mean, one_of, write_instead
 from specctl.recipes.files import parse_yaml, recipe_names
+from specctl.recipes.foreign_keys import right_field
 from specctl.recipes.lineage import BASED_ON, lineage, lineage_of, overlay
 from specctl.recipes.schema import Recipe, section_at
 from specctl.recipes.section import Section, flatten
@@ -211,6 +212,7 @@ def explain(
     owner = section_at(path) if path else Recipe
     remedy = _remedy(field, owner, path, where)
     if problem["type"] == "extra_forbidden":
+        right = right_field(field)
         known = list((owner or Recipe).model_fields)
         known += [BASED_ON] if len(path) == 1 and where != SET else []
         return RecipeError(
@@ -218,10 +220,14 @@ def explain(
             where=f"{where}:{field}",
             found=str(path[-1]),
             expected="one of " + ", ".join(known),
-            do=write_instead(str(path[-1]), known),
+            do=f"write {right} instead of {field}"
+            if right is not None
+            else write_instead(str(path[-1]), known),
         )
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):
         return _unknown_choice(problem, path, f"{where}:{field}", remedy)
+    if problem["type"] == "model_type" and not isinstance(problem["input"], Mapping):
+        return _no_section(field, problem["input"], f"{where}:{field}")
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error" and isinstance(problem.get("input"), Mapping):
         return _disagreement(message, problem["input"], f"{where}:{field}", remedy)
@@ -231,6 +237,19 @@ def explain(
         found=repr(problem.get("input"))[:120],
         expected=message[0].lower() + message[1:],
         do=remedy,
+    )
+
+
+def _no_section(field: str, value: object, where: str) -> RecipeError:
+    """A value where a section stands; its first key that a word may be is what was meant."""
+    owner = section_at((*field.split("."), ""))
+    keys = [f"{field}.{key}" for key in (owner or Recipe).model_fields]
+    return RecipeError(
+        f"{field} is a section, not a value",
+        where=where,
+        found=repr(value)[:120],
+        expected="keys of it, such as " + ", ".join(keys[:3]),
+        do=f"{SET} {keys[0]}={value}" if where.startswith(SET) else f"write {keys[0]}: {value}",
     )
 
 

@@ -15,12 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from specctl.core.errors import NumbersError, SpecctlError, alike
+from specctl.server.docs_page import DOCS
 from specctl.server.engine_thread.contract import Busy, TooLong, Unavailable
 
 Path = tuple[int | str, ...]  # keys and places that lead through a body
 RETRY_SECONDS = 5  # sent with a 503: the server loads, or another one takes over
 TOO_LONG = "context_length_exceeded"
-MESSAGES, MODELS = "/v1/messages", "/v1/models"
+MESSAGES, MODELS, CHAT = "/v1/messages", "/v1/models", "/v1/chat/completions"
+VERSION = "anthropic-version"  # a header that clients of Anthropic's API always send
 MESSAGES_KINDS = {"server_error": "api_error"}  # Anthropic's words where they are others
 MESSAGES_STATUS = {
     401: "authentication_error",
@@ -72,7 +74,7 @@ def is_for_anthropic(scope: Scope) -> bool:
     have, by the header that their clients always send."""
     path: str = scope["path"]
     if path == MODELS or path.startswith(MODELS + "/"):
-        return "anthropic-version" in Headers(scope=scope)
+        return VERSION in Headers(scope=scope)
     return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
@@ -180,10 +182,15 @@ def install(app: FastAPI) -> None:
             return error.response(request.scope)
         what = f"{request.method} {request.url.path[:200]}"
         allowed = (error.headers or {}).get("Allow", "")
+        if error.status_code == 404:
+            what += f"; {_route_instead(request)}"
         found = {404: f"there is no {what}", 405: f"this route does not answer {what}"}
         found[405] += f", but {allowed}" if allowed else ""
         message = found.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
+        answer = ApiError(error.status_code, message, headers=error.headers)
+        if error.status_code == 404 and VERSION in request.headers:  # a client of Anthropic's
+            return JSONResponse(answer.messages_body(), 404, answer.headers)
+        return answer.response(request.scope)
 
     def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -196,6 +203,19 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(SpecctlError, refused)
+
+
+def _route_instead(request: Request) -> str:
+    """What to request where there is no such route: one that is spelled alike, or the usual ones
+    and where all are listed."""
+    paths = [str(getattr(route, "path", "")) for route in request.app.routes]
+    known = [path for path in paths if path.startswith("/v1/") and "{" not in path]
+    path = request.url.path[:200]
+    whole = path if path.startswith("/v1") else f"/v1{path}"
+    close = [whole] if whole in known else alike(whole, known, cutoff=0.75)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"a chat is posted to {CHAT}, and {DOCS} lists every route"
 
 
 def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

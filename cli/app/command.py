@@ -22,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from specctl.cli.app.config_file import set_in_file
 from specctl.cli.app.console import Console
+from specctl.cli.app.examples import examples_fitted
 from specctl.cli.app.settings import FLAG, MOST, Settings, print_settings, setting_of
 from specctl.cli.options.flags import GLOBAL_FLAGS, ConfigFile
 from specctl.core.errors import SpecctlError, one_of_two
@@ -207,7 +208,7 @@ class Command(TyperCommand):
         for parameter in rare:
             parameter.hidden = True
         try:
-            with _short_names(self.params):
+            with _short_names(self.params), examples_fitted(self):
                 super().format_help(ctx, formatter)
         finally:
             for parameter in rare:
@@ -274,6 +275,10 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with examples_fitted(self):
+            super().format_help(ctx, formatter)
 
 
 def _untyped(params: list[Any]) -> list[Any]:

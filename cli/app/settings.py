@@ -170,11 +170,19 @@ class Settings:
         return next((self._all[k] for k in opened), None)
 
     def _unknown(self, key: str, text: str, path: str, flags: Mapping[str, str]) -> RecipeError:
-        name = key.rpartition(".")[2]
+        from specctl.recipes.foreign_keys import right_field
+
+        name = (right_field(key) or key).rpartition(".")[2]
         flag = flags.get(name.replace("_", "-"), "").replace("VALUE", shlex.quote(text))
         known = [f"{k}NAME" if k.endswith(".") else k for k in self._listed]
-        named = [k for k in known if k.rpartition(".")[2] == name] or alike(key, known)
-        near = f"write {named[0]} instead of {key}" if named else f"{path} --help-all"
+        named = [k for k in known if k.rpartition(".")[2] == name]
+        longer = [f for word, f in flags.items() if len(name) > 2 and word.startswith(name)]
+        near = f"{path} --help-all"
+        if named or not longer:
+            named = named or alike(key, known)
+            near = f"write {named[0]} instead of {key}" if named else near
+        else:
+            near = longer[0].replace("VALUE", shlex.quote(text))
         return RecipeError(
             f"{key} is a flag of its own" if flag else f"unknown setting {key!r}",
             where=FLAG,

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -171,9 +171,11 @@ def show_plans(
     is_rehearsed: bool = False,
     cluster: Cluster | None = None,
     pace: Pace | None = None,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """The plan of a run, or of each stage of a pipeline; returns them for --json, or raises once
-    they are shown if they do not fit here. `pace`: where it has been measured already."""
+    they are shown if they do not fit here. `pace`: where it has been measured already; `data`: what
+    the data is called, where it is a copy that was made for the plan."""
     from specctl.recipes.stages import stages_of
     from specctl.train.assemble import served_family
     from specctl.train.planning.plan import plan
@@ -200,10 +202,23 @@ def show_plans(
         processes = 1 if cluster is None else cluster.processes
         measured = calibration(console, processes) if pace is None else lambda *_: pace
         made = plans(runs, cluster, measured)
+    if data is not None:
+        origin = {**recipe.origin, "data.source": "--follow"}
+        part = recipe.data.model_copy(update={"source": data})
+        recipe = recipe.model_copy(update={"data": part}).with_origin(origin)
+        made = _reading(made, data)
     answer: dict[str, Any] = {"recipe": recipe.to_json(), "origin": recipe.origin}
     first = made[0][1].weighing
     pipeline = Weighing(recipe, first.shape, first.cluster) if recipe.stages else None
     return shown(console, answer, made, [folder for _, folder in runs], pipeline)
+
+
+def _reading(made: Sequence[tuple[Recipe, RunPlan]], data: str) -> list[tuple[Recipe, RunPlan]]:
+    """The plans, whose only source is called so."""
+    return [
+        (recipe, replace(plan, sources=tuple(replace(one, name=data) for one in plan.sources)))
+        for recipe, plan in made
+    ]
 
 
 def _with_held(data: DataPart) -> DataPart:

@@ -13,6 +13,7 @@ from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
 from specctl.cli.app.memory import peak_memory, peak_text
 from specctl.cli.options.flags import Out
+from specctl.cli.options.names import complete_pretraining
 from specctl.core.storage.diffusion_kinds import is_diffusion_folder
 from specctl.core.storage.grid_kinds import is_grid_folder
 
@@ -30,7 +31,8 @@ def pretrain(
         typer.Option(
             "--recipe",
             "-r",
-            help="A name in recipes/ such as tiny-target, or a YAML file like these.",
+            help="A name such as tiny-target (specctl recipes ls --all) or a YAML file like it.",
+            autocompletion=complete_pretraining,
         ),
     ] = "tiny-target",
     resume: Annotated[

@@ -126,3 +126,10 @@ def write_recipe(path: Path, text: str, force: bool, command: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def shown_value(value: object) -> str:
+    """A value of a recipe, as its YAML says it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -152,8 +152,6 @@ def show_tables(console: Console, infos: Sequence[RecipeInfo]) -> None:
         if found:
             _show_group(console, title, found)
             console.out()
-    if not infos:
-        console.out("no recipe is like that")
 
 
 def _show_group(console: Console, title: str, infos: Sequence[RecipeInfo]) -> None:

@@ -10,17 +10,25 @@ import typer
 from specctl.cli.app.command import command_group
 from specctl.cli.app.console import Console
 from specctl.cli.app.follow_up import command_line
-from specctl.cli.commands.recipe_commands import drafted, planned, trains, uses, write_recipe
+from specctl.cli.commands.recipe_commands import (
+    drafted,
+    planned,
+    shown_value,
+    trains,
+    uses,
+    write_recipe,
+)
+from specctl.cli.commands.recipes_of_pretrain import show_one
 from specctl.cli.commands.recipes_write import write
 from specctl.cli.options.flags import Sets
-from specctl.cli.options.names import complete_family, complete_recipe, complete_target
+from specctl.cli.options.names import complete_any_recipe, complete_family, complete_target
 
 Name = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
         help="A recipe's name, or a YAML file.",
-        autocompletion=complete_recipe,
+        autocompletion=complete_any_recipe,
     ),
 ]
 DEFAULTS = ("default", "base")  # origins of values that a recipe leaves alone
@@ -60,13 +68,21 @@ def ls(
       specctl recipes ls --family eagle3 --search vocabulary
     """
     from specctl.cli.commands import recipe_lists as lists
+    from specctl.cli.commands import recipes_of_pretrain as pretraining
 
     every = lists.every_recipe()
     infos = lists.wanted(every, target, family, search)
-    result: dict[str, Any] = {"recipes": lists.as_json(infos)}
-    usual = lists.first_of(infos)
+    others = pretraining.found_by(family, search) if target is None else []
+    result: dict[str, Any] = {
+        "recipes": lists.as_json(infos),
+        "pretraining": pretraining.group_json(others),
+    }
+    usual = lists.first_of(infos) or next((other.name for other in others), None)
     if family is not None or search is not None or (all_ and target is None):
         lists.show_tables(console, infos)
+        pretraining.show_group(console, others)
+        if not infos and not others:
+            console.out("no recipe is like that")
     elif target is None:
         lists.show_overview(console, infos)
     else:
@@ -102,9 +118,13 @@ def show(
     from specctl.recipes.load import load_recipe
     from specctl.recipes.made_for import advice
     from specctl.recipes.notes import named_sources, notes_of_recipe
+    from specctl.recipes.pretrained import pretraining_recipe
     from specctl.recipes.section import flatten
     from specctl.recipes.whole import whole_text
 
+    if (made := pretraining_recipe(name)) is not None:
+        show_one(console, made, set_ or ())
+        return
     recipe = load_recipe(name, set_ or ())
     layers = lineage(name)
     text, parents = whole_text(layers), [layer.name for layer in layers[-2::-1]]
@@ -121,7 +141,7 @@ def show(
     console.out()
     prose = ("name", "summary", "paper")
     rows = [
-        (k, _shown(v), recipe.origin[k], *([notes.get(k, "")] if notes else []))
+        (k, shown_value(v), recipe.origin[k], *([notes.get(k, "")] if notes else []))
         for k, v in values.items()
         if k not in prose and (all_ or recipe.origin[k] not in DEFAULTS)
     ]
@@ -166,13 +186,18 @@ def cp(
       specctl recipes cp eagle3 my-eagle3.yaml
     """
     from specctl.recipes.lineage import lineage
+    from specctl.recipes.pretrained import pretraining_recipe
     from specctl.recipes.whole import whole_text
 
-    text = whole_text(lineage(name))
+    made = pretraining_recipe(name)
+    text = whole_text(lineage(name)) if made is None else made.text
     path = dest / f"{Path(name).stem}.yaml" if dest.is_dir() else dest
     path = write_recipe(path, text, force, f"specctl recipes cp {name} {path}")
     console.out(str(path))
-    console.done({"path": str(path)}, next=[command_line("recipes", "validate", path)])
+    following = command_line("recipes", "validate", path)
+    if made is not None:
+        following = command_line("pretrain", "--recipe", path, "--out", f"runs/{path.stem}")
+    console.done({"path": str(path)}, next=[following])
 
 
 def validate(
@@ -265,12 +290,6 @@ def rules(console: Console) -> None:
         ("drafts", "auto, chain", "auto, tree"), [(k, *a.values()) for k, a in auto.items()]
     )
     console.done({"rules": found, "auto": auto})
-
-
-def _shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
 
 
 app = command_group(

@@ -150,10 +150,12 @@ def serve(
     SIGTERM or Ctrl-C lets running answers finish; a second one ends them. Logs go to stderr,
     without prompts: short lines at a terminal, JSON elsewhere.
 
+    Of several drafters a request may choose one: "draft": "prompt-lookup".
+
     Examples:
 
       specctl serve auto --target model.gguf
-      specctl serve prompt-lookup+token-recycling (a request may choose: "draft": "prompt-lookup")
+      specctl serve prompt-lookup+token-recycling
       specctl serve runs/eagle3 --target qwen3-8b --max-batch 16 --port 0
       specctl serve --host 0.0.0.0 --api-key-file keys.txt --record traffic.jsonl
     """

@@ -18,6 +18,7 @@ from specctl.cli.options.names import (
     complete_stop,
     one_of,
 )
+from specctl.cli.options.recipe_fields import complete_field
 from specctl.core.plugins import declared
 
 DRAFTING = "Drafting"
@@ -163,7 +164,10 @@ AdaptiveFlag = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Change a field of the recipe, e.g. serve.length=4."
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change a field of the recipe, e.g. serve.length=4.",
+        autocompletion=complete_field,
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]

@@ -69,7 +69,7 @@ def run_following(console: Console, run: TrainingFlags, folder: Path, swap: str 
     if run.dry_run and not (out.exists() and _beside(out).is_file()):
         with TemporaryDirectory() as scratch:  # a plan reads no features, and leaves nothing here
             flags["data"] = [str(_newest(folder, Path(scratch) / out.name))]
-            run_training(console, _Following(**flags, given=given))
+            run_training(console, _Following(**flags, given=given), data=str(folder))
         return
     is_new = not out.exists() and not is_launched()
     kept = _newest(folder, out)

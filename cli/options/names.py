@@ -118,6 +118,17 @@ def complete_recipe(incomplete: str) -> list[str]:
     return _starting(incomplete, recipe_names())
 
 
+def complete_any_recipe(incomplete: str) -> list[str]:
+    """Those of `specctl pretrain` as well."""
+    return [*complete_recipe(incomplete), *complete_pretraining(incomplete)]
+
+
+def complete_pretraining(incomplete: str) -> list[str]:
+    from specctl.recipes.files import PRETRAINED
+
+    return _starting(incomplete, PRETRAINED)
+
+
 def complete_target(incomplete: str) -> list[str]:
     from specctl.recipes.targets import aliases
 
@@ -144,6 +155,10 @@ def complete_family(incomplete: str) -> list[str]:
 
 def complete_stop(incomplete: str) -> list[str]:
     return _starting(incomplete, [NONE, *declared("specctl.runtime.stops", "STOP")])
+
+
+def complete_selector(incomplete: str) -> list[str]:
+    return _starting(incomplete, declared("specctl.train.vocab.selectors", "SELECTOR"))
 
 
 def complete_controller(incomplete: str) -> list[str]:

@@ -44,9 +44,10 @@ def run_training(
     console: Console,
     flags: TrainingFlags,
     about: Callable[[TrainResult], dict[str, Any]] = lambda result: {},
+    data: str | None = None,
 ) -> None:
     """A whole training command, from its flags to the Next lines. `about` says more of the result
-    and returns it for --json."""
+    and returns it for --json; `data`: what a plan calls the data, where they are a copy."""
     recipe = flags.load()
     out = flags.folder(recipe.target.name, recipe.name)
     check_out(out)
@@ -71,7 +72,8 @@ def run_training(
     allow = [name for name in flags.allow or () if name not in BEFORE]
     if flags.dry_run:
         check_run(recipe, out)
-        console.done(show_plans(console, recipe, out, pace=pace), next=[without_dry_run()])
+        planned = show_plans(console, recipe, out, pace=pace, data=data)
+        console.done(planned, next=[without_dry_run()])
         return
     if not is_launched():
         check_run(recipe, out)

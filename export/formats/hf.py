@@ -35,9 +35,10 @@ from specctl.export.layouts.engines import (
 from specctl.export.layouts.widen import MARGIN, Widened, widen
 from specctl.export.package.files import list_files
 from specctl.export.package.manifest import WEIGHTS, check_files
-from specctl.export.package.pretrained import inspect_folder, quietly
+from specctl.export.package.pretrained import inspect_folder
 from specctl.export.package.tensors import compare_tensors, write_tensors
 from specctl.models.hf.from_config import move
+from specctl.models.hf.quiet import quietly
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
 from specctl.runtime.target.folders.checkpoint_folder import from_folder
 from specctl.runtime.target.save_target import write_tokenizer

@@ -6,8 +6,7 @@ that leaves the folder, headers that fit their files, a configuration that fits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from specctl.export.package.files import (
 from specctl.export.package.manifest import MANIFEST, check_files
 from specctl.export.package.tensors import refuse_not_finite
 from specctl.models.hf.from_config import architecture_of
+from specctl.models.hf.quiet import quietly
 from specctl.models.llama.fast_llama import LlamaModel, fast_llama_from_hf
 from specctl.recipes.targets import ResolvedTarget
 from specctl.runtime.target.folders import hub
@@ -269,19 +269,3 @@ def load_lm(base: DraftFolders, shapes: Mapping[str, TensorEntry], target: Targe
     if added:
         model = with_adapters(model, added, is_merged=fast_llama_from_hf(model) is not None)
     return fast_llama_from_hf(model) or any_lm(model)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Without the bars and reports of transformers, whose findings come back as errors."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

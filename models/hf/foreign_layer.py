@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.utils import logging
 
 from specctl.core.errors import IncompatibleError
 from specctl.core.kv_cache import KVShape, SlotKV
 from specctl.models.hf.added_kinds import make_known
 from specctl.models.hf.hf_spec import field_of
 from specctl.models.hf.latent import heads_at_hand, install, running
+from specctl.models.hf.quiet import quietly
 
 ATTENTION = "specctl-handed"
 FIRST = "model.layers.0."  # what transformers puts before the names of the layer
@@ -260,10 +260,7 @@ def from_published(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     widest = kinds.pop() if len(kinds) == 1 else torch.float32
     named = {FIRST + name: tensor for name, tensor in tensors.items()}
     kind = type(_meta_model(config))
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # it has no embedding and no head, which nothing needs
-    logging.disable_progress_bar()
-    try:
+    with quietly():  # it has no embedding and no head, which nothing needs
         model = kind.from_pretrained(
             None,
             config=config,
@@ -273,10 +270,6 @@ def from_published(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tens
             trust_remote_code=False,
             use_safetensors=True,
         )
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
     return dict(model.model.layers[0].state_dict())
 
 

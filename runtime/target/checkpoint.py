@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.utils import logging
 
 from specctl.core.errors import (
     IncompatibleError,
@@ -360,8 +359,7 @@ def _load_model(
     whole model in host memory on the way. The causal model, and the one that it was taken out of.
     """
     full = None
-    bars, dispatch = logging.is_progress_bar_enabled(), getLogger("accelerate.big_modeling")
-    logging.disable_progress_bar()
+    dispatch = getLogger("accelerate.big_modeling")
     level = dispatch.level
     dispatch.setLevel(ERROR)  # it warns that a device map does what it says
     try:
@@ -388,8 +386,6 @@ def _load_model(
         ) from error
     finally:
         dispatch.setLevel(level)
-        if bars:
-            logging.enable_progress_bar()
     _check_complete(info, folder)
     return model, full
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
+from specctl.models.hf.quiet import without_bars
 from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.target.target import Target
 
@@ -24,13 +24,8 @@ _PRIVATE = ("name_or_path", "_name_or_path", "tokenizer_file", "is_local", "loca
 def write_target(target: Target, folder: Path) -> None:
     """Write model and tokenizer into a folder that exists."""
     model = _model_of(target)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with without_bars():
         model.save_pretrained(folder)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     _write_ends(target.eos_ids, folder / "generation_config.json")
     write_tokenizer(target.tokenizer, folder)
     for path in folder.iterdir():

@@ -246,9 +246,14 @@ def test_a_drafter_goes_on_with_traffic_and_the_server_gets_what_is_better(
     ):
         words = [word for each in more for word in ("--set", each)]
         planned = run("train-draft", "--follow", folder, "--init", tmp_path / "first", "--out",
-                      tmp_path / "third", "--dry-run", *small, *words)  # fmt: skip
+                      tmp_path / "third", "--dry-run", "--json", *small, *words)  # fmt: skip
         assert (planned.code == 0) == (not said), planned.err
         assert said in planned.err
+        if not said:
+            plan = planned.json["result"]
+            assert plan["recipe"]["data"]["source"] == str(folder)
+            assert [one["name"] for one in plan["plan"]["data"]] == [str(folder)]
+            assert plan["origin"]["data.source"] == "--follow"
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     assert (tmp_path / "second.features").stat().st_mode & 0o077 == 0
     assert (out / "package" / "manifest.json").is_file()

@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +20,8 @@ import pytest
 
 from specctl.cli.app import failures
 from specctl.cli.app.console import Console
-from specctl.cli.main import COMMANDS, load_command
+from specctl.cli.app.examples import fitted
+from specctl.cli.main import COMMANDS, load_command, main
 from specctl.core.errors import Exit, IntegrityError, SpecctlError
 
 
@@ -32,10 +35,30 @@ def broken(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_every_command_loads_and_explains_itself(name: str, run: Any) -> None:
-    assert load_command(name).help or name == "recipes"
-    shown = run(name, "--help", "--no-color")
-    assert shown.code == 0
+def test_every_command_loads_and_explains_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = load_command(name)
+    assert command.help or name == "recipes"
+    monkeypatch.setenv("COLUMNS", "60")
+    below = getattr(command, "commands", {"": command})
+    for word, each in below.items():
+        assert main([name, *([word] if word else []), "--help", "--no-color"]) == 0
+        shown = capsys.readouterr().out
+        lines = re.sub(r" \\\n +", " ", shown).splitlines()  # as a shell joins them
+        examples = [x for x in each.help.splitlines() if x.startswith("  specctl ")]
+        assert {f" {line}" for line in examples} <= {*lines}
+
+
+def test_a_long_example_goes_on_behind_a_backslash() -> None:
+    text = 'Examples:\n\n  specctl x --set a=1 --y "one two" "three  four"\n\nProse of specctl.'
+    assert fitted(text, 80) == text
+    for width in (24, 30, 40):
+        example = fitted(text, width).split("\n\n")[1]
+        joined = example.replace("\\\n", "")
+        assert shlex.split(joined) == shlex.split(text.split("\n\n")[1])
+        assert all(len(line) <= width for line in example.splitlines())
+        assert all(line.endswith(" \\") for line in example.splitlines()[:-1])
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

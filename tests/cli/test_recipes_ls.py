@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from specctl.api.arguments.families import family_infos
 from specctl.cli.app.console import Console
-from specctl.recipes.files import recipe_names
+from specctl.cli.commands.pretrain import recipe_path
+from specctl.recipes.files import PRETRAINED, recipe_names
 from specctl.recipes.made_for import is_same, made_for
 from specctl_testing.cli.next_lines import wrong_lines
 from specctl_testing.cli.ran import Run
@@ -69,6 +71,30 @@ def test_all_lists_every_recipe_and_json_does_without_it(run: Run) -> None:
     named = {word for line in whole.splitlines() for word in line.split()[:1]}
     assert set(recipe_names()) <= named
     assert run("recipes", "ls", "--all", "--json").json["result"]["recipes"] == rows
+
+
+def test_recipes_of_pretrain_are_listed_apart_shown_and_copied(run: Run, tmp_path: Path) -> None:
+    listed = run("recipes", "ls", "--all", "--json").json["result"]["pretraining"]
+    assert [row["name"] for row in listed] == [*PRETRAINED]
+    *_, apart = run("recipes", "ls", "--search", "pretrain").out.split("of specctl pretrain:")
+    assert {line.split()[0] for line in apart.splitlines() if line} >= {*PRETRAINED}
+    for name in PRETRAINED:
+        shown = run("recipes", "show", name, "--json")
+        assert shown.code == 0, shown.err
+        result, (following,) = shown.json["result"], shown.json["next"]
+        assert following.startswith(f"specctl pretrain --recipe {name} --out runs/tiny")
+        assert result["summary"][-1] == "."
+        assert "specctl generate --target" not in result["summary"]
+        assert recipe_path(name).read_text() == result["text"]
+        assert yaml.safe_load(result["text"]) == result["recipe"]
+    shapes = run("recipes", "show", "tiny-shapes-qwen2-vl").out
+    assert "qwen2-vl" in next(line for line in shapes.splitlines() if "shapes.layout" in line)
+    assert "LLaVA" not in shapes
+    file = tmp_path / "own.yaml"
+    assert "pretrain" in run("recipes", "cp", "tiny-shapes", file, "--json").json["next"][0]
+    assert file.read_text() == recipe_path("tiny-shapes").read_text()
+    assert "recipes cp" in run("recipes", "show", "tiny-shapes", "--set", "train.steps=1").err
+    assert "specctl pretrain --recipe tiny-shapes" in run("recipes", "validate", "tiny-shapes").err
 
 
 @pytest.mark.parametrize("target", ["llama3-8b", "qwen3-8b", "qwen3-4b", "tiny", "some/model"])

@@ -13,8 +13,10 @@ from specctl.cli.app.command import REPEATED, SET
 from specctl.cli.app.settings import Setting, Settings
 from specctl.cli.main import app, load_command
 from specctl.cli.options.loading import DraftingFlags
+from specctl.cli.options.recipe_fields import complete_field, schema_fields
 from specctl.cli.options.target_choice import TargetChoice
 from specctl.core.errors import RecipeError
+from specctl.recipes.schema import section_at
 
 KINDS = {
     "count": (Annotated[int | None, Setting("a.count", "C.", was="--count", min=1, max=9)], None),
@@ -60,6 +62,8 @@ def test_values_have_the_kinds_of_their_settings() -> None:
         ("count=1", "unknown setting 'count'", "write a.count instead"),
         ("serve.length=4 5", "serve.length is a flag of its own", "--length '4 5'"),
         ("serve.adaptive=false", "is a flag of its own", "--adaptive or --no-adaptive"),
+        ("serve.num_speculative_tokens=4", "serve.num_spec", "--length 4"),
+        ("sample.leng=4", "unknown setting", "--length 4"),
         ("c.=1", "unknown setting", ""),
         ("limits.memory=3", "unknown setting", "specctl x --help-all"),
         ("=3", "sets nothing", "--set serve.nodes=VALUE"),
@@ -186,6 +190,30 @@ def test_the_shell_completes_what_can_be_set() -> None:
     assert found.complete("drafter.options.") == ["drafter.options."]
     assert found.complete("sample.top_k=") == []
     assert {"sample.top_k=", "sample.top_p="} <= {*found.complete("sample.")}
+
+
+def test_the_shell_completes_fields_of_recipes() -> None:
+    def completed(incomplete: str, name: str = "train-draft", **params: str) -> list[str]:
+        context = typer.Context(load_command(name))
+        context.params = params
+        return complete_field(context, incomplete)
+
+    assert completed("train.st") == ["train.steps="]
+    assert completed("train.lora.ra") == ["train.lora.rank="]
+    assert completed("train.parallel=") == ["train.parallel=ddp", "train.parallel=fsdp"]
+    assert completed("data.regen") == ["data.regenerate=true", "data.regenerate=false"]
+    assert "serve.policy=dynamic-tree" in completed("serve.policy=dy")
+    assert "drafter.family=eagle3" in completed("drafter.family=ea")
+    assert completed("drafter.") == ["drafter.family=", "drafter.options.", "drafter.init="]
+    assert completed("drafter.options.win", run_recipe="eagle3") == ["drafter.options.window="]
+    assert completed("drafter.options.win", run_recipe="no/such.yaml") == []
+    assert completed("train.steps=") == completed("nothing.") == []
+    assert {"train.steps=", "vocab.size="} <= {*completed("")}
+    for field in schema_fields():
+        assert section_at(tuple(field.rstrip(".").split("."))) is not None, field
+    for name in ("train-draft", "distill", "plan", "quickstart"):
+        (option,) = (p for p in load_command(name).params if "--set" in p.opts)
+        assert option._custom_shell_complete is not None
 
 
 @pytest.mark.parametrize("name", ["serve", "bench"])

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from fastapi import FastAPI
 from PIL import ImageColor
+from transformers.utils import logging
 
 from specctl.core.errors import FileError, RecipeError
 from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
@@ -165,11 +166,13 @@ def served(folder: Path) -> Iterator[FastAPI]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_target_of_shapes_and_digits_is_made_and_reads_images(
-    run: Run, tmp_path: Path, name: str
+    run: Run, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, export = tmp_path / "out", tmp_path / "out" / "export"
     done = run(*pretraining(tmp_path, name))
     assert done.code == 0, done.err
+    assert capfd.readouterr().err == ""  # transformers has bars and remarks of its own
+    assert logging.is_progress_bar_enabled()
     named = done.json["result"]["named"]
     assert {what: found["images"] for what, found in named.items()} == {"shapes": 3, "digits": 2}
 

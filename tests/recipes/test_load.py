@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from specctl.core.errors import FileError, RecipeError
+from specctl.recipes.foreign_keys import NAMES
 from specctl.recipes.load import load_recipe, parse_set
-from specctl.recipes.schema import Recipe
+from specctl.recipes.schema import Recipe, section_at
 from specctl.recipes.section import flatten
 
 
@@ -105,6 +106,51 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
     assert "tau_every" in error.expected
 
 
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("data.files", "data.source"),
+        ("data.path", "data.source"),
+        ("train.lr", "train.learning_rate"),
+        ("lr", "train.learning_rate"),
+        ("train.epochs", "train.steps"),
+        ("data.steps", "train.steps"),
+        ("train.batch_size", "train.rows"),
+        ("train.max_new_tokens", "data.new_tokens"),
+        ("train.lora.r", "train.lora.rank"),
+        ("drafter.layers", "drafter.options.layers"),
+        ("drafter.name", "drafter.family"),
+        ("serve.num_speculative_tokens", "serve.length"),
+    ],
+)
+def test_a_key_of_other_trainers_or_engines_names_the_field(
+    tmp_path: Path, key: str, right: str
+) -> None:
+    found = problem(tmp_path, "train: {lora: {rank: 4}}", f"{key}=3")
+    assert found.do == f"write {right} instead of {key}"
+
+
+def test_names_of_others_stand_for_fields_and_hide_none() -> None:
+    for field, names in NAMES.items():
+        section, _, key = field.rpartition(".")
+        owner = section_at((*section.split("."), key))
+        assert owner is not None
+        assert key in owner.model_fields
+        assert not {*names.split()} & {*owner.model_fields}
+    for section in {field.rpartition(".")[0] for field in NAMES}:
+        named = [n for f, names in NAMES.items() if f.rpartition(".")[0] == section
+                 for n in names.split()]  # fmt: skip
+        assert len(named) == len({*named}), section
+
+
+@pytest.mark.parametrize("text", ["data: chats.jsonl", "train: {lora: 4}"])
+def test_a_value_in_the_place_of_a_section_names_its_first_key(tmp_path: Path, text: str) -> None:
+    found = problem(tmp_path, text)
+    assert "is a section" in found.what
+    assert found.do in ("write data.source: chats.jsonl", "write train.lora.rank: 4")
+    assert problem(tmp_path, "", "data=x").do == "--set data.source=x"
+
+
 def test_an_unknown_section_names_the_nearest_one(tmp_path: Path) -> None:
     assert "write train" in problem(tmp_path, "trian: {steps: 3}\n").do
 
@@ -139,7 +185,7 @@ def test_one_wrong_value_is_told_once(tmp_path: Path) -> None:
         ("target.inflate=big", "one of 100m, 300m"),
         ("target.dtype=fp8", "float32, bfloat16"),
         ("export.formats=[gguff]", "schema --field export"),
-        ("drafter=3", "dictionary"),
+        ("drafter=3", "a section, not a value"),
     ],
 )
 def test_a_value_out_of_range_is_refused(tmp_path: Path, setting: str, expected: str) -> None:

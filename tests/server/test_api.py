@@ -222,7 +222,25 @@ def test_a_fault_of_ours_is_500_without_its_text() -> None:
 
 def test_unknown_routes_and_methods_have_the_same_shape() -> None:
     app = plain()
-    assert error_of(ask(app, "GET", "/v1/nothing"))["message"] == "there is no GET /v1/nothing"
+    for path, instead in (
+        ("/v1/chat/completion", "/v1/chat/completions?"),
+        ("/chat/completions", "/v1/chat/completions?"),
+        ("/v1/v1/completions", "/v1/completions?"),
+        ("/v1/message", "/v1/messages?"),
+        ("/v1/model", "/v1/models?"),
+        ("/api/generate", "/docs lists every route"),
+        ("/v1/nothing", "/docs lists every route"),
+    ):
+        refused = ask(app, "POST", path)
+        message = error_of(refused)["message"]
+        assert (refused.status_code, message.startswith(f"there is no POST {path}; ")) == (
+            404,
+            True,
+        )
+        assert message.endswith(instead), message
+    theirs = ask(app, "POST", "/v1/message", headers={"anthropic-version": "2023-06-01"}).json()
+    assert (theirs["type"], theirs["error"]["type"]) == ("error", "not_found_error")
+    assert "/v1/messages?" in theirs["error"]["message"]
     response = ask(app, "PUT", TEXT)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert error_of(response)["message"] == f"this route does not answer PUT {TEXT}, but POST"

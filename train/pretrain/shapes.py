@@ -30,6 +30,7 @@ from specctl.core.messages.installed import library
 from specctl.core.storage.files import write_bytes, write_json
 from specctl.core.storage.model_folder import CONFIG
 from specctl.images.shapes import QUESTION, Scene, named, scene
+from specctl.models.hf.quiet import quietly, without_bars
 from specctl.recipes.section import Positive, Section, SeedNumber
 from specctl.runtime.measure.reporter import Reporter, SilentReporter
 from specctl.runtime.target.vision import OF_TEXT
@@ -171,7 +172,8 @@ def train_shapes(recipe: ShapesRecipe, out: Path, reporter: Reporter | None = No
     others = [recipe.scene(first + each) for each in range(recipe.heldout)]
     heldout_loss, names = _measured(recipe, model, processor, others)
     report = ShapesReport(out / EXPORT, heldout_loss, names, time.perf_counter() - begun)
-    model.save_pretrained(out / EXPORT)
+    with without_bars():
+        model.save_pretrained(out / EXPORT)
     processor.save_pretrained(out / EXPORT)
     _write_scenes(out, others)
     write_json(out / REPORT, {"recipe": recipe.model_dump(), **report.figures()})
@@ -188,7 +190,8 @@ def made(recipe: ShapesRecipe, scenes: Sequence[Scene]) -> tuple[Any, Any]:
     tokenizer = train_tokenizer(texts, recipe.words, positions)
     ends = {"bos_token_id": None, "eos_token_id": _end(recipe, tokenizer), "pad_token_id": None}
     parts = LayoutParts({**recipe.text, **ends}, recipe.tower, recipe.sides)
-    config, processor = layout.made(parts, tokenizer)
+    with quietly():  # it remarks that torchvision is not here, which nothing needs
+        config, processor = layout.made(parts, tokenizer)
     if recipe.chat:
         template = CHAT.replace(MARK, layout.spelled)
         tokenizer.chat_template = processor.chat_template = template

@@ -35,6 +35,7 @@ from specctl.core.storage.model_folder import (
     something_else,
 )
 from specctl.models.hf.added_kinds import make_known
+from specctl.models.hf.quiet import without_bars
 from specctl.runtime.target.folders.adapter_alone import AdapterAlone
 from specctl.runtime.target.folders.stored_names import check_unwrapped, renamed
 
@@ -394,14 +395,15 @@ def from_folder(kind: Any, folder: Path, **fields: Any) -> Any:
     check_unwrapped(names, str(folder))
     mapping = renamed(names)
     more = {"key_mapping": mapping} if mapping else {}
-    loaded = kind.from_pretrained(
-        folder,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        **more,
-        **fields,
-    )
+    with without_bars():
+        loaded = kind.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            **more,
+            **fields,
+        )
     if mapping:  # else save_pretrained would write the names of the wrapper again
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         kept = getattr(model, "_weight_conversions", None) or []
