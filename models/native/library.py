@@ -28,6 +28,7 @@ SOURCES = (
     SOURCE,
     SOURCE.with_name("lanes.h"),
     SOURCE.with_name("rows.h"),
+    SOURCE.with_name("tiles.h"),
     SOURCE.with_name("bits.h"),
     SOURCE.with_name("many.h"),
     SOURCE.with_name("packed.h"),

@@ -197,6 +197,17 @@ inline void product(const Rows<W> &rows, const W *w, int from, int to, Keep keep
     if constexpr (std::is_same<W, float>::value)
         if (rows.R > MANY) from = product_of_many(rows.x, rows.R, K, w, from, to, keep);
     if (from == to) return;
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same<W, bf16>::value)
+        if (rows.in_tiles) {
+            for (int first = 0; first < rows.R; first += 2 * EDGE) {
+                const int count = rows.R - first < 2 * EDGE ? rows.R - first : 2 * EDGE;
+                auto own = [=](int r, int o, float found) { keep(first + r, o, found); };
+                product_in_tiles(rows.x + size_t(first) * K, count, K, w, from, to, own);
+            }
+            return;
+        }
+#endif
     for (int first = 0; first < rows.R; first += MOST_ROWS) {
         const auto *x = rows.x + first * Rows<W>::Own::apart(K);
         const int count = rows.R - first < MOST_ROWS ? rows.R - first : MOST_ROWS;
