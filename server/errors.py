@@ -3,6 +3,7 @@ Anthropic's API in theirs: {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from specctl.server.docs_page import DOCS
 from specctl.server.engine_thread.contract import Busy, TooLong, Unavailable
 
 Path = tuple[int | str, ...]  # keys and places that lead through a body
+TOO_SHORT = re.compile(r"List should have (at least \d+ items?) after validation, not (\d+)")
 RETRY_SECONDS = 5  # sent with a 503: the server loads, or another one takes over
 TOO_LONG = "context_length_exceeded"
 MESSAGES, MODELS, CHAT = "/v1/messages", "/v1/models", "/v1/chat/completions"
@@ -222,7 +224,7 @@ def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """What is wrong with a request, naming its field: of several errors (a field may be one type or
     another) the one that follows the body deepest."""
     first = max(errors, key=lambda error: len(_path(error, body)))
-    path, message = _path(first, body), str(first["msg"]).removeprefix("Value error, ")
+    path, message = _path(first, body), _said(first)
     where, names = written_path(path), [part for part in path if isinstance(part, str)]
     if not path:
         text = message if first["type"] == "value_error" else "the body must be a JSON object"
@@ -231,6 +233,16 @@ def invalid_field(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if unsupported is not None:
         return ApiError(400, unsupported, param=where, code="unsupported_parameter")
     return ApiError(400, f"{where}: {message}", param=where, code="invalid_value")
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """What pydantic says of a value, in words for those who do not know pydantic."""
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "missing":
+        return "this field is required"
+    if (short := TOO_SHORT.match(message)) is not None:
+        return f"{short[1]} needed, found {short[2]}"
+    return message
 
 
 def unknown_field(path: Path, known: Sequence[str]) -> ApiError:

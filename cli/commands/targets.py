@@ -57,7 +57,7 @@ def targets(
                 "stands for",
                 "here",
                 "parameters",
-                "packages, and small models of its family",
+                "packages, small models",
             ),
             [
                 (

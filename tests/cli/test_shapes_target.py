@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from fastapi import FastAPI
 from PIL import ImageColor
 from transformers.utils import logging
 
 from specctl.core.errors import FileError, RecipeError
-from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.images.digits import render
 from specctl.images.shapes import (
     COLOURS,
@@ -33,12 +28,10 @@ from specctl.images.shapes import (
 )
 from specctl.recipes.files import PRETRAINED
 from specctl.runtime.target.target import load_target
-from specctl.server.app import create_app
-from specctl.server.engine_thread.service import Service
-from specctl.server.requests.limits import Limits
 from specctl.train.pretrain import shapes
 from specctl.train.pretrain.shapes import Captions, ShapesRecipe, made, shapes_recipe
 from specctl_testing.cli.ran import Run
+from specctl_testing.runtime.served_target import served
 from specctl_testing.runtime.web import post
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -151,19 +144,6 @@ def pretraining(folder: Path, name: str, **changed: Any) -> list[Any]:
     return ["pretrain", "--recipe", folder / "recipe.yaml", "--out", folder / "out", "--json"]
 
 
-@contextmanager
-def served(folder: Path) -> Iterator[FastAPI]:
-    target = load_target(str(folder), dtype="float32", device="cpu", images=True)
-    drafter = PromptLookup(PromptLookupOptions(), target.spec)
-    service = Service(target, drafter, limits=Limits(max_batch=1, max_len=200))
-    service.start()
-    until = time.monotonic() + 60
-    while service.status().state != "ready" and time.monotonic() < until:
-        time.sleep(0.01)
-    yield create_app(service, "tiny")
-    service.stop()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_target_of_shapes_and_digits_is_made_and_reads_images(
     run: Run, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
@@ -191,7 +171,8 @@ def test_a_target_of_shapes_and_digits_is_made_and_reads_images(
         {"type": "text", "text": QUESTION},
     ]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
-    with served(export) as app:
+    target = load_target(str(export), dtype="float32", device="cpu", images=True)
+    with served(target) as app:
         answer = post(app, "/v1/chat/completions", body)
     assert answer.json()["choices"][0]["message"]["content"] == output["text"], answer.text
 

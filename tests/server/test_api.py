@@ -238,7 +238,7 @@ def test_unknown_routes_and_methods_have_the_same_shape() -> None:
             True,
         )
         assert message.endswith(instead), message
-    theirs = ask(app, "POST", "/v1/message", headers={"anthropic-version": "2023-06-01"}).json()
+    theirs = post(app, "/v1/message", {}, headers={"anthropic-version": "2023-06-01"}).json()
     assert (theirs["type"], theirs["error"]["type"]) == ("error", "not_found_error")
     assert "/v1/messages?" in theirs["error"]["message"]
     response = ask(app, "PUT", TEXT)

@@ -6,7 +6,6 @@ import base64
 import copy
 import io
 import struct
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,14 +15,11 @@ import pytest
 from fastapi import FastAPI
 
 from specctl.api.generate import generate
-from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.target.target import Target, load_target
 from specctl.runtime.target.text.image_prompts import turn_tokens
 from specctl.runtime.target.vision import Vision
-from specctl.server.app import create_app
-from specctl.server.engine_thread.service import Service
 from specctl.server.requests import image_fields
-from specctl.server.requests.limits import Limits
+from specctl_testing.runtime.served_target import served
 from specctl_testing.runtime.tiny_vision import make_folder, picture
 from specctl_testing.runtime.web import error_of, make_app, post
 
@@ -40,16 +36,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="module")
 def app(target: Target) -> Iterator[FastAPI]:
-    drafter = PromptLookup(PromptLookupOptions(), target.spec)
-    service = Service(target, drafter, limits=Limits(max_batch=1, max_len=256))
-    service.start()
-    until = time.monotonic() + 60
-    while service.status().state != "ready" and time.monotonic() < until:
-        time.sleep(0.01)
-    app = create_app(service, "tiny")
-    app.state.counters = service.counters
-    yield app
-    service.stop()
+    with served(target) as app:
+        yield app
 
 
 def encoded(seed: int) -> str:

@@ -66,7 +66,8 @@ def test_a_field_out_of_range_is_an_error_that_names_it(field: str, value: Any, 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "messages: at least 1 item needed, found 0"),
+        ({}, "messages: this field is required"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "assistant"}]}, "content is missing"),

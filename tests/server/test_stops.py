@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from specctl.drafters.training_free.prompt_lookup import PromptLookup, PromptLookupOptions
 from specctl.runtime.target.target import Target
-from specctl.server.app import create_app
-from specctl.server.engine_thread.service import Service
-from specctl.server.requests.limits import Limits
+from specctl_testing.runtime.served_target import served
 from specctl_testing.runtime.web import events, post
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -25,14 +21,8 @@ USER = "<|user|>"
 @pytest.fixture(scope="module")
 def app(tiny_target: Target) -> Iterator[FastAPI]:
     """The embedded target, with a drafter, in this process."""
-    drafter = PromptLookup(PromptLookupOptions(), tiny_target.spec)
-    service = Service(tiny_target, drafter, limits=Limits(max_batch=2, max_len=256))
-    service.start()
-    until = time.monotonic() + 60
-    while service.status().state != "ready" and time.monotonic() < until:
-        time.sleep(0.01)
-    yield create_app(service, "tiny")
-    service.stop()
+    with served(tiny_target, max_batch=2) as app:
+        yield app
 
 
 def choice(app: FastAPI, **fields: Any) -> dict[str, Any]:
