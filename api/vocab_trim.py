@@ -147,20 +147,19 @@ def vocab_trim(
     wanted = settings.size
     if wanted != "auto" and size is not None and not 2 <= wanted <= model.spec.vocab_size:
         raise _bad_size(str(size), f"2 to {model.spec.vocab_size:,} tokens, or auto")
-    draft = _readable(drafter, model, [*allow, "padding"])  # it is cut to fit
+    draft = _loaded(drafter, model, [*allow, "padding"])  # it is cut to fit
     words = command or ("specctl", "vocab-trim", "--draft", draft.name, "--out", str(out))
     path = None if prompts is None else Path(prompts)
     job = TrimJob(model, draft, settings, chosen, _names(data), path, num_prompts, words)
     return trim_and_package(reporter, job, out)
 
 
-def _readable(drafter: DrafterLike, target: Target, allow: Sequence[str]) -> LoadedDraft:
-    """The drafter with weights that can be cut: those of a GGUF file are widened."""
+def _loaded(drafter: DrafterLike, target: Target, allow: Sequence[str]) -> LoadedDraft:
+    """The drafter, which keeps the packing of a GGUF file. One of another tokenizer is refused."""
     if isinstance(drafter, (str, Path)) and len(drafter_names(name := as_path_word(drafter))) == 1:
         found = locate(name)
         if found.kind is Kind.GGUF:
-            whole = load_found(found, target, allow, widened=True)
-            return replace(load_draft(whole, target), name=name)
+            return replace(load_draft(load_found(found, target, allow), target), name=name)
     return load_draft(drafter, target, allow=allow)
 
 
