@@ -64,10 +64,14 @@ def fields(source: ExportSource) -> dict[str, Any]:
 
 
 def notes(source: ExportSource) -> tuple[str, ...]:
-    if source.store in (None, source.manifest.dtype):
+    if source.store is None:
         return ()
+    if source.store == source.manifest.dtype and source.manifest.held_file is None:
+        return ()
+    held = source.manifest.held_file
+    were = f"trained in {source.manifest.dtype}" if held is None else "packed in a GGUF file"
     return (
-        f"The weights were trained in {source.manifest.dtype} and are stored in {source.store}; "
+        f"The weights were {were} and are stored in {source.store}; "
         "the acceptance above was measured before they were rounded.",
     )
 

@@ -6,9 +6,7 @@ the embedding, which is needed whole.
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,31 +17,17 @@ from specctl.core.errors import IntegrityError
 from specctl.core.storage.gguf_header import PART, SUFFIX, read_header
 from specctl.drafters.lm.small_lm import SmallLm, options_of
 from specctl.export.package.gguf_draft import loaded
-from specctl.export.package.manifest import MANIFEST, Manifest
+from specctl.export.package.manifest import MANIFEST, MODEL, Manifest
 from specctl.export.package.padding import DrafterParts, padded_vocab
 from specctl.models.llama.fast_llama import LlamaModel
 from specctl.runtime.target.target import Target
-
-NAME = "model"
-_NAMES = re.compile(rf"{NAME}(-\d{{5}}-of-\d{{5}})?\{SUFFIX}")
-
-
-def is_held_name(name: str) -> bool:
-    """Whether a package may hold a model, or a part of one, under that name."""
-    return _NAMES.fullmatch(name) is not None
-
-
-def held_in(names: Iterable[str]) -> str | None:
-    """Of a package's files the model, or its first part; None where it holds tensors."""
-    return min(filter(is_held_name, names), default=None)
-
 
 def hold(file: Path, folder: Path) -> None:
     """Copy a model, all parts of it, into the folder of a package."""
     for part in read_header(file).parts:
         match = PART.fullmatch(part.name)
         end = f"-{match['number']}-of-{match['count']}" if match else ""
-        shutil.copyfile(part, folder / f"{NAME}{end}{SUFFIX}")
+        shutil.copyfile(part, folder / f"{MODEL}{end}{SUFFIX}")
 
 
 def num_parameters(drafter: Drafter) -> int:

@@ -38,13 +38,15 @@ from specctl.export.package.compat import (
     raise_first,
 )
 from specctl.export.package.files import open_folder
-from specctl.export.package.held_file import held_drafter, held_in, is_held_name
+from specctl.export.package.held_file import held_drafter
 from specctl.export.package.manifest import (
     CARD,
     MANIFEST,
+    MODEL,
     WEIGHTS,
     Manifest,
     check_files,
+    is_held_name,
     read_manifest,
     refuse_export,
     written_by,
@@ -96,7 +98,7 @@ def read_package(
     vocab = _vocab(manifest, tensors)
     if target is not None:
         _check_eos(manifest, vocab, target, allow)
-    held = held_in(manifest.files)
+    held = manifest.held_file
     if held is None:
         _check_modest(manifest, len(tensors))
     options = parse_options(family, manifest.options)
@@ -272,7 +274,7 @@ def _tensors(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
         raise IntegrityError(
             "the package lists files that this format does not have",
             found=unknown[0],
-            expected=f"{WEIGHTS} and {CARD}",
+            expected=f"{WEIGHTS}, {CARD}, {MODEL}.gguf",
             do="get the package again",
         )
     if WEIGHTS not in manifest.files:
