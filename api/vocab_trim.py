@@ -19,6 +19,7 @@ from specctl.api.measured.measurement import Measurement
 from specctl.api.train import packaged
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.messages.sizes import size_text
 from specctl.core.messages.table import Table, Tabled
 from specctl.export.package.find import Kind, load_found, locate
 from specctl.export.package.manifest import MANIFEST, Manifest, read_manifest
@@ -82,11 +83,13 @@ class VocabTrimResult(Tabled):
     def table(self) -> Table:
         """Before and after."""
         before, after = self.report.before.measured, self.report.after.measured
+        moved = [side.moved.draft_bytes for side in (self.report.before, self.report.after)]
         rows = [
             ("ids", self.report.size_before, self.report.size),
             ("tau", f"{before.tau:.3f}", f"{after.tau:.3f}"),
             ("alpha", f"{before.alpha:.3f}", f"{after.alpha:.3f}"),
             ("tokens/s", f"{before.tokens_per_second:.1f}", f"{after.tokens_per_second:.1f}"),
+            ("weights of a draft call", *map(size_text, moved)),
         ]
         notes = [f"coverage {self.report.coverage:.2%}; {self.package}"]
         notes += [f"warning: {text}" for text in self.warnings]
