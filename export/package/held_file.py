@@ -22,6 +22,7 @@ from specctl.export.package.padding import DrafterParts, padded_vocab
 from specctl.models.llama.fast_llama import LlamaModel
 from specctl.runtime.target.target import Target
 
+
 def hold(file: Path, folder: Path) -> None:
     """Copy a model, all parts of it, into the folder of a package."""
     for part in read_header(file).parts:

@@ -17,7 +17,7 @@ from specctl.api.arguments.drafting import load_drafter
 from specctl.api.generate import generate
 from specctl.api.train import load_initial
 from specctl.api.vocab_trim import VocabTrimResult, vocab_trim
-from specctl.core.errors import IntegrityError
+from specctl.core.errors import IncompatibleError, IntegrityError
 from specctl.core.storage.gguf_header import read_header
 from specctl.drafters import families
 from specctl.drafters.lm.small_lm import SmallLm
@@ -28,10 +28,11 @@ from specctl.export.package.load import parse_options
 from specctl.export.package.manifest import is_held_name, read_manifest
 from specctl.export.package.padding import DrafterParts
 from specctl.models.native.library import no_int8
-from specctl.recipes.schema import DrafterPart
+from specctl.recipes.schema import DrafterPart, TrainPart
 from specctl.runtime.sampling.sampling import Sampling
 from specctl.runtime.target.target import Target, load_target
 from specctl.train.init.initial import initial_of
+from specctl.train.rollouts import RolloutDrafter
 from specctl.train.vocab.measure import moved_bytes
 from specctl_testing.export.gguf_files import rewritten
 
@@ -125,9 +126,7 @@ def test_a_model_in_parts_is_held_in_parts(file: Path, tmp_path: Path) -> None:
     assert not is_held_name("draft.gguf")
 
 
-def test_it_is_trimmed_again(
-    done: VocabTrimResult, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_it_is_trimmed_again(done: VocabTrimResult, tiny_target: Target, tmp_path: Path) -> None:
     again = vocab_trim(
         done.package, tmp_path / "again", target=tiny_target, size=200, num_prompts=1,
         max_new_tokens=8, recipe="fr-spec",
@@ -169,9 +168,7 @@ def test_training_starts_from_it_in_float32(
     assert initial_of(part, tiny_target, load_initial) is not None
 
 
-def test_a_target_of_another_padding_takes_it(
-    done: VocabTrimResult, tiny_target: Target
-) -> None:
+def test_a_target_of_another_padding_takes_it(done: VocabTrimResult, tiny_target: Target) -> None:
     rows = tiny_target.spec.vocab_size + 8
     padded = SimpleNamespace(spec=replace(tiny_target.spec, vocab_size=rows), device=CPU)
     manifest = read_manifest(done.package)
@@ -235,3 +232,12 @@ def test_a_file_of_another_model_is_refused(
     words = "not the model that its manifest" if change == "layers" else "not finite"
     with pytest.raises(IntegrityError, match=words):
         load_drafter(str(folder), tiny_target)
+
+
+def test_it_is_not_trained_in_place(done: VocabTrimResult, tiny_target: Target) -> None:
+    """A package of it would hold the file as it was."""
+    policy: Any = SimpleNamespace(now=lambda: tiny_target)
+    drafter = load_drafter(str(done.package), tiny_target)
+    with pytest.raises(IncompatibleError, match="not trained in place") as refused:
+        RolloutDrafter(policy, drafter, Sampling(temperature=1.0), TrainPart())
+    assert "--init" in refused.value.do

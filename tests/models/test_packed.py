@@ -78,7 +78,8 @@ def test_picked_outputs_are_those_of_the_file_alone(name: str) -> None:
         given = blocks(name, rows, columns) if name in TYPES else wide.to(dtype).view(torch.uint8)
         matrix = from_gguf(given, name, rows, columns)
         for picked in (torch.arange(rows), torch.arange(0, rows, 2), torch.tensor([rows - 1, 0])):
-            found, alone = matrix.picked(picked), from_gguf(given[picked], name, len(picked), columns)
+            found = matrix.picked(picked)
+            alone = from_gguf(given[picked], name, len(picked), columns)
             assert (found.type, found.rows, found.columns) == (name, len(picked), columns)
             assert torch.equal(found.widened(), matrix.widened(picked))
             assert torch.equal(found.data, alone.data)
