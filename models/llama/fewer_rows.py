@@ -1,6 +1,6 @@
 """A Llama whose LM head keeps some of its rows, while its matrices stay as a GGUF file packs them.
 
-Letters: D hidden width, K kept rows, V vocabulary.
+Letters: D hidden width, K draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
