@@ -241,7 +241,8 @@ def load_initial(name: str, target: Target) -> Drafter:
     may have been made for another target of the same tokenizer: training makes it this one's."""
     found = locate(name)
     if found.kind is Kind.PACKAGE and found.folder is not None:
-        return read_package(found.folder, target, sorted({*ALLOWABLE} - {"tokenizer"}))
+        allow = sorted({*ALLOWABLE} - {"tokenizer"})
+        return read_package(found.folder, target, allow, widened=True)
     return load_found(found, target, ("padding",), widened=True)
 
 

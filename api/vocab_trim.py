@@ -19,6 +19,7 @@ from specctl.api.measured.measurement import Measurement
 from specctl.api.train import packaged
 from specctl.core.drafter import Drafter
 from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.messages.sizes import size_text
 from specctl.core.messages.table import Table, Tabled
 from specctl.export.package.find import Kind, load_found, locate
 from specctl.export.package.manifest import MANIFEST, Manifest, read_manifest
@@ -82,11 +83,13 @@ class VocabTrimResult(Tabled):
     def table(self) -> Table:
         """Before and after."""
         before, after = self.report.before.measured, self.report.after.measured
+        moved = [side.moved.draft_bytes for side in (self.report.before, self.report.after)]
         rows = [
             ("ids", self.report.size_before, self.report.size),
             ("tau", f"{before.tau:.3f}", f"{after.tau:.3f}"),
             ("alpha", f"{before.alpha:.3f}", f"{after.alpha:.3f}"),
             ("tokens/s", f"{before.tokens_per_second:.1f}", f"{after.tokens_per_second:.1f}"),
+            ("weights of a draft call", *map(size_text, moved)),
         ]
         notes = [f"coverage {self.report.coverage:.2%}; {self.package}"]
         notes += [f"warning: {text}" for text in self.warnings]
@@ -147,20 +150,19 @@ def vocab_trim(
     wanted = settings.size
     if wanted != "auto" and size is not None and not 2 <= wanted <= model.spec.vocab_size:
         raise _bad_size(str(size), f"2 to {model.spec.vocab_size:,} tokens, or auto")
-    draft = _readable(drafter, model, [*allow, "padding"])  # it is cut to fit
+    draft = _loaded(drafter, model, [*allow, "padding"])  # it is cut to fit
     words = command or ("specctl", "vocab-trim", "--draft", draft.name, "--out", str(out))
     path = None if prompts is None else Path(prompts)
     job = TrimJob(model, draft, settings, chosen, _names(data), path, num_prompts, words)
     return trim_and_package(reporter, job, out)
 
 
-def _readable(drafter: DrafterLike, target: Target, allow: Sequence[str]) -> LoadedDraft:
-    """The drafter with weights that can be cut: those of a GGUF file are widened."""
+def _loaded(drafter: DrafterLike, target: Target, allow: Sequence[str]) -> LoadedDraft:
+    """The drafter, which keeps the packing of a GGUF file. One of another tokenizer is refused."""
     if isinstance(drafter, (str, Path)) and len(drafter_names(name := as_path_word(drafter))) == 1:
         found = locate(name)
         if found.kind is Kind.GGUF:
-            whole = load_found(found, target, allow, widened=True)
-            return replace(load_draft(whole, target), name=name)
+            return replace(load_draft(load_found(found, target, allow), target), name=name)
     return load_draft(drafter, target, allow=allow)
 
 

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -311,6 +312,7 @@ class Drafter(ABC):
     teaches_target: bool = False  # and gradients go through them, should they learn
     splits_rows: bool = False  # its loss minds `TrainBatch.part`
     memories: frozenset[str] = frozenset()  # those of `tensors` that are no weights
+    file: Path | None = None  # a GGUF file that its weights are: packages hold it, not tensors
     learns_states: bool = True  # a store of texts keeps what `needs` asks for of them, too
 
     def __init__(self, options: Any, spec: ModelSpec, vocab: VocabMap | None = None) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from specctl.core.batch import TrainBatch
 from specctl.core.drafter import Drafter
-from specctl.core.errors import RecipeError, SpecctlError
+from specctl.core.errors import IncompatibleError, RecipeError, SpecctlError
 from specctl.recipes.schema import TrainPart
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.stats import Stats
@@ -91,6 +91,14 @@ class RolloutDrafter:
         self._policy, self._tree, self._rule = policy, tree, rule
         self.sampling, self.settings, self.batch = sampling, settings, batch
         target = policy.now()
+        if drafter.file is not None:
+            raise IncompatibleError(
+                "the weights of a GGUF file are not trained in place",
+                found=drafter.file.name,
+                expected="a drafter whose package holds tensors",
+                do=f"specctl train-draft --recipe distill --init {drafter.file}, then load its "
+                "package",
+            )
         self.drafter = at_temperature(drafter, sampling.temperature).to(
             target.device, torch.float32
         )

@@ -176,10 +176,11 @@ def _package(console: Console, path: Path) -> tuple[dict[str, Any], list[str]]:
     mark, dtype = manifest.verification, manifest.target.dtype
     size = sum(record.bytes for record in manifest.files.values())
     damaged = _warn_of_damage(console, path, manifest)
+    numbers = manifest.dtype if manifest.held_file is None else "as a GGUF file packs them"
     rows: list[tuple[str, object]] = [
         ("kind", f"package ({manifest.format}, format {manifest.format_version})"),
         ("family", manifest.family),
-        ("parameters", f"{manifest.parameters:,} ({manifest.dtype}, {size:,} bytes)"),
+        ("parameters", f"{manifest.parameters:,} ({numbers}, {size:,} bytes)"),
         ("target", _target_text(manifest.target)),
         ("vocabulary", f"{vocab.draft_size:,} of {vocab.target_size:,} tokens"),
         ("verification", f"{stamp(mark, dtype)}: {meaning(mark, dtype)}"),

@@ -29,7 +29,7 @@ from specctl.core.vocab import VocabMap
 from specctl.drafters.frames.text_alone import text_alone
 from specctl.drafters.losses.align import aim
 from specctl.drafters.losses.head_losses import LinearHead, head_loss, teacher_logits, with_stretch
-from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows
+from specctl.drafters.nets.heads import cut_rows, fitting_rows, head_rows, kept_rows
 from specctl.drafters.nets.options import ADDED, SERVED, CompareOptions
 from specctl.drafters.nets.routed import add_router, check_routing, cut_router, with_router
 from specctl.drafters.option_checks import Within
@@ -38,6 +38,7 @@ from specctl.drafters.states.recurrent_lm_state import FILL_CHUNK, RecurrentLmSt
 from specctl.drafters.states.short_context import LEAST, ShortContextState
 from specctl.models.hf.from_config import WHERE, lm_from, move, tied_names
 from specctl.models.llama.fast_llama import FastLlama, LlamaModel, LlamaShape
+from specctl.models.llama.fewer_rows import with_packed_rows
 from specctl.models.rope import rope_of
 
 
@@ -312,7 +313,14 @@ class SmallLm(Drafter):
     def _tied(self) -> Mapping[str, str]:
         return {} if isinstance(self.module, LlamaModel) else tied_names(self.module)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether its matrices are in memory as a GGUF file packs them, and in no other form."""
+        return isinstance(self.module, LlamaModel) and self.module.packs.packed is not None
+
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Drafter:
+        if self.is_packed:
+            return self
         if not isinstance(self.module, LlamaModel):
             move(self.module, device, dtype)
             dtype = None
@@ -343,18 +351,30 @@ class SmallLm(Drafter):
         shape = replace(
             self.module.shape, tied=False, out_size=vocab.size, vocab_size=self.spec.vocab_size
         )
+        lm_spec = replace(self.lm.spec, vocab_size=self.spec.vocab_size)
+        if self.is_packed:
+            embedding_VD = self.module.model.embed_tokens.weight.detach()
+            embedding_VD = fitting_rows(embedding_VD, self.spec.vocab_size)
+            rows_K = kept_rows(self.vocab, vocab)
+            small = with_packed_rows(self.module, shape, embedding_VD, rows_K)
+            options, lm = replace(self.options, tied=False), FastLlama(small, lm_spec)
+            cut = type(self)(options, self.spec, vocab, lm.in_bits("packed"))
+            cut.file = self.file
+            return cut
+        weights, options = cut_router(self.module, self.options, self.vocab, vocab)
         rotary = self.module.rotary
         small = LlamaModel(shape, rotary.inv_freq, rotary.scale)
-        weights, options = cut_router(self.module, self.options, self.vocab, vocab)
         head_KD = self.module.head_weight
         weights["lm_head.weight"] = cut_rows(head_KD.detach(), self.vocab, vocab)
         embedding_VD = weights["model.embed_tokens.weight"]
         weights["model.embed_tokens.weight"] = fitting_rows(embedding_VD, self.spec.vocab_size)
-        lm_spec = replace(self.lm.spec, vocab_size=self.spec.vocab_size)
-        cut = type(self)(replace(options, tied=False), self.spec, vocab, FastLlama(small, lm_spec))
+        options = replace(options, tied=False)
+        cut = type(self)(options, self.spec, vocab, FastLlama(small, lm_spec))
         small.to(device=head_KD.device, dtype=head_KD.dtype)
         small.load_state_dict(weights)
-        cut._is_fresh = self._is_fresh
+        cut._is_fresh, cut.file = self._is_fresh, self.file
+        if cut.file is not None:  # nobody is to train what the file will not hold
+            small.requires_grad_(False)
         return cut
 
     def loss(self, batch: TrainBatch) -> LossOut:

@@ -94,8 +94,13 @@ def fitting_rows(embedding_VD: Tensor, size: int) -> Tensor:
 
 def cut_rows(weight_KD: Tensor, old: VocabMap | None, new: VocabMap) -> Tensor:
     """Rows of a draft head for a smaller vocabulary; every kept id must be speakable now."""
+    return weight_KD[kept_rows(old, new).to(weight_KD.device)].clone()
+
+
+def kept_rows(old: VocabMap | None, new: VocabMap) -> Tensor:
+    """Which rows of a draft head the ids of a smaller vocabulary have."""
     if old is None:
-        return weight_KD[new.ids_K.to(weight_KD.device)].clone()
+        return new.ids_K
     rows_K = old.to_draft()[new.ids_K.to(old.ids_K.device)]
     if bool((rows_K < 0).any()):
         raise IncompatibleError(
@@ -104,4 +109,4 @@ def cut_rows(weight_KD: Tensor, old: VocabMap | None, new: VocabMap) -> Tensor:
             expected="a subset of the present draft vocabulary",
             do="trim from the untrimmed drafter",
         )
-    return weight_KD[rows_K.to(weight_KD.device)].clone()
+    return rows_K

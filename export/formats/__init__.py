@@ -220,7 +220,7 @@ def export(
     manifest = read_manifest(folder)
     form = find_format(to, manifest.family)
     check_store(store, form.name)
-    drafter = read_package(folder, target, allow).to(target.device)  # in its own dtype
+    drafter = read_package(folder, target, allow, widened=True).to(target.device)  # in its dtype
     beside = _beside(manifest, target)
     source = ExportSource(folder, beside, drafter, target, tuple(allow), engine_python, store)
     form.fits(source)

@@ -17,7 +17,7 @@ from specctl.export.formats import ExportSource, Format
 from specctl.export.package.card import adapter_flags, given_target
 from specctl.export.package.folder import package_tensors
 from specctl.export.package.load import read_package
-from specctl.export.package.manifest import WEIGHTS, check_files
+from specctl.export.package.manifest import CARD, WEIGHTS, check_files
 from specctl.export.package.target_rows import rows_left_out
 from specctl.export.package.tensors import (
     MAP_NAMES,
@@ -44,8 +44,10 @@ def fits(source: ExportSource) -> None:
 def write(source: ExportSource, folder: Path) -> None:
     if source.store is not None:
         write_tensors(_stored(source), folder / WEIGHTS)
-    elif WEIGHTS in source.manifest.files:
-        shutil.copyfile(source.folder / WEIGHTS, folder / WEIGHTS)
+        return
+    for name in source.manifest.files:
+        if name != CARD:
+            shutil.copyfile(source.folder / name, folder / name)
 
 
 def fields(source: ExportSource) -> dict[str, Any]:
@@ -62,10 +64,14 @@ def fields(source: ExportSource) -> dict[str, Any]:
 
 
 def notes(source: ExportSource) -> tuple[str, ...]:
-    if source.store in (None, source.manifest.dtype):
+    if source.store is None:
         return ()
+    if source.store == source.manifest.dtype and source.manifest.held_file is None:
+        return ()
+    held = source.manifest.held_file
+    were = f"trained in {source.manifest.dtype}" if held is None else "packed in a GGUF file"
     return (
-        f"The weights were trained in {source.manifest.dtype} and are stored in {source.store}; "
+        f"The weights were {were} and are stored in {source.store}; "
         "the acceptance above was measured before they were rounded.",
     )
 
@@ -78,14 +84,15 @@ def check(source: ExportSource, folder: Path) -> None:
         compare_tensors(_as_read(source, found), found)
         return
     fresh, old = check_files(folder).files, source.manifest.files
-    if fresh.get(WEIGHTS) != old.get(WEIGHTS):
-        raise GateError(
-            "the copy of the weights differs from the source",
-            found=str(fresh.get(WEIGHTS)),
-            expected=str(old.get(WEIGHTS)),
-            do="run the export again; check the disk if it happens twice",
-        )
-    loaded = read_package(folder, source.target, source.allow)
+    for name in sorted((fresh.keys() | old.keys()) - {CARD}):
+        if fresh.get(name) != old.get(name):
+            raise GateError(
+                "the copy of the weights differs from the source",
+                found=str(fresh.get(name)),
+                expected=str(old.get(name)),
+                do="run the export again; check the disk if it happens twice",
+            )
+    loaded = read_package(folder, source.target, source.allow, widened=True)
     compare_tensors(package_tensors(source.drafter), package_tensors(loaded))
 
 

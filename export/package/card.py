@@ -78,9 +78,10 @@ def _front(manifest: Manifest) -> str:
 def _summary(manifest: Manifest) -> str:
     vocabulary, size = manifest.vocabulary, _count(manifest.parameters)
     title = _TITLES.get(manifest.format, f"folder in the format {manifest.format}")
+    numbers = manifest.dtype if manifest.held_file is None else "as a GGUF file packs them"
     text = (
         f"# Draft model for {shown_target(manifest)}\n\n"
-        f"A drafter of family `{manifest.family}` ({size} parameters, {manifest.dtype}) for "
+        f"A drafter of family `{manifest.family}` ({size} parameters, {numbers}) for "
         f"speculative decoding, as a {title}. "
     )
     if manifest.verification == "lossless":
@@ -224,6 +225,11 @@ def _licence(manifest: Manifest) -> str:
             f"## Licence\n\nThese weights are published under {manifest.license}. They derive from "
             f"{shown_target(manifest)}, on whose outputs or hidden states they were trained; its "
             "licence and notices apply to them, too."
+        )
+    if manifest.held_file is not None:
+        return (
+            f"## Licence\n\nThe weights are those of {manifest.held_file}, byte for byte, and "
+            "stand under its licence. Set `license` above before you publish."
         )
     return (
         "## Licence\n\n"

@@ -105,7 +105,10 @@ def _as_loaded(tensors: Mapping[str, Tensor], target: Target) -> dict[str, Tenso
 
 
 def _served(drafter: Drafter, target: Target) -> Drafter:
-    """A copy in the dtype that loading gives, so that rounding does not pass for damage."""
+    """A copy in the dtype that loading gives, so that rounding does not pass for damage; the model
+    of a GGUF file is read in one way."""
+    if drafter.file is not None:
+        return drafter
     return copy.deepcopy(drafter).to(target.device, target.dtype)
 
 

@@ -51,7 +51,10 @@ from specctl.runtime.target.target import Target
 CARRIED = "mtp"  # the family whose drafter a target may carry in its own checkpoint
 CARRIED_SERVE = {"policy": "chain", "length": 3}
 USUAL_LENGTH = 5  # of a member that says nothing
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
+_WANTED = [
+    "*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md",
+    "model.gguf", "model-*-of-*.gguf",  # of packages (held_file.py)
+]  # fmt: skip
 
 
 class Kind(StrEnum):

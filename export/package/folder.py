@@ -1,6 +1,7 @@
 """Our own package folder: written whole or not at all, loaded only by the target it was made for.
 
     model.safetensors   the drafter's own weights (never the target's), d2t and t2d when trimmed
+    model.gguf          in place of weights: the file whose model the drafter is (held_file.py)
     manifest.json       everything else a loader must know; see docs/package-format.md
     README.md           the model card, written from the manifest
 
@@ -32,6 +33,7 @@ from specctl.export.package.atomic import new_folder
 from specctl.export.package.card import render_card
 from specctl.export.package.compat import check_allow
 from specctl.export.package.files import check_name
+from specctl.export.package.held_file import hold, num_parameters
 from specctl.export.package.manifest import (
     CARD,
     FORMAT_VERSION,
@@ -77,7 +79,8 @@ def save_package(
     An older package there is replaced in one step; anything else there is refused.
     """
     tensors = package_tensors(drafter)
-    refuse_unbuildable(drafter)
+    if drafter.file is None:
+        refuse_unbuildable(drafter)
     left_out = rows_left_out(drafter, target, tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     about = describe(drafter, target, tensors)
@@ -94,6 +97,8 @@ def save_package(
         if tensors:
             write_tensors(tensors, folder / WEIGHTS)
             compare_tensors(tensors, load_file(folder / WEIGHTS))
+        if drafter.file is not None:
+            hold(drafter.file, folder)
         return seal_folder(folder, about)
 
 
@@ -140,6 +145,7 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
     """The fields of a manifest that follow from the drafter and its target."""
     needs, vocab, spec = drafter.needs(), drafter.vocab, drafter.spec
     own = {n: t for n, t in tensors.items() if n not in MAP_NAMES}
+    count = sum(t.numel() for t in own.values() if t.is_floating_point())
     return {
         "format_version": FORMAT_VERSION,
         "format": "specctl",
@@ -148,7 +154,7 @@ def describe(drafter: Drafter, target: Target, tensors: Mapping[str, Tensor]) ->
         "options": asdict(drafter.options),
         "spec": spec.to_json(),
         "dtype": widest_float(own),
-        "parameters": sum(t.numel() for t in own.values() if t.is_floating_point()),
+        "parameters": count if drafter.file is None else num_parameters(drafter),
         "target": target_record(target),
         "tokenizer": target.tokenizer_fingerprint,
         "chat_template": target.template_digest,
@@ -211,8 +217,9 @@ def _repo(name: str) -> str | None:
 
 
 def package_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """What a package stores, on the CPU: own weights and the vocabulary maps; all finite."""
-    tensors = drafter.tensors()
+    """What a package stores as tensors, on the CPU: own weights and the vocabulary maps; all
+    finite. Of the model of a GGUF file the maps alone."""
+    tensors = drafter.tensors() if drafter.file is None else {}
     clash = [name for name in MAP_NAMES if name in tensors]
     assert not clash, f"{drafter.family} stores {clash} itself; the package writes them"
     whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}

@@ -38,12 +38,15 @@ from specctl.export.package.compat import (
     raise_first,
 )
 from specctl.export.package.files import open_folder
+from specctl.export.package.held_file import held_drafter
 from specctl.export.package.manifest import (
     CARD,
     MANIFEST,
+    MODEL,
     WEIGHTS,
     Manifest,
     check_files,
+    is_held_name,
     read_manifest,
     refuse_export,
     written_by,
@@ -68,16 +71,22 @@ REMOVED: Mapping[str, Mapping[str, object]] = {
 
 
 def load_package(path: Path, target: Target, allow: Sequence[str] = ()) -> Drafter:
-    """The drafter of a package folder, after every check; on the target's device and dtype."""
-    drafter = read_package(path, target, allow).to(target.device, target.dtype)
+    """The drafter of a package folder, after every check; on the target's device and dtype (a GGUF
+    file that a package holds is read as any)."""
+    drafter = read_package(path, target, allow)
+    if drafter.file is None:
+        drafter = drafter.to(target.device, target.dtype)
     if note := other_numbers(read_manifest(path), target):
         drafter.note = f"{drafter.note}; {note}" if drafter.note else note
     return drafter
 
 
-def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -> Drafter:
+def read_package(
+    path: Path, target: Target | None, allow: Sequence[str] = (), widened: bool = False
+) -> Drafter:
     """The drafter of a package folder, after every check; on the CPU, in the dtype it is stored, or
-    in that of the target's rows where these are wider and left out of the package.
+    in that of the target's rows where these are wider and left out of the package; that of a GGUF
+    file as files are read, or `widened`: as float32, to be trained or written in another form.
     Without a target the package is read as it is, fitting or not."""
     folder = open_folder(path)
     manifest = check_files(folder)
@@ -89,8 +98,14 @@ def read_package(path: Path, target: Target | None, allow: Sequence[str] = ()) -
     vocab = _vocab(manifest, tensors)
     if target is not None:
         _check_eos(manifest, vocab, target, allow)
-    _check_modest(manifest, len(tensors))
+    held = manifest.held_file
+    if held is None:
+        _check_modest(manifest, len(tensors))
     options = parse_options(family, manifest.options)
+    if held is not None:
+        parts = DrafterParts(family, options, manifest.model_spec, vocab, {})
+        with _building():
+            return held_drafter(manifest, folder / held, parts, target, widened)
     _check_architecture(manifest, tensors)
     own = {name: t for name, t in tensors.items() if name not in MAP_NAMES}
     own = with_target_rows(manifest, own, vocab, target)
@@ -254,12 +269,12 @@ def _check_architecture(manifest: Manifest, tensors: Mapping[str, Tensor]) -> No
 
 
 def _tensors(manifest: Manifest, folder: Path) -> dict[str, Tensor]:
-    unknown = sorted(set(manifest.files) - {WEIGHTS, CARD})
+    unknown = sorted(n for n in manifest.files if n not in (WEIGHTS, CARD) and not is_held_name(n))
     if unknown:
         raise IntegrityError(
             "the package lists files that this format does not have",
             found=unknown[0],
-            expected=f"{WEIGHTS} and {CARD}",
+            expected=f"{WEIGHTS}, {CARD}, {MODEL}.gguf",
             do="get the package again",
         )
     if WEIGHTS not in manifest.files:

@@ -47,6 +47,8 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 CARD = "README.md"
+MODEL = "model"  # of a GGUF file in place of weights, or its parts
+_HELD = re.compile(rf"{MODEL}(-\d{{5}}-of-\d{{5}})?\.gguf")
 LOADABLE = ("specctl", "hf")  # formats that specctl itself drafts with
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -216,6 +218,11 @@ class Manifest(Record):
         return self.format in LOADABLE
 
     @property
+    def held_file(self) -> str | None:
+        """The GGUF file that the package holds in place of weights, or its first part."""
+        return min(filter(is_held_name, self.files), default=None)
+
+    @property
     def model_spec(self) -> ModelSpec:
         """The shape of the target for which the drafter was built."""
         return ModelSpec.from_json(dict(self.spec))
@@ -247,6 +254,11 @@ class Manifest(Record):
         body = self.to_json()
         del body["digest"]
         return hashlib.sha256(_spell(body)).hexdigest()
+
+
+def is_held_name(name: str) -> bool:
+    """Whether a package may hold a GGUF file, or a part of one, under that name."""
+    return _HELD.fullmatch(name) is not None
 
 
 _SPEC = TypeAdapter(ModelSpec)

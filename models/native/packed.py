@@ -17,7 +17,7 @@ Letters: I input width, O output width, Q picked rows, X any axes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -106,6 +106,22 @@ class PackedMatrix:
             return _widened(strip_X, about)[: self.rows]
         sides_QXI = _widened(strip_X[picked_Q // SIDE], about).view(len(picked_Q), SIDE, -1)
         return sides_QXI[torch.arange(len(picked_Q)), picked_Q % SIDE]
+
+    def picked(self, picked_Q: Tensor) -> PackedMatrix:
+        """These outputs alone, in that order, bit for bit as they are packed here."""
+        count, body = len(picked_Q), self.data[HEADER:]
+        if self.type in FLOATS:
+            rows_QX = body.view(self.rows, -1)[picked_Q].flatten()
+            return replace(self, rows=count, data=torch.cat([self.data[:HEADER], rows_QX]))
+        strip, at_X = TYPES[self.type].strip(self.columns), _bytes_of_sides(self.type, self.columns)
+        rows_OX = body.view(-1, strip)[:, at_X].flatten(0, 1)
+        strips = -(-count // SIDE)
+        row_X = rows_OX.new_zeros(strips * SIDE, rows_OX.shape[1])
+        row_X[:count] = rows_OX[picked_Q]
+        data = torch.empty(HEADER + strips * strip, dtype=torch.uint8)
+        data[:HEADER] = self.data[:HEADER]
+        data[HEADER:].view(strips, strip)[:, at_X] = row_X.view(strips, SIDE, -1)
+        return replace(self, rows=count, data=data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +222,20 @@ def _widened(strip_X: Tensor, about: PackedType) -> Tensor:
     wide = number * scale
     wide = wide + least[0] if least else wide
     return wide.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _bytes_of_sides(type: str, columns: int) -> Tensor:
+    """Where in a strip the bytes of each of its 16 outputs lie [16, X]: no byte is of two."""
+    about = TYPES[type]
+
+    def side(size: int, width: int) -> Tensor:
+        return torch.arange(size) // width % SIDE
+
+    record = torch.cat([side(about.lines, FOUR), side(about.scales, 1 if about.has_wholes else 2)])
+    if about.has_wholes:
+        record = torch.cat([side(about.front, 2), record.repeat(WHOLES)])
+    whole = record.repeat(about.strip(columns) // len(record))
+    return whole.argsort(stable=True).view(SIDE, -1)
 
 
 def _whole(line_X: Tensor, about: PackedType) -> Tensor:

@@ -53,7 +53,7 @@ def test_a_folder_that_holds_it_is_the_same_draft(small: Path) -> None:
 
 
 def test_its_vocabulary_is_trimmed(small: Path, tmp_path: Path) -> None:
-    """Packed rows are widened to be cut."""
+    """Its rows are cut as they are packed, for a packed target too (test_held_file.py)."""
     target, out = load_target(str(small)), tmp_path / "trimmed"
     done = vocab_trim(
         str(small), out, target=target, size=512, num_prompts=1, max_new_tokens=8,

@@ -67,6 +67,24 @@ def test_the_numbers_are_those_of_the_file(name: str) -> None:
             assert (matrix.data.nbytes - 64) * 8 == bits * rows * columns
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", [*TYPES, *FLOATS])
+def test_picked_outputs_are_those_of_the_file_alone(name: str) -> None:
+    """As if the file had no others; what is behind the last is nothing."""
+    torch.manual_seed(0)
+    for rows, columns in ((37, 32), (70, 50)) if name in FLOATS else shapes(name):
+        wide = torch.randn(rows, columns)
+        dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(name, torch.float32)
+        given = blocks(name, rows, columns) if name in TYPES else wide.to(dtype).view(torch.uint8)
+        matrix = from_gguf(given, name, rows, columns)
+        for picked in (torch.arange(rows), torch.arange(0, rows, 2), torch.tensor([rows - 1, 0])):
+            found = matrix.picked(picked)
+            alone = from_gguf(given[picked], name, len(picked), columns)
+            assert (found.type, found.rows, found.columns) == (name, len(picked), columns)
+            assert torch.equal(found.widened(), matrix.widened(picked))
+            assert torch.equal(found.data, alone.data)
+
+
 @pytest.mark.parametrize("name", FLOATS)
 def test_matrices_that_are_not_quantised_are_held_in_float32(name: str) -> None:
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from specctl.core.drafter import Drafter
 from specctl.core.vocab import VocabMap
+from specctl.drafters.lm.small_lm import SmallLm
+from specctl.models.llama.fast_llama import FastLlama
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost import measure_costs
@@ -117,7 +119,11 @@ def _longest(
 def moved_bytes(drafter: Drafter, target: Target) -> int:
     """Bytes of weights that one draft call reads: its own, a borrowed LM head, but not the input
     embedding, of which only rows are read (unless it serves as the LM head). Of a routed head the
-    picked groups count, of one with a shortlist the rough scores and the candidates."""
+    picked groups count, of one with a shortlist the rough scores and the candidates; of matrices
+    as a GGUF file packs them, these blocks."""
+    if isinstance(drafter, SmallLm) and drafter.is_packed:
+        assert drafter.lm.token_bytes is not None
+        return drafter.lm.token_bytes
     weights = {n: t for n, t in drafter.tensors().items() if t.is_floating_point()}
     num_rows = target.spec.vocab_size if drafter.vocab is None else drafter.vocab.size
     heads = {n for n, t in weights.items() if t.dim() == 2 and t.shape[0] == num_rows}
@@ -152,6 +158,9 @@ def _read_share(drafter: Drafter, rows: int, width: int) -> float:
 
 def target_bytes(target: Target) -> int:
     """Bytes of weights that one target step reads; the embedding counts as the LM head it feeds."""
+    if isinstance(target.lm, FastLlama) and target.lm.bits == "packed":
+        assert target.lm.token_bytes is not None
+        return target.lm.token_bytes
     weight = target.borrowed().embedding_VD
     total = sum(p.numel() * p.element_size() for p in target.lm.module.parameters())
     is_tied = target.borrowed().head_VD.data_ptr() == weight.data_ptr()

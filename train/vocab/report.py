@@ -14,6 +14,7 @@ from typing import Any
 
 from specctl.core.errors import SpecctlError
 from specctl.core.messages.installed import pip_install
+from specctl.core.messages.sizes import size_text
 from specctl.runtime.measure.stats import memory_bound_speedup
 from specctl.train.vocab.candidates import TrimChoice, TrimTrial
 from specctl.train.vocab.measure import HeadCost, MeasuredDrafter
@@ -23,10 +24,11 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Sequential draft calls of a round, and draft bytes / target bytes of each."""
+    """Sequential draft calls of a round, draft bytes / target bytes of each, and the former."""
 
     calls: int
     byte_ratio: float
+    draft_bytes: int
 
     def mbsu(self, tau: float) -> float:
         return memory_bound_speedup(tau, self.calls, self.byte_ratio)
@@ -210,6 +212,7 @@ class TrimReport:
                 for point in self.curve
             ],
             "byte_ratio": {"before": before.moved.byte_ratio, "after": after.moved.byte_ratio},
+            "draft_bytes": {"before": before.moved.draft_bytes, "after": after.moved.draft_bytes},
             "mbsu": {
                 "before": before.moved.mbsu(before.measured.tau),
                 "after": after.moved.mbsu(after.measured.tau),
@@ -233,6 +236,7 @@ class TrimReport:
         domains = ", ".join(f"{name} {value:.2%}" for name, value in self._worst_first())
         before, after = self.before.measured, self.after.measured
         ratios = [side.moved.byte_ratio for side in (self.before, self.after)]
+        sizes = [size_text(side.moved.draft_bytes) for side in (self.before, self.after)]
         mbsu = [side.moved.mbsu(side.measured.tau) for side in (self.before, self.after)]
         return [
             f"{verdict} ({self.special} special, {self.unseen:,} never seen), "
@@ -242,6 +246,7 @@ class TrimReport:
             f"tau {before.tau:.3f} -> {after.tau:.3f}, alpha {before.alpha:.3f} -> "
             f"{after.alpha:.3f}, {before.tokens_per_second:,.0f} -> "
             f"{after.tokens_per_second:,.0f} tok/s",
+            f"weights of a draft call: {sizes[0]} -> {sizes[1]}",
             f"MBSU {mbsu[0]:.3f} -> {mbsu[1]:.3f} (c {ratios[0]:.4f} -> {ratios[1]:.4f}, "
             f"g {self.after.moved.calls}; {MBSU_FORMULA})",
             *self.domain_table(),

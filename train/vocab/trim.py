@@ -132,8 +132,9 @@ def _report(job: VocabCandidates, trials: Sequence[TrimTrial], best: Drafter) ->
 def _side(
     job: VocabCandidates, drafter: Drafter, measured: MeasuredDrafter, choice: TrimChoice
 ) -> Side:
-    ratio = moved_bytes(drafter, job.target) / target_bytes(job.target)
-    moved = Moved(draft_calls(drafter, job.policy_of(choice)), ratio)
+    size = moved_bytes(drafter, job.target)
+    ratio = size / target_bytes(job.target)
+    moved = Moved(draft_calls(drafter, job.policy_of(choice)), ratio, size)
     return Side(measured, job.cost_of(choice), choice.size, moved)
 
 
