@@ -39,7 +39,7 @@ from specctl.drafters.option_checks import Options, Within, check_options
 from specctl.drafters.states.borrowed_state import BorrowedState
 from specctl.drafters.states.plane_kv import PlaneKV
 from specctl.models.llama.fast_llama import FastLlama
-from specctl.models.native.library import no_int8
+from specctl.models.native.library import has_bfloat16_tiles, no_int8
 
 FULL = 16  # bits that say: as it is
 LARGE = 64e6  # bytes of weights that no cache of a CPU holds
@@ -47,8 +47,11 @@ LARGE = 64e6  # bytes of weights that no cache of a CPU holds
 
 def pays_rounded(lm: LanguageModel) -> bool:
     """Whether drafting with weights of 4 bits is cheaper than reading the target's own: on a CPU
-    whose compiled step reads both, those of float32 and too many for a cache."""
-    if not isinstance(lm, FastLlama) or lm.device.type != "cpu" or lm.dtype != torch.float32:
+    whose compiled step reads both, those of float32, or of bfloat16 where rounds of it are cheap,
+    and too many for a cache."""
+    if not isinstance(lm, FastLlama) or lm.device.type != "cpu":
+        return False
+    if lm.dtype != torch.float32 and not (lm.dtype == torch.bfloat16 and has_bfloat16_tiles()):
         return False
     if lm.bits is not None or lm.int4 is not None or no_int8() is not None or not lm.steps:
         return False

@@ -207,6 +207,12 @@ def no_int8() -> str | None:
     return None if found.functions.has_int8() else "a CPU without AVX2"
 
 
+def has_bfloat16_tiles() -> bool:
+    """Whether a round of several rows in bfloat16 takes about as long as one of one: with AMX."""
+    found = library()
+    return found.functions is not None and bool(found.functions.has_bfloat16_tiles())
+
+
 def is_to_be_built() -> bool:
     """Whether the first forward on a CPU will compile: worth a word to who waits."""
     kept = _kept()

@@ -689,6 +689,9 @@ extern "C" int has_threads() {
 #endif
 }
 // Whether the processor multiplies numbers of 8 bits faster than wider ones.
+// Whether several rows of bfloat16 take about as long as one (tiles.h).
+extern "C" int has_bfloat16_tiles() { return has_tiles(); }
+
 extern "C" int has_int8() {
 #if defined(__AVX512VNNI__) || defined(__AVX2__)
     return 1;

@@ -275,6 +275,10 @@ class Scheduler:
         began = time.perf_counter()
         # States cannot stand behind roots that a failed round gives back.
         may_have_roots = self.chunk is None and not self.reader.kv.holds_state
+        # On a CPU rounds have one order of sums, and prompts may have another. In 16 bits that can
+        # decide between two tokens, so a root is read by its round, as it is beside a draft.
+        target = self.reader.target
+        may_have_roots &= target.device.type != "cpu" or target.dtype.itemsize != 2
         with_roots = may_have_roots and not self.rows and self.planner.first_is_free
         while self.waiting and self.free:
             self.prefilling.append(self._take_slot(*self.waiting.popleft(), with_roots))

@@ -51,6 +51,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "trimmed head": {"tied": False, "out_size": 30},
 }
 WIDE = {"hidden_size": 278, "intermediate_size": 301}
+# Inputs in whole steps, an even and an odd number of them: with AMX its tiles multiply them.
+TILED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
 def make(dtype: torch.dtype = torch.float32, **fields: Any) -> FastLlama:
@@ -157,6 +159,17 @@ def test_in_bfloat16_a_prompt_is_read_as_its_tokens_are_one_by_one(
     one_by_one = [forward(lm, kv, ids[:, i : i + 1], [i]).logits_BTV for i in range(40)]
     assert whole is not None
     assert torch.equal(whole, torch.cat([each for each in one_by_one if each is not None], 1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [{}, TILED])
+def test_in_bfloat16_it_is_near_the_same_weights_in_float32(shape: dict[str, int]) -> None:
+    narrow = make(torch.bfloat16, **shape)
+    wide = FastLlama(make(**shape).module.to(torch.bfloat16).float(), narrow.spec)
+    for width in (1, 5, 16, 17, 31):
+        ids = torch.randint(0, VOCAB, (1, width))
+        own, other = (forward(lm, lm.new_kv(1, 48), ids, [0]).logits_BTV for lm in (narrow, wide))
+        assert distance(own, other) < 0.02
 
 
 @pytest.fixture
@@ -279,7 +292,7 @@ def test_of_a_run_no_mask_is_made_and_of_other_tokens_the_mask_counts() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "packed"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "tiled", "int8", "int4", "packed"])
 @pytest.mark.parametrize("amx", [False, True])
 def test_rounds_of_any_width_are_their_tokens_one_by_one(
     kind: str, amx: bool, monkeypatch: pytest.MonkeyPatch
@@ -290,7 +303,8 @@ def test_rounds_of_any_width_are_their_tokens_one_by_one(
     if kind == "packed":
         lm = packed_models()[-1]
     else:
-        lm = make(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        dtype = torch.bfloat16 if kind in ("bfloat16", "tiled") else torch.float32
+        lm = make(dtype, **(TILED if kind == "tiled" else {}))
         lm = lm.in_bits(int(kind[3:])) if kind.startswith("int") else lm
     ids, kv = torch.randint(0, VOCAB, (1, 32)), lm.new_kv(1, 48)
     each = [forward(lm, kv, ids[:, i : i + 1], [i]).logits_BTV for i in range(32)]
@@ -424,9 +438,9 @@ needs_x86 = pytest.mark.skipif(
 
 @needs_compiler
 @needs_x86
-@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "x86-64-v4", "sapphirerapids"])
 def test_it_compiles_for_registers_of_every_width(processor: str) -> None:
-    """Without code: what this processor has is built here, others are not."""
+    """Without code: what this processor has is built here, others are not. The last has tiles."""
     compiler = built._compiler()
     assert compiler is not None
     words = [compiler, *built.FLAGS, "-fsyntax-only", f"-march={processor}", str(built.SOURCE)]

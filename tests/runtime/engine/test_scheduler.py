@@ -301,3 +301,32 @@ def test_every_row_drafts_as_deep_as_the_batch_policy_says(target, name):
     for index, request in enumerate(requests):
         assert tuple(stage.got[index]) == alone(target, request)
         assert len(stage.done[index].stats.tested_at) <= 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "read"), [(torch.float32, [12, 1, 1]), (torch.bfloat16, [11, 1, 1, 1])]
+)
+def test_in_16_bits_the_last_of_a_prompt_is_read_as_it_is_beside_a_draft(
+    make_target, monkeypatch, dtype, read
+):
+    """Prompts may be summed in another order than rounds, which can decide between two tokens: a
+    text without drafts was another one than with drafts, whose round reads the last token."""
+    target, fed = make_target(num_layers=2, dtype=dtype), []
+    run = target.lm.run
+    monkeypatch.setattr(target.lm, "run_width", lambda rows, width: width)
+
+    def recorded(feed, kv):
+        fed.append(feed.ids_BT.shape[1])
+        return run(feed, kv)
+
+    monkeypatch.setattr(target.lm, "run", recorded)
+    forward = target.lm.forward
+
+    def step(ids_BT, *given, **named):
+        fed.append(ids_BT.shape[1])
+        return forward(ids_BT, *given, **named)
+
+    monkeypatch.setattr(target.lm, "forward", step)
+    made = generate(target, [list(range(1, 13))], sampling=Sampling(max_new_tokens=3))
+    assert len(made.outputs[0].token_ids) == 3
+    assert fed == read
