@@ -47,7 +47,7 @@ def load_target(
     `device_map`: auto, balanced, cpu-offload, or a map as JSON text or in a .json file, for a
     target that one device does not hold; `tensor_parallel`: spread over torchrun's processes.
     `compile`: rounds are recorded in fixed shapes (CUDA graphs); None: on a GPU, where our own
-    forward reads the target. `mix`: LAW[:NUMBER...]=MODEL, a target whose law is made of both
+    forward reads the target. `mix`: METHOD[:NUMBER...]=MODEL, a target made of both
     (docs/verification.md). `images`: a multimodal target with its vision, which reads images; else
     its text side alone.
     A transformers model is frozen, put in evaluation mode and used as it is, with `tokenizer`, else

@@ -222,10 +222,10 @@ class AnsweringChoice(TargetChoice):
         str | None,
         target_option(
             "--mix",
-            metavar="LAW=MODEL",
-            help="Answer by a law of two models, not by the target's own: contrast:0.5:0.1=MODEL, "
-            "average, product or switch; entropy, reward or reward-budget: in turns; specpc or "
-            "speckv: behind a part of the prompt (docs/verification.md).",
+            metavar="METHOD=MODEL",
+            help="Answer with two models instead of the target alone: mixed, by "
+            "contrast:0.5:0.1=MODEL, average, product or switch; in turns, by entropy, reward or "
+            "reward-budget; on a part of the prompt, by specpc or speckv (docs/verification.md).",
         ),
     ] = None
 

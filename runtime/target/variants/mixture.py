@@ -1,6 +1,6 @@
 """Mixtures: targets whose law is made of p, the target's own, and q, that of a model beside it.
 
-`--mix LAW=MODEL`, with the law's numbers behind colons: `contrast:0.5:0.1=qwen2.5-0.5b`. Drafts for
+`--mix METHOD=MODEL`, with the method's numbers after colons: `contrast:0.5:0.1=qwen2.5-0.5b`. Drafts for
 a mixture are verified against the mixture's law, so drafted and plain decoding have one law; but it
 is another than the target's, which every result says. With the numbers that `exact` gives it is the
 target's own.
@@ -286,7 +286,7 @@ class Mixture:
 
 
 def parse(word: str) -> Mixture:
-    """`LAW[:NUMBER...]=MODEL`; RecipeError for anything else."""
+    """`METHOD[:NUMBER...]=MODEL`; RecipeError for anything else."""
     law, _, model = word.partition("=")
     name, *given = law.split(":")
     if name not in _KNOWN or not model:
@@ -294,7 +294,7 @@ def parse(word: str) -> Mixture:
             "this names no mixture of two models",
             where="--mix",
             found=ascii(word)[:120],
-            expected=f"LAW=MODEL, with a law of {', '.join(_KNOWN)}",
+            expected=f"METHOD=MODEL, with a method of {', '.join(_KNOWN)}",
             do="write --mix contrast:0.5:0.1=MODEL",
         )
     known = _KNOWN[name].numbers
@@ -313,7 +313,7 @@ def parse(word: str) -> Mixture:
     except ValueError as error:
         expected = (f"{each} ({least:g} to {most:g})" for each, _, least, most in known)
         raise RecipeError(
-            f"the law {name} has other numbers",
+            f"{name} has other numbers",
             where="--mix",
             found=ascii(law)[:120],
             expected=":".join([name, *expected]),
@@ -344,6 +344,6 @@ def alone(mixture: Mixture) -> IncompatibleError:
         f"{what} cannot be used here",
         where="--mix",
         found=mixture.law_text,
-        expected="specctl generate or bench, or a law of " + ", ".join(LAWS),
+        expected="specctl generate or bench, or one of " + ", ".join(LAWS),
         do="leave out --mix",
     )
