@@ -33,7 +33,7 @@ def load_mixed(
     wanted: Sequence[AttentionOnly] = (),
     **how: Any,
 ) -> Target:
-    """`load_target`, and with `mix` (METHOD=MODEL) the mixture of that target and the model named, or
+    """`load_target`, and with `mix` (METHOD=MODEL) that target mixed with the model named, or
     what they write in turns. All are loaded alike; what does not go with a mixture is refused
     before anything is read."""
     if mix is None:

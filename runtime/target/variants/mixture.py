@@ -1,6 +1,6 @@
 """Mixtures: targets whose law is made of p, the target's own, and q, that of a model beside it.
 
-`--mix METHOD=MODEL`, with the method's numbers after colons: `contrast:0.5:0.1=qwen2.5-0.5b`. Drafts for
+`--mix METHOD=MODEL`, the method's numbers after colons: `contrast:0.5:0.1=qwen2.5-0.5b`. Drafts for
 a mixture are verified against the mixture's law, so drafted and plain decoding have one law; but it
 is another than the target's, which every result says. With the numbers that `exact` gives it is the
 target's own.
