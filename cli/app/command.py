@@ -233,7 +233,7 @@ RARE_PANELS = (
 )  # fmt: skip
 USUAL = {
     "--draft", "--length", "--adaptive", "--temperature", "--max-new-tokens", "--target", "--dtype",
-    "--device", "--json", "--quiet", "--gpus", "--steps", "--lr", "--batch-size",
+    "--device", "--json", "--quiet", "--gpus", "--steps", "--time", "--lr", "--batch-size",
     "--dry-run", "--resume", "--help-all", "--host", "--port", "--api-key-file", "--max-batch",
     "--max-len",
 }  # fmt: skip

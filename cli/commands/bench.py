@@ -98,12 +98,12 @@ def bench(
     """Measure tau, tokens per second and speed-up of drafters, interleaved in one process.
 
     Speed-ups are over plain decoding by specctl on the same target. The repetition rate of the
-    outputs is shown because text that loops flatters drafters that look things up.
+    outputs is shown because text that repeats itself favours drafters that copy.
 
-    --suite measures on the questions of papers, by category, those of a conversation turn by turn.
+    --suite measures on public question sets, by category, conversations turn by turn.
 
-    The cost of a round is measured and kept, and generate then chooses its draft lengths by it.
-    Here they stay as the drafter has them, as papers measure, unless --adaptive is given.
+    The cost of a round is measured and stored, so that generate can choose its draft lengths by it.
+    bench itself keeps the lengths of each drafter, as papers do, unless --adaptive is given.
 
     Examples:
 

@@ -350,8 +350,8 @@ def _compare(console: Console, job: GenerateJob) -> tuple[GenerateResult, dict[s
     why = doubts(speedup, fast.stats.tau, fast.stats.tokens)
     if why:
         console.warn(
-            f"the speed-up of {speedup:.2f} is no finding yet: {'; '.join(why)}; for one: specctl "
-            f"bench --target {job.target.name} {job.draft.name}"
+            f"the speed-up of {speedup:.2f} is not reliable: {'; '.join(why)}; measure it with: "
+            f"specctl bench --target {job.target.name} {job.draft.name}"
         )
     comparison = {
         "plain": base.stats.to_json(),

@@ -64,7 +64,7 @@ def serve(
     batching: Annotated[
         str,
         typer.Option(
-            help="How long each row of a batch drafts: " + ", ".join(BATCHINGS) + ".",
+            help="How many tokens each request drafts: " + ", ".join(BATCHINGS) + ".",
         ),
     ] = "auto",
     record: Annotated[
@@ -84,7 +84,7 @@ def serve(
         float | None,
         Setting(
             "limits.keep_traffic",
-            "GB of traffic that are kept, 1 if left out; what is oldest goes first.",
+            "GB of traffic that are kept, 1 if left out; the oldest is deleted first.",
             was="--keep-traffic-limit",
             min=0.001,
         ),
@@ -93,8 +93,8 @@ def serve(
         bool,
         Setting(
             "traffic.features",
-            "With --keep-traffic: keep the target's hidden states of these texts, too, which tell "
-            "of a text what it says; train-draft --follow then need not compute them.",
+            "With --keep-traffic: keep the target's hidden states of these texts, too, which "
+            "reveal the text; train-draft --follow then need not compute them.",
         ),
     ] = False,
     tool_parser: Annotated[

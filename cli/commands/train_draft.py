@@ -22,7 +22,7 @@ def train_draft(
         follow_option(
             "--follow",
             metavar="DIR",
-            help="Go on with the drafter --init on the newest traffic that specctl serve "
+            help="Train the drafter --init further on the newest traffic that specctl serve "
             "--keep-traffic DIR has kept.",
         ),
     ] = None,
@@ -44,6 +44,7 @@ def train_draft(
     Examples:
 
       specctl train-draft --target tiny --recipe eagle3
+      specctl train-draft --target model.gguf --recipe eagle3 --data self --time 2h
       specctl train-draft --target qwen3-8b --recipe qwen3-8b-eagle3 --data chats.jsonl --gpus 4
       specctl train-draft --recipe medusa --set train.steps=200 --dry-run
     """

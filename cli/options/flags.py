@@ -58,7 +58,7 @@ Chat = Annotated[
     target_option(
         "--chat/--raw",
         help="Read a prompt as a user's turn in the target's chat template, or continue it as a "
-        "text. By default as the target was trained: a chat model is spoken to as one.",
+        "text. By default as the target was trained: chat models get their template.",
     ),
 ]
 Draft = Annotated[

@@ -58,7 +58,7 @@ class QuestionFlags:
     ] = None
     num_prompts: Annotated[
         int | None,
-        of_questions("--num-prompts", min=1, help="Number of prompts without a suite; else 16."),
+        of_questions("--num-prompts", min=1, help="Prompts without a suite; 16 if left out."),
     ] = None
     domain: Annotated[
         str | None,

@@ -26,7 +26,7 @@ class OutlineFlags:
         str | None,
         Setting(
             "outline.kind",
-            "Answer chats from an outline, all points at once: skeleton; or each behind those that "
+            "Answer chats from an outline, all points at once: skeleton; or each after those that "
             "it needs: skeleton-graph (approximate; docs/outlines.md).",
             metavar="KIND",
             complete=one_of("skeleton", "skeleton-graph"),

@@ -36,8 +36,8 @@ class ImageFlags:
         str | None,
         Setting(
             "picture.window",
-            "ZipAR: a row of the picture begins so many tokens behind the row above; auto:MIN: as "
-            "many as each row needs by a test, at least MIN (approximate).",
+            "ZipAR: a row of the picture begins this many tokens after the row above; auto:MIN: as "
+            "many as a test finds necessary for each row, at least MIN (approximate).",
             metavar="N",
         ),
     ] = None

@@ -158,9 +158,9 @@ class PlanFlags(TunedFlags):
         run_option(
             "--time",
             metavar="TIME",
-            help="Derive sizes, answers and steps from the target, the data and this machine, to "
-            "be done in that time: 40m, 2h. Also done, with 40m, where the recipe is a "
-            "demonstration for another target.",
+            help="Train for about this time (40m, 2h): sizes, answers and steps are chosen for the "
+            "target, the data and this machine. 40m if the recipe is a demonstration for another "
+            "target.",
         ),
     ] = None
 

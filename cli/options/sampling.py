@@ -24,7 +24,7 @@ GenerationConfig = Annotated[
     str | None,
     Setting(
         "sample.generation_config",
-        "model: where nothing else says it, sample as in the target's generation_config.json; "
+        "model: sample as the target's generation_config.json says, except for what is set here; "
         "none: leave out the note about that file.",
         was="--generation-config",
         metavar="model|none",

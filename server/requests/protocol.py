@@ -367,7 +367,7 @@ class ChatRequest(Common):
     outline: Literal["skeleton", "skeleton-graph"] | None = Field(
         None,
         description="Answer from an outline, whose points are written at once (approximate); with "
-        "skeleton-graph each behind those that it needs.",
+        "skeleton-graph each after those that it needs.",
     )
     outline_points: int | None = Field(None, ge=1, le=MOST_POINTS, description="Of an outline.")
     tools: Tools | None = None
