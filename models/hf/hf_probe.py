@@ -347,7 +347,7 @@ def _compare(lm: LanguageModel, plain: Plain, what: str, found: Tensor, wanted: 
     away_N = _distance(found, wanted)
     away = float(away_N.max() if plain.is_exact else away_N.median())
     if not away <= (BOUND if plain.is_exact else ROUGH):
-        what = f"{what} is answered otherwise in a batch than alone"
+        what = f"{what} gets other logits in a batch than alone"
         raise refused(lm.module, _looks_ahead(lm.module, plain) or what, away)
 
 
@@ -380,7 +380,7 @@ def check_reading(model: Any) -> None:
     away_N = _distance(both[0, :short], alone[0])
     away = float(away_N.max() if is_exact else away_N.median())
     if not away <= (BOUND if is_exact else ROUGH):
-        raise refused(model, "a document is read otherwise beside a longer one than alone", away)
+        raise refused(model, "a document gets other logits next to a longer one than alone", away)
 
 
 def _read_twice(model: Any, alone: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:

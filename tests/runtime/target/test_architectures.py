@@ -208,7 +208,7 @@ def test_a_wrong_mask_is_found_in_every_precision(
     matrix: ModuleType, name: str, dtype: torch.dtype
 ) -> None:
     model = matrix.tiny(name).to(dtype)
-    with pytest.raises(IncompatibleError, match="a path of a tree is answered otherwise"):
+    with pytest.raises(IncompatibleError, match="a path of a tree gets other logits"):
         HfLM(model)
     assert {weight.dtype for weight in model.parameters()} == {dtype}
 
