@@ -35,7 +35,7 @@ class StateFiles:
                 where="data.states",
                 found=str(self.folder),
                 expected=f"safetensors files with {STATES} and {IDS}",
-                do="write them with an engine (docs/training.md), or give another folder",
+                do="write them with an engine (docs/multi-gpu.md), or give another folder",
             )
 
     def states(self, texts: Sequence[tuple[int, ...]], layers: tuple[int, ...]) -> list[Tensor]:

@@ -389,7 +389,7 @@ LAYOUTS = (
         "prompt and answer",
         {
             "prompt, instruction, question, query, problem": "the user's words",
-            "input, context": "what they are about, behind them (without them: the user's words)",
+            "input, context": "what they are about, after them (without them: the user's words)",
             "history": "earlier questions and answers, before them",
             "response, completion, output, answer, solution": "the answer",
             "responses, completions, outputs, answers": "the answer, or several",
