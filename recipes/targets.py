@@ -217,5 +217,5 @@ def _unknown(name: str, path: Path) -> SpecctlError:
         where="--target, or target.name of the recipe",
         found=ascii(name)[:80],
         expected="an alias, a folder, or a hub id owner/name",
-        do="nearest aliases: " + nearest(name, _table()),
+        do=f"nearest aliases: {nearest(name, _table())}; what is here: specctl targets",
     )

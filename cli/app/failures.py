@@ -140,7 +140,7 @@ def _interrupted(error: BaseException, console: Console) -> int:
         console.fail(shown)
         return int(shown.exit)
     written = "what was done until then is written; " if console.result else ""
-    remains = console.remains() or "nothing was saved"
+    remains = console.remains() or ("no file was saved" if written else "nothing was saved")
     is_terminated = Terminated in (type(error), type(error.__cause__)) or signal.SIGTERM in _SIGNALS
     shown = SpecctlError(
         "terminated" if is_terminated else "interrupted",

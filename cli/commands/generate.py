@@ -160,7 +160,7 @@ def generate(
     console.result = result
     images.write(console, codebook, made.outputs)
     check_forms(made.outputs)
-    console.done(result, next=[_next(target, draft, compare, chat)])
+    console.done(result, next=[_next(target, draft, compare, chat, how[-1])])
 
 
 def told_apart(words: Sequence[str], file: Path | None) -> tuple[str | None, str | None]:
@@ -380,10 +380,17 @@ def _explain_difference(console: Console, job: GenerateJob) -> None:
     )
 
 
-def _next(target: TargetChoice, draft: DraftChoice, compared: bool, chat: bool | None) -> str:
-    spoken = chat_words(chat)
-    if draft.draft == NO_DRAFTER and not compared:
-        words = ["--draft", "prompt-lookup", *spoken, "--compare"]
-        return with_text("generate", *target.words(), *words)
+def _next(
+    target: TargetChoice,
+    draft: DraftChoice,
+    compared: bool,
+    chat: bool | None,
+    images: Sequence[Path],
+) -> str:
+    spoken = [*chat_words(chat), *(word for image in images for word in ("--image", image))]
+    is_plain = draft.draft == NO_DRAFTER
+    if images or (is_plain and not compared):  # bench takes no images
+        own = ["prompt-lookup"] if is_plain else [draft.draft, *draft.words()]
+        return with_text("generate", *target.words(), "--draft", *own, *spoken, "--compare")
     words = [*draft.positional(), *draft.words(), *spoken]
     return command_line("bench", *target.measured_words(), *words)

@@ -52,6 +52,7 @@ def test_the_command_reads_images(folder: Path, run: Run) -> None:
     direct = generate(str(folder), "hello world", images=[folder / "1.png"], chat=False,
                       max_new_tokens=10)  # fmt: skip
     assert out["outputs"][0]["token_ids"] == list(direct.outputs[0].token_ids)
+    assert f"--image {folder / '1.png'} --compare" in ran.json["next"][0]
 
 
 def test_what_does_not_go_with_images_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -177,3 +177,8 @@ def test_a_plan_counts_the_answers_that_a_short_file_has_prompts_for(
     for more, amount in ((("--data", str(data)), "7 prompts"), ((), "800 prompts")):
         ran = run(*words, *more)
         assert ran.json["result"]["plan"]["parts"][0]["amount"] == amount, ran.err
+    data.write_text('{"what": [1, 2]}\n' * 3)
+    ran = run(*words, "--data", str(data))
+    assert ran.code == 3
+    assert ran.json["error"]["what"] == "the data hold nothing to learn from"
+    assert ran.json["error"]["found"].startswith("3 x record has no messages")

@@ -198,23 +198,26 @@ def some_prompts(data: DataPart) -> SomePrompts:
 
 def held_prompts(data: DataPart) -> int:
     """`data.prompts`, or as many as there are in sources that hold fewer conversations: each is one
-    prompt, while a text gives any number. Nothing is read of the hub, nor more than is wanted."""
+    prompt, while a text gives any number. Nothing is read of the hub, nor more than is wanted.
+    RecipeError where files are there and nothing in them can be read."""
     names = names_of(data.source)
-    if not data.regenerate or uses_self(data.source):
+    if uses_self(data.source):
         return data.prompts
-    count = 0
+    count, defects = 0, Defects()
     try:
         if any(find_source(name, data.format, data.split).kind == HUB for name in names):
             return data.prompts
-        for sample in _samples(data, Defects()):
-            if not sample.messages:
+        for sample in _samples(data, defects):
+            if not (data.regenerate and sample.messages):
                 return data.prompts
             count += 1
             if count >= data.prompts:
                 break
     except (SpecctlError, OSError):  # not here yet: training says what is wrong
         return data.prompts
-    return min(count, data.prompts) or data.prompts
+    if not count:
+        raise _nothing(data, "the data hold nothing to learn from", defects)
+    return min(count, data.prompts)
 
 
 def _samples(data: DataPart, defects: Defects) -> Iterator[Sample]:

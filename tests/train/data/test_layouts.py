@@ -32,6 +32,16 @@ def said(record: Any) -> list[tuple[str, Any]]:
         ),
         ({"conversation": [{"human": "a b", "assistant": "c d"}]}, PAIR),
         (
+            {
+                "systemInstruction": {"parts": [{"text": "s"}]},
+                "contents": [
+                    {"role": "user", "parts": [{"text": "a b"}]},
+                    {"role": "model", "parts": [{"text": "c d"}]},
+                ],
+            },
+            [("system", "s"), *PAIR],
+        ),
+        (
             {"dialogue": [{"speaker": "User", "text": "a b"}, {"speaker": "Bot", "text": "c d"}]},
             PAIR,
         ),

@@ -39,12 +39,12 @@ ROLE_OF = {word: role for role, words in ROLES.items() for word in words}
 CALLERS = ("function_call", "tool_call", "function-call", "tool-call")
 
 ROLE_KEYS = ("role", "from", "speaker", "author", "sender")
-CONTENT_KEYS = ("content", "value", "text", "message", "utterance")
+CONTENT_KEYS = ("content", "value", "text", "message", "utterance", "parts")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought")
 LEARN = ("weight", "train", "training", "trainable", "loss", "learn", "loss_weight")
 KEPT_KEYS = ("name", "tool_call_id", "tool_calls")
 
-CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat")
+CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "contents")
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "user", "human")
 BESIDE = ("input", "context")  # what a prompt is about, behind it
 ANSWERS = (
@@ -52,7 +52,8 @@ ANSWERS = (
     *("responses", "completions", "outputs", "answers", "assistant", "gpt", "bot"),
 )
 TEXTS = ("text", "content")
-SYSTEMS = ("system", "system_prompt", "system_message")
+GOOGLES = ("systemInstruction", "system_instruction")  # of Gemini: a message without a role
+SYSTEMS = ("system", "system_prompt", "system_message", *GOOGLES)
 IMAGES = ("images", "image")
 SOUNDS = ("audio", "audios", "video", "videos")  # left out, and said
 
@@ -365,9 +366,9 @@ LAYOUTS = (
     Layout(
         "conversation",
         {
-            "messages, conversations, conversation, dialog, dialogue, chat": "the turns",
+            "messages, conversations, conversation, dialog, dialogue, chat, contents": "the turns",
             "role, from, speaker, author, sender": "who speaks",
-            "content, value, text, message, utterance": "what is said, as text or in parts",
+            "content, value, text, message, utterance, parts": "what is said, as text or in parts",
             "reasoning_content, reasoning, thinking, thoughts": "the thoughts before an answer",
             "tool_calls, function_call": "calls of tools",
             "weight, train, training, trainable, loss, learn": "0 or false: not learned",

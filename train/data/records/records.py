@@ -214,6 +214,8 @@ def _bare(
 ) -> list[Sample]:
     """The conversations of a record, without ids."""
     system = reader.get(*SYSTEMS)
+    if isinstance(system, Mapping):
+        system = _message({"role": "system", **system}, reader.choices).message.get("content")
     if system is not None and not isinstance(system, str):
         raise ValueError("the system prompt of a record is not text")
     masked = reader.get("mask")
@@ -431,9 +433,10 @@ def _parts(content: Any) -> MessageParts:
     said, thoughts, left_out = list[Any](), list[str](), list[str]()
     images = list[str | None]()
     for part in content:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if isinstance(part, Mapping) and isinstance(part.get("thinking"), str):
+        is_object = isinstance(part, Mapping)
+        kind = (part.get("type") or next(iter(part), "none")) if is_object else "text"
+        text = part.get("text") if is_object else part
+        if is_object and isinstance(part.get("thinking"), str):
             thoughts.append(part["thinking"])
         elif isinstance(text, str):
             said += [text_part(text)] if text else []
