@@ -1,6 +1,6 @@
 """What a round of several rows costs beside a round of one: processor time by width and dtype.
 
-One thread, one row of T fed tokens behind 200 kept ones, as rounds call it; the least of many, all
+One thread, one row of T fed tokens behind --kept ones, as rounds call it; the least of many, all
 widths in turn. Figures depend on the memory and the instructions of the CPU, which is named.
 
     python benchmarks/round_cost.py --target FOLDER     # of packed types random blocks
@@ -24,7 +24,6 @@ from specctl.models.native.library import LayerAddresses
 from specctl.models.native.packed import TYPES, PackedMatrix, PackedWeights, from_gguf, row_bytes
 from specctl.models.native.step import MATRICES
 
-KEPT = 200
 BITS = {"int8": 8, "int4": 4}
 
 
@@ -56,18 +55,20 @@ def packed(weight: Tensor | None, name: str) -> PackedMatrix:
     return from_gguf(blocks, name, rows, columns)
 
 
-def costs(lm: LanguageModel, vocabulary: int, widths: list[int], repeats: int) -> list[float]:
+def costs(
+    lm: LanguageModel, vocabulary: int, widths: list[int], repeats: int, kept: int
+) -> list[float]:
     """Milliseconds of processor time of a forward of each width."""
-    most, start, slot = max(widths), torch.tensor([KEPT]), torch.tensor([0])
-    kv, ids = lm.new_kv(1, KEPT + most), torch.randint(0, vocabulary, (1, most))
+    most, start, slot = max(widths), torch.tensor([kept]), torch.tensor([0])
+    kv, ids = lm.new_kv(1, kept + most), torch.randint(0, vocabulary, (1, most))
     for store in (*kv.key_ZJLE, *kv.value_ZJLE):
         store.normal_()
     spent = [float("inf")] * len(widths)
     for _ in range(repeats):
         for at, width in enumerate(widths):
-            position, span = start[:, None] + torch.arange(width), KEPT + width
+            position, span = start[:, None] + torch.arange(width), kept + width
             masks = lm.chain_masks(start, width, span)
-            kv.begin((0,), slot, start, width, span, KEPT)
+            kv.begin((0,), slot, start, width, span, kept)
             began = time.process_time()
             lm.forward(ids[:, :width], position, masks, kv)
             spent[at] = min(spent[at], (time.process_time() - began) * 1e3)
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--dtypes", default="float32,bfloat16,int8,int4,Q4_0,Q4_1,Q5_0,Q8_0")
     parser.add_argument("--widths", default="1,2,4,6,8,16,32")
+    parser.add_argument("--kept", type=int, default=200, help="tokens that were read before")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -92,7 +94,7 @@ def main() -> None:
     widths, found = [int(width) for width in args.widths.split(",")], {}
     for dtype in args.dtypes.split(","):
         vocabulary = load_target(args.target).spec.vocab_size
-        found[dtype] = costs(model(args.target, dtype), vocabulary, widths, args.repeats)
+        found[dtype] = costs(model(args.target, dtype), vocabulary, widths, args.repeats, args.kept)
         first, *more = found[dtype]
         if not args.json:
             row = " ".join(f"{each / first:8.2f}x" for each in more)

@@ -7,7 +7,7 @@ namespace {
 // Queries that read keys and values together: a key that is loaded once is multiplied with all. The
 // registers hold so many sums at once.
 constexpr int TOGETHER = 4;
-constexpr int COMING = 16;  // keys are prefetched so many positions ahead
+constexpr int COMING = 16;  // keys and values are prefetched so many positions ahead
 // Of a long prompt so many groups of queries read a stretch of the cache while it is near.
 constexpr int GROUPS = 4, STRETCH = 256;
 #ifdef __AVX512F__
@@ -42,6 +42,12 @@ struct Group {
     Reading reads[TOGETHER];
     int count, shared;
 };
+
+// The key or value of a position that is read soon comes into the cache.
+template <class W> inline void fetch(const W *all, int position, int E) {
+    const char *one = reinterpret_cast<const char *>(all + size_t(position) * E);
+    for (size_t at = 0; at < E * sizeof(W); at += LINE) __builtin_prefetch(one + at);
+}
 
 // The dot products of N queries with the keys at P positions, as scores from `at` on.
 template <int N, int P, class W>
@@ -83,10 +89,7 @@ inline void all_dots(const Reading *reads, const W *keys, int from, int to, int 
     const int32_t *visible = reads[0].visible;
     constexpr int P = sums_of(N);
     for (; from + P <= to; from += P) {
-        for (int i = from + COMING; i < from + COMING + P && i < to; i++) {
-            const char *next = reinterpret_cast<const char *>(keys + size_t(visible[i]) * E);
-            for (size_t at = 0; at < E * sizeof(W); at += LINE) __builtin_prefetch(next + at);
-        }
+        for (int i = from + COMING; i < from + COMING + P && i < to; i++) fetch(keys, visible[i], E);
         dots<N, P>(reads, keys, visible, from, E);
     }
     for (; from < to; from++) dots<N, 1>(reads, keys, visible, from, E);
@@ -122,6 +125,7 @@ inline void mixture(const Reading *reads, const W *values, int from, int to, int
         for (int n = 0; n < N; n++)
             for (int m = 0; m < M; m++) sum[n][m] = load(reads[n].out + e + m * LANES);
     for (int i = from; i < to; i++) {
+        if (e == 0 && i + COMING < to) fetch(values, reads[0].visible[i + COMING], E);
         const W *value = values + size_t(reads[0].visible[i]) * E + e;
         Lanes wide[M];
 #pragma GCC unroll 4

@@ -75,7 +75,11 @@ inline f16 fused(f16 x, f16 y, f16 sum) { return _mm512_fmadd_ps(x, y, sum); }
 template <class V> inline Pair<V> fused(Pair<V> x, Pair<V> y, Pair<V> sum) {
     return {fused(x.lo, y.lo, sum.lo), fused(x.hi, y.hi, sum.hi)};
 }
-template <class V> inline V fused(float x, V y, V sum) { return fused(V{} + x, y, sum); }
+// The same x in every lane: less zero, which costs nothing, as adding it to -0 would change that.
+template <class V> inline V fused(float x, V y, V sum) { return fused(x - V{}, y, sum); }
+template <class V> inline Pair<V> fused(float x, Pair<V> y, Pair<V> sum) {
+    return {fused(x, y.lo, sum.lo), fused(x, y.hi, sum.hi)};
+}
 
 // A weight of two bytes: the upper half of a float32.
 struct bf16 {
