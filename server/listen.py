@@ -145,6 +145,23 @@ class _Server(uvicorn.Server):
         yield
 
 
+def server_of(app: Any) -> uvicorn.Server:
+    """uvicorn for an ASGI application, as it serves here."""
+    config = uvicorn.Config(
+        app,
+        http=PatientProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=1,
+    )
+    return _Server(config)
+
+
 class Listener:
     """One run of a server. Everything happens in the loop of `run`, but for `end`. `is_alone`: the
     process does nothing else, and the garbage collector leaves out what was there before."""
@@ -153,19 +170,7 @@ class Listener:
         self, app: Any, service: Serving, sock: socket.socket, drain: float, is_alone: bool = True
     ) -> None:
         self.service, self.sock, self.drain, self.is_alone = service, sock, drain, is_alone
-        config = uvicorn.Config(
-            app,
-            http=PatientProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            h11_max_incomplete_event_size=HEAD_BYTES,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = _Server(config)
+        self._server = server_of(app)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Future[int] | None = None
         self._first_signal: float | None = None

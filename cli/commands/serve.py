@@ -167,6 +167,7 @@ def serve(
         known = ("auto", "none", *TOOL_PARSERS)
         raise unknown("tool parser", tool_parser, known, "--set api.tool_parser")
     from specctl.server.listen import Listener, bind, url_of
+    from specctl.server.loading import answering
     from specctl.server.logs import log, send_logs
 
     door, limits = access.door(console), limit.limits()
@@ -177,37 +178,38 @@ def serve(
     recorder = recorder_for(record, keep_traffic, keep_traffic_limit, keep_features)
     level = logging.WARNING if console.quiet else logging.INFO
     send_logs(console.stderr, level, as_json=not console.stderr.isatty())
-    _tell(console, loading(target))
-    wanted = draft.wanted(draft.draft, may_be_parallel=False)
-    model = target.load(console, compiled, wanted=wanted, images=images)
-    if chosen:
-        from specctl.runtime.target.variants.row_adapted import with_row_adapters
+    with answering(socket):
+        _tell(console, loading(target))
+        wanted = draft.wanted(draft.draft, may_be_parallel=False)
+        model = target.load(console, compiled, wanted=wanted, images=images)
+        if chosen:
+            from specctl.runtime.target.variants.row_adapted import with_row_adapters
 
-        model = with_row_adapters(model, chosen)
-        _tell(console, f"requests choose among {called}, {', '.join(chosen)}")
-    begin_traffic(recorder, model)
-    defaults = _defaults(console, model, generation_config)
-    loaded = draft.load(model)
-    loaded.announce(console)
-    if keep_features:
-        check_features(model, loaded.drafter, loaded.name)
-    loaded = replace(loaded, name=_name_in(access.drafter_folder, loaded.name))
-    service, verification = _service(console, model, loaded, batching, limits, keep_features)
-    del loaded  # an exchange frees its weights
-    from specctl.server.app import create_app
-    from specctl.server.requests.chat_template import ChatStyle
+            model = with_row_adapters(model, chosen)
+            _tell(console, f"requests choose among {called}, {', '.join(chosen)}")
+        begin_traffic(recorder, model)
+        defaults = _defaults(console, model, generation_config)
+        loaded = draft.load(model)
+        loaded.announce(console)
+        if keep_features:
+            check_features(model, loaded.drafter, loaded.name)
+        loaded = replace(loaded, name=_name_in(access.drafter_folder, loaded.name))
+        service, verification = _service(console, model, loaded, batching, limits, keep_features)
+        del loaded  # an exchange frees its weights
+        from specctl.server.app import create_app
+        from specctl.server.requests.chat_template import ChatStyle
 
-    app = create_app(
-        service,
-        called,
-        door=door,
-        recorder=recorder,
-        verification=verification,
-        defaults=defaults,
-        style=ChatStyle.of(model, tool_parser, reasoning),
-        is_strict=strict,
-        shelf=_shelf(console, access.drafter_folder, draft, service, batching, verification),
-    )
+        app = create_app(
+            service,
+            called,
+            door=door,
+            recorder=recorder,
+            verification=verification,
+            defaults=defaults,
+            style=ChatStyle.of(model, tool_parser, reasoning),
+            is_strict=strict,
+            shelf=_shelf(console, access.drafter_folder, draft, service, batching, verification),
+        )
 
     def ready() -> None:
         about = {"url": url, "port": socket.getsockname()[1], "model": called}

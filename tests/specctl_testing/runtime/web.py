@@ -84,11 +84,14 @@ class Running:
 
 
 @contextmanager
-def running(service: StubService, drain: float = 5.0, **options: Any) -> Iterator[Running]:
-    """A real server over `service`; it is drained at the end, unless that was done before. To
-    collect the garbage of a process of tests takes a second or two: it is left as it is."""
+def running(
+    service: StubService, drain: float = 5.0, bound: socket.socket | None = None, **options: Any
+) -> Iterator[Running]:
+    """A real server over `service`, on that socket; it is drained at the end, unless that was done
+    before. To collect the garbage of a process of tests takes a second or two: it is left as it
+    is."""
     app = create_app(service, "tiny", **options)
-    bound, ready, codes = bind("127.0.0.1", 0), threading.Event(), []
+    bound, ready, codes = bound or bind("127.0.0.1", 0), threading.Event(), []
     listener = Listener(app, service, bound, drain, is_alone=False)
     url = url_of(bound)
 
