@@ -106,7 +106,7 @@ def _team_reads(target: Target, team: Drafter) -> float:
     for _ in range(READINGS):
         engine = Engine(target, team, Switch("ucb", length=1, nodes=1, lengths=(1,)))
         assert isinstance(engine.policy, Switch)
-        engine.policy.brain.is_listening = False
+        engine.policy.control.is_listening = False
         engine.run([Request(tuple(prompt), Sampling(max_new_tokens=6, ignore_eos=True))])
         found.append(engine.catch_up_seconds / length)
     return median(found)
@@ -117,7 +117,7 @@ def _team_steps(target: Target, team: Drafter) -> dict[str, float]:
     engine = Engine(target, team, Switch(length=STEP, nodes=STEP, lengths=(STEP,)))
     switch = engine.policy
     assert isinstance(switch, Switch)
-    switch.brain = InTurn()
+    switch.control = InTurn()
     [prompt] = _counting(target, 1, READ // 2)
     engine.run([Request(tuple(prompt), Sampling(max_new_tokens=STEPS, ignore_eos=True))])
     drafts = switch.prices.drafts

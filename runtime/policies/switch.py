@@ -41,7 +41,7 @@ class Switch:
     arms: tuple[Arm, ...] = ()
     costs: CostTable | None = field(default=None, repr=False)
     depth: int = field(init=False, repr=False)  # of the longest arm
-    brain: Controller = field(init=False, repr=False)
+    control: Controller = field(init=False, repr=False)
     counts: dict[str, ArmCount] = field(default_factory=dict, init=False, repr=False)
     unasked: ArmCount = field(default_factory=ArmCount, init=False, repr=False)
     prices: Prices = field(init=False, repr=False)
@@ -63,7 +63,7 @@ class Switch:
         self.nodes = max((arm.nodes for arm in self.arms), default=max(self.nodes, self.length))
         self.lengths = tuple(sorted({min(int(k), self.length) for k in self.lengths}))
         self.depth = self._longest()
-        self.brain, self.prices = CONTROLLERS[self.controller](), Prices(self.costs)
+        self.control, self.prices = CONTROLLERS[self.controller](), Prices(self.costs)
 
     def _longest(self) -> int:
         return max((arm.length for arm in self.arms), default=self.length)
@@ -84,7 +84,7 @@ class Switch:
     # -- a round --------------------------------------------------------------------------------
 
     def opened(self, state: DraftState) -> None:
-        state.is_listening = self.brain.is_listening
+        state.is_listening = self.control.is_listening
 
     def rests(self, state: DraftState, view: RoundView) -> bool:
         """The controller orders the arms of the coming round; the first may be plain decoding."""
@@ -92,11 +92,11 @@ class Switch:
         if not self.is_open:
             self._open(state)
         self.contexts, self.prices.missed = [], view.missed
-        if self.brain.needs_contexts:
+        if self.control.needs_contexts:
             self.contexts = self._read(view)
-        self.order, self.idle = self.brain.order(self.contexts), 0.0
-        self.played, self.looks = self.order[0], self.brain.looks()
-        state.is_listening = self.brain.is_listening
+        self.order, self.idle = self.control.order(self.contexts), 0.0
+        self.played, self.looks = self.order[0], self.control.looks()
+        state.is_listening = self.control.is_listening
         rests = self.arms[self.played].is_off and not self.looks
         self.is_asked, self.is_grown = rests, False  # else it is asked to grow, if rows have room
         return rests
@@ -105,7 +105,7 @@ class Switch:
         """The contexts of the newest tokens; the controller hears how the text went on."""
         contexts = self.matches.contexts(view.slots, view.tokens)
         for repeat in self.matches.repeats():
-            self.brain.repeated(repeat)
+            self.control.repeated(repeat)
         return contexts
 
     def grow(self, growth: GrowRequest) -> DraftTree:
@@ -161,20 +161,20 @@ class Switch:
             self.shadows.add(member, tree, growth.view.tokens, self.contexts)
 
     def rest(self) -> RestSpan | None:
-        is_off = self.is_open and self.arms[self.played].is_off and self.brain.off_for > 0
-        return RestSpan(self.brain.off_for, self.brain.glance) if is_off else None
+        is_off = self.is_open and self.arms[self.played].is_off and self.control.off_for > 0
+        return RestSpan(self.control.off_for, self.control.glance) if is_off else None
 
     def wakes(self, view: RoundView) -> bool:
         self.prices.missed = view.missed
-        return self.brain.wakes(self._read(view))
+        return self.control.wakes(self._read(view))
 
     def rested(self, rest: RestSpan) -> None:
         rounds = len(rest.seconds)
         self.counts[self.arms[self.played].name].add(rest.tokens, sum(rest.seconds), rounds)
-        self.brain.rested(rounds)
+        self.control.rested(rounds)
         self.prices.observe(0, rest.usual, rounds)
         for score in self.shadows.ripe():
-            self.brain.scored(score)
+            self.control.scored(score)
 
     def observe(self, outcome: Outcome, seconds: RoundSeconds) -> None:
         tokens, spent = sum(map(len, outcome.emitted)), seconds.draft + seconds.verify
@@ -185,16 +185,16 @@ class Switch:
         arm = self.arms[self.played]
         count = self.counts[arm.name]
         count.add(tokens, spent)
-        if self.brain.is_resting and (self.brain.off_for or count.rounds % MEASURED):
+        if self.control.is_resting and (self.control.off_for or count.rounds % MEASURED):
             return  # a rest costs next to nothing
         lost, learned = self.idle, 0.0
-        if arm.is_off and self.brain.is_listening:
+        if arm.is_off and self.control.is_listening:
             learned = seconds.commit
             lost += learned + seconds.wake
         if lost:
-            self.brain.lost(lost)
+            self.control.lost(lost)
         for score in self.shadows.ripe():
-            self.brain.scored(score)
+            self.control.scored(score)
         if self.is_grown:
             self.prices.woke(seconds.wake)
         if any(outcome.finished):
@@ -205,7 +205,7 @@ class Switch:
         else:  # its draft is a small part of the round
             verified = played
         self.prices.observe(outcome.tree.num_nodes, verified)
-        self.brain.reward(self.played, tokens / len(outcome.emitted), played + seconds.wake)
+        self.control.reward(self.played, tokens / len(outcome.emitted), played + seconds.wake)
         if arm.member is not None:
             self._score_played(arm.member, outcome)
 
@@ -224,7 +224,7 @@ class Switch:
             if depth > 0:
                 context = self.contexts[b] if self.contexts else 0
                 known = min(accepted + 1, depth)
-                self.brain.scored(Score(member, accepted, known, context, depth))
+                self.control.scored(Score(member, accepted, known, context, depth))
 
     def _note_shape(self, member: int, tree: DraftTree) -> None:
         if tree.num_nodes:
@@ -243,8 +243,8 @@ class Switch:
         if self.costs is not None:
             steps = self.costs.steps
             self.prices.steps = {i: steps[n] for i, n in enumerate(state.names) if n in steps}
-        self.brain.open(self.arms, self.prices)
-        self.counts[self.arms[self.brain.off].name] = self.unasked
+        self.control.open(self.arms, self.prices)
+        self.counts[self.arms[self.control.off].name] = self.unasked
 
     def _default_arms(self, state: TeamState) -> Sequence[Arm]:
         found = []
@@ -259,7 +259,7 @@ class Switch:
     def to_json(self) -> dict[str, Any]:
         """Counts per arm, and what the controller itself reports."""
         arms = {name: count.to_json() for name, count in self.counts.items() if count.rounds}
-        return {"controller": self.controller, "arms": arms, **self.brain.to_json()}
+        return {"controller": self.controller, "arms": arms, **self.control.to_json()}
 
 
 def _of_member(arm: Arm, state: TeamState) -> Arm:

@@ -182,7 +182,7 @@ def test_the_text_is_no_credit_for_a_member_that_reads_more_than_text(target: An
         "prompt-lookup 2": (True, False),
         "token-recycling 2": (False, True),
     }
-    assert {arm.member for arm in policy.brain.copies} == {0}
+    assert {arm.member for arm in policy.control.copies} == {0}
 
 
 STEPWISE = (Arm(OFF), *(Arm(f"model {k}", 0, Chain(length=k), True) for k in (2, 4)))
