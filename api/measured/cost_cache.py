@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specctl.runtime.target.target import Target
 
 MAX_BYTES = 1 << 20
-METHOD = 4  # of measuring: raised where a table would mean something else
+METHOD = 3  # of measuring: raised where a table would mean something else
 
 
 def describe(
@@ -70,19 +70,18 @@ def read_costs(about: dict[str, Any]) -> CostTable | None:
             {int(k): float(v) for k, v in found[name].items()} for name in ("draft", "verify")
         )
         read = float(found.get("read", 0.0))
-        steps = {str(name): float(v) for name, v in found.get("steps", {}).items()}
     except (
         OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
     ):  # fmt: skip
         return None
     if not draft or set(draft) != set(verify) or 0 not in verify:
         return None
-    costs = (read, *steps.values(), *draft.values(), *verify.values())
+    costs = (read, *draft.values(), *verify.values())
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         return None
     if min(draft) < 0 or verify[0] == 0:
         return None
-    return CostTable(draft, verify, about["device"], about["dtype"], about["batch"], read, steps)
+    return CostTable(draft, verify, about["device"], about["dtype"], about["batch"], read)
 
 
 def _read(path: Path) -> bytes:
@@ -106,7 +105,7 @@ def write_costs(about: dict[str, Any], costs: CostTable) -> Path | None:
     if path is None or threads_used(threads) < threads:
         return None
     tables = {"draft": dict(costs.draft), "verify": dict(costs.verify)}
-    body = {"about": about, **tables, "read": costs.read, "steps": dict(costs.steps)}
+    body = {"about": about, **tables, "read": costs.read}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specctl.runtime.policies.base import Policy
 
 OFF = "off"
-TRUSTED = 3  # drafts of a stepwise member before which they cost what was measured beforehand
+TRUSTED = 3  # drafts of a stepwise member before which they cost nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,8 @@ class ArmCount:
 @dataclass(slots=True)
 class Prices:
     """Seconds of a round by nodes drafted: measured beforehand (`table`), else guessed, `slope`
-    dearer per node; both corrected by the rounds as they come. A token that a stepwise member
-    drafts takes what its newest drafts took (`drafts`) or, before there are enough of them, what
-    was measured beforehand (`steps`). `branching` are the members that were seen to draft trees,
+    dearer per node; both corrected by the rounds as they come. Of a stepwise member `drafts` says
+    what a drafted token takes beside it. `branching` are the members that were seen to draft trees,
     which have more nodes than levels, `chains` the others that were seen; before, those that rank
     candidates count as `branching`."""
 
@@ -103,7 +102,6 @@ class Prices:
     read: float = 0.0  # a position of what drafters have missed; as measured lately
     missed: int = 0  # so many positions, before this round
     drafts: dict[int, Recent] = field(default_factory=dict)
-    steps: Mapping[int, float] = field(default_factory=dict)
     _known: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -130,14 +128,9 @@ class Prices:
             arm.is_listener and arm.member not in self.chains
         )
         nodes = arm.nodes if is_tree else length
-        return self.seconds(nodes) + length * self._step(arm.member)
-
-    def _step(self, member: int) -> float:
-        """Of a token drafted by that member, beside its verification; 0 of one that only reads."""
-        drafts = self.drafts.get(member)
-        if drafts is not None and len(drafts.ratios) >= TRUSTED:
-            return drafts.middle
-        return self.steps.get(member, 0.0) * self.ratios.of(0)
+        drafts = self.drafts.get(arm.member)
+        is_known = drafts is not None and len(drafts.ratios) >= TRUSTED
+        return self.seconds(nodes) + (length * drafts.middle if drafts and is_known else 0.0)
 
     def observe(self, nodes: int, seconds: float, rounds: int = 1) -> None:
         self.ratios.observe(nodes, seconds / self._expected(nodes), rounds)

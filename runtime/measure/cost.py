@@ -5,7 +5,6 @@ Letters: B rows, N nodes, R flat rows.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from specctl.core.drafter import Budget, Drafter, DraftState, Outcome, RoundView, Space
 from specctl.core.tree import DraftTree, NodeKind, chain_tree
-from specctl.runtime.controllers.base import Arm, Controller, Prices, first
 from specctl.runtime.engine.engine import Engine
 from specctl.runtime.engine.request import Request
 from specctl.runtime.measure.cost_table import BatchCosts, CostTable, TreeCosts
@@ -35,7 +33,6 @@ DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 TREE_SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 SELDOM = 4  # a switch drafts now and then: so many rounds apart, behind which it is slower
 READINGS, READ = 5, 64  # of a prompt of so many tokens, by a team
-STEPS, STEP = 24, 3  # tokens of a text in which it drafts so many in turn, token by token
 RECORDING = 4  # rounds of an engine on a GPU that are slower: they are recorded
 
 
@@ -86,15 +83,13 @@ def measure_costs(
             requests = [Request(tuple(p), wanted) for p in list(prompts)[:batch]]
             Engine(target, drafter, policy, "auto", num_slots=batch, chooser=probe).run(requests)
     reads = [each for k, probe in probes.items() if k for each in probe.reads]
-    is_team = isinstance(given, Switch)
     return CostTable(
         {k: _usual(p.draft_seconds) for k, p in probes.items()},
         {k: _usual(p.verify_seconds) for k, p in probes.items()},
         str(target.device),
         target.dtype_name,
         batch,
-        _team_reads(target, team) if is_team else _usual_read(reads),
-        _team_steps(target, team) if is_team else {},
+        _team_reads(target, team) if isinstance(given, Switch) else _usual_read(reads),
     )
 
 
@@ -110,31 +105,6 @@ def _team_reads(target: Target, team: Drafter) -> float:
         engine.run([Request(tuple(prompt), Sampling(max_new_tokens=6, ignore_eos=True))])
         found.append(engine.catch_up_seconds / length)
     return median(found)
-
-
-def _team_steps(target: Target, team: Drafter) -> dict[str, float]:
-    """Seconds of a drafted token of each member that drafts token by token, by its name."""
-    engine = Engine(target, team, Switch(length=STEP, nodes=STEP, lengths=(STEP,)))
-    switch = engine.policy
-    assert isinstance(switch, Switch)
-    switch.control = InTurn()
-    [prompt] = _counting(target, 1, READ // 2)
-    engine.run([Request(tuple(prompt), Sampling(max_new_tokens=STEPS, ignore_eos=True))])
-    drafts = switch.prices.drafts
-    names = {arm.member: arm.name.rsplit(" ", 1)[0] for arm in switch.arms if arm.is_stepwise}
-    return {name: drafts[i].middle for i, name in names.items() if i is not None and i in drafts}
-
-
-class InTurn(Controller):
-    """Plays the arms that draft token by token, one after the other; else plain decoding."""
-
-    def open(self, arms: Sequence[Arm], prices: Prices) -> None:
-        super().open(arms, prices)
-        self.waiting = deque(i for i, arm in enumerate(arms) if arm.is_stepwise)
-
-    def order(self, contexts: Sequence[int]) -> Sequence[int]:
-        self.waiting.rotate(-1)
-        return first(self.waiting[0], self.off) if self.waiting else (self.off,)
 
 
 def measure_batch_costs(

@@ -7,7 +7,7 @@ tables by batch size, `TreeCosts` the prices of steps and nodes that follow from
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from specctl.runtime.measure.stats import expected_tau
@@ -27,9 +27,7 @@ def on_line(known: Mapping[int, float], at: int) -> float:
 @dataclass(frozen=True, slots=True)
 class CostTable:
     """Seconds per round by draft length: `draft[k]`, `verify[k]`; k = 0 is plain decoding. `read`:
-    seconds in which the drafter reads one position of what it has missed, a prompt for example.
-    `steps`: seconds of a drafted token, by name, of the members of a team that draft token by
-    token."""
+    seconds in which the drafter reads one position of what it has missed, a prompt for example."""
 
     draft: Mapping[int, float]
     verify: Mapping[int, float]
@@ -37,7 +35,6 @@ class CostTable:
     dtype: str
     batch: int
     read: float = 0.0
-    steps: Mapping[str, float] = field(default_factory=dict)
 
     def round_seconds(self, length: int) -> float:
         return self.draft[length] + self.verify[length]

@@ -240,9 +240,6 @@ class Switch:
             self.arms = (Arm(OFF), *self.arms)
         self.depth = self._longest()
         self.counts = {arm.name: ArmCount() for arm in self.arms}
-        if self.costs is not None:
-            steps = self.costs.steps
-            self.prices.steps = {i: steps[n] for i, n in enumerate(state.names) if n in steps}
         self.control.open(self.arms, self.prices)
         self.counts[self.arms[self.control.off].name] = self.unasked
 

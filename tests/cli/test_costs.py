@@ -24,9 +24,7 @@ WORDS = (
     "float32",
 )
 PROMPT = "import os\nimport sys\nimport os\nimport "
-TABLE = CostTable(
-    {0: 0.0, 2: 0.1}, {0: 1.0, 2: 1.1}, "cpu x", "float32", 1, steps={"quantspec": 0.2}
-)
+TABLE = CostTable({0: 0.0, 2: 0.1}, {0: 1.0, 2: 1.1}, "cpu x", "float32", 1)
 ABOUT = {"device": "cpu x", "dtype": "float32", "batch": 1, "target": "abc"}
 
 
@@ -55,8 +53,7 @@ def spelled(**costs: str) -> str:
     about = json.dumps(ABOUT)
     draft = '{{"0": 0.0, "2": {}}}'.format(costs.get("draft", "0.1"))
     verify = '{{"0": {}, "2": 1.1}}'.format(costs.get("verify", "1.0"))
-    steps = '{{"quantspec": {}}}'.format(costs.get("steps", "0.2"))
-    return f'{{"about": {about}, "draft": {draft}, "verify": {verify}, "steps": {steps}}}'
+    return f'{{"about": {about}, "draft": {draft}, "verify": {verify}}}'
 
 
 ABYSS = "[" * 100_000 + "]" * 100_000
@@ -71,7 +68,7 @@ DAMAGED = [
     '{"about":' * 5000,
     " " * (1 << 20) + "{}",
 ]
-DAMAGED += [spelled(**{name: cost}) for name in ("draft", "verify", "steps") for cost in NO_COSTS]
+DAMAGED += [spelled(**{name: cost}) for name in ("draft", "verify") for cost in NO_COSTS]
 DAMAGED += [spelled(verify="0")]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from specctl.drafters.lm.small_lm import SmallLm, SmallLmOptions
 from specctl.drafters.team import Team, TeamOptions
 from specctl.drafters.training_free.token_recycling import TokenRecyclingState
 from specctl.runtime.controllers.auto import GLANCE, SELDOM, Auto, Survival
-from specctl.runtime.controllers.base import OFF, TRUSTED, Arm, Prices, Score
+from specctl.runtime.controllers.base import OFF, Arm, Prices, Score
 from specctl.runtime.controllers.cascade import Cascade
 from specctl.runtime.controllers.match import Matches, Repeat
 from specctl.runtime.controllers.shadow import Shadows
@@ -27,7 +26,6 @@ from specctl.runtime.engine.round_drafter import PolicyDrafter
 from specctl.runtime.generate import generate
 from specctl.runtime.measure.cost import equip, measure_costs
 from specctl.runtime.measure.cost_table import CostTable
-from specctl.runtime.policies.base import GrowRequest
 from specctl.runtime.policies.chain import Chain
 from specctl.runtime.policies.direct import Direct
 from specctl.runtime.policies.switch import Switch
@@ -269,32 +267,6 @@ def test_costs_of_a_team_are_those_of_verification(target: Any) -> None:
     costs = measure_costs(target, Team(MEMBERS, target.spec), policy, [[1, 2, 3]], rounds=8)
     assert {0, 1, 2, 4, 6} <= set(costs.verify)
     assert all(0 < costs.round_seconds(k) < 10 for k in costs.verify)
-    assert costs.steps == {}, "no member drafts token by token"
-
-
-def test_the_drafts_of_a_model_have_a_price_before_the_first(target: Any, monkeypatch: Any) -> None:
-    """Measured by the team's own member, then taken by what it played."""
-    slow, grow = 0.02, Chain.grow
-
-    def slowly(self: Chain, growth: GrowRequest) -> Any:
-        time.sleep(slow * growth.budget.depth)
-        return grow(self, growth)
-
-    monkeypatch.setattr(Chain, "grow", slowly)
-    model = SmallLm(SmallLmOptions(layers=1, width=16), target.spec)
-    team, policy = Team.of([model, *Team(MEMBERS, target.spec).members]), Switch("auto", length=8)
-    costs = measure_costs(target, team, policy, [[1, 2, 3]], rounds=8)
-    assert costs.steps == {"small-lm": pytest.approx(slow, rel=0.5)}
-    engine = Engine(target, team, replace(policy, costs=costs))
-    engine.run([Request((1, 2, 3), Sampling(max_new_tokens=6))])
-    switch = engine.policy
-    assert isinstance(switch, Switch)
-    long = next(arm for arm in switch.arms if arm.is_stepwise and arm.length == 8)
-    price = switch.prices.of(long) - switch.prices.seconds(8)
-    assert price == pytest.approx(8 * slow, rel=0.6)
-    for _ in range(TRUSTED):
-        switch.prices.drafted(0, 2, 0.2)
-    assert switch.prices.of(long) - switch.prices.seconds(8) == pytest.approx(8 * 0.1)
 
 
 def test_being_off_costs_little_host_work_per_round() -> None:
