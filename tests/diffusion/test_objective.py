@@ -51,19 +51,21 @@ def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary() -> None:
 def test_a_pattern_is_learned_from_both_sides(layout: str) -> None:
     torch.manual_seed(0)
     model = MaskedLM(tiny_shape(layout))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(80):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(240):
         ids_BS = 3 + (torch.randint(0, 30, (16, 1)) + torch.arange(16)) % 30
         loss = masked_loss(model, ids_BS, step)
         optimizer.zero_grad()
         (loss.sum / loss.count).backward()
         optimizer.step()
-    row = 3 + (torch.tensor([20]) + torch.arange(16)) % 30
-    hidden = row.clone()
-    hidden[[4, 9]] = MASK
+    row_BS = 3 + (torch.arange(30)[:, None] + torch.arange(16)) % 30
+    hidden_BS = row_BS.clone()
+    hidden_BS[:, [4, 9]] = MASK
     with torch.no_grad():
-        logits = model.logits(model(hidden[None])[0])
-    assert logits[model.source(torch.tensor([4, 9]))].argmax(-1).tolist() == row[[4, 9]].tolist()
+        logits = model.logits(model(hidden_BS))
+    guessed = logits[:, model.source(torch.tensor([4, 9]))].argmax(-1)
+    right = int((guessed == row_BS[:, [4, 9]]).all(1).sum())
+    assert right >= 27, f"{right} of 30; with other seeds 29 at least"
 
 
 def changed(path: Path, **sections: dict[str, Any]) -> Path:
